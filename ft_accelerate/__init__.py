@@ -1,0 +1,1 @@
+"""Accelerate front end of ft_core."""

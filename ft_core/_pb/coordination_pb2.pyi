@@ -1,0 +1,571 @@
+from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from typing import ClassVar as _ClassVar, Iterable as _Iterable, Mapping as _Mapping, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class Version(_message.Message):
+    __slots__ = ("step", "epoch")
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    step: int
+    epoch: int
+    def __init__(self, step: _Optional[int] = ..., epoch: _Optional[int] = ...) -> None: ...
+
+class Ask(_message.Message):
+    __slots__ = ("replica_id", "seq", "version", "lineage", "quorum_id", "failed", "reason", "min_replicas", "group_world_size", "heal_addresses", "store_address", "address", "layout", "init_sync", "allow_heal", "shrink_only", "heals_before_forward", "open_attempt", "commit_failures", "data")
+    REPLICA_ID_FIELD_NUMBER: _ClassVar[int]
+    SEQ_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    LINEAGE_FIELD_NUMBER: _ClassVar[int]
+    QUORUM_ID_FIELD_NUMBER: _ClassVar[int]
+    FAILED_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    MIN_REPLICAS_FIELD_NUMBER: _ClassVar[int]
+    GROUP_WORLD_SIZE_FIELD_NUMBER: _ClassVar[int]
+    HEAL_ADDRESSES_FIELD_NUMBER: _ClassVar[int]
+    STORE_ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    LAYOUT_FIELD_NUMBER: _ClassVar[int]
+    INIT_SYNC_FIELD_NUMBER: _ClassVar[int]
+    ALLOW_HEAL_FIELD_NUMBER: _ClassVar[int]
+    SHRINK_ONLY_FIELD_NUMBER: _ClassVar[int]
+    HEALS_BEFORE_FORWARD_FIELD_NUMBER: _ClassVar[int]
+    OPEN_ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    COMMIT_FAILURES_FIELD_NUMBER: _ClassVar[int]
+    DATA_FIELD_NUMBER: _ClassVar[int]
+    replica_id: str
+    seq: int
+    version: Version
+    lineage: int
+    quorum_id: int
+    failed: bool
+    reason: str
+    min_replicas: int
+    group_world_size: int
+    heal_addresses: _containers.RepeatedScalarFieldContainer[str]
+    store_address: str
+    address: str
+    layout: int
+    init_sync: bool
+    allow_heal: bool
+    shrink_only: bool
+    heals_before_forward: bool
+    open_attempt: int
+    commit_failures: int
+    data: str
+    def __init__(self, replica_id: _Optional[str] = ..., seq: _Optional[int] = ..., version: _Optional[_Union[Version, _Mapping]] = ..., lineage: _Optional[int] = ..., quorum_id: _Optional[int] = ..., failed: bool = ..., reason: _Optional[str] = ..., min_replicas: _Optional[int] = ..., group_world_size: _Optional[int] = ..., heal_addresses: _Optional[_Iterable[str]] = ..., store_address: _Optional[str] = ..., address: _Optional[str] = ..., layout: _Optional[int] = ..., init_sync: bool = ..., allow_heal: bool = ..., shrink_only: bool = ..., heals_before_forward: bool = ..., open_attempt: _Optional[int] = ..., commit_failures: _Optional[int] = ..., data: _Optional[str] = ...) -> None: ...
+
+class Member(_message.Message):
+    __slots__ = ("replica_id", "version", "lineage", "group_world_size", "heal_addresses", "store_address", "address", "init_sync", "allow_heal", "shrink_only", "heals_before_forward", "previous_quorum_id", "open_attempt", "commit_failures", "data")
+    REPLICA_ID_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    LINEAGE_FIELD_NUMBER: _ClassVar[int]
+    GROUP_WORLD_SIZE_FIELD_NUMBER: _ClassVar[int]
+    HEAL_ADDRESSES_FIELD_NUMBER: _ClassVar[int]
+    STORE_ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    INIT_SYNC_FIELD_NUMBER: _ClassVar[int]
+    ALLOW_HEAL_FIELD_NUMBER: _ClassVar[int]
+    SHRINK_ONLY_FIELD_NUMBER: _ClassVar[int]
+    HEALS_BEFORE_FORWARD_FIELD_NUMBER: _ClassVar[int]
+    PREVIOUS_QUORUM_ID_FIELD_NUMBER: _ClassVar[int]
+    OPEN_ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    COMMIT_FAILURES_FIELD_NUMBER: _ClassVar[int]
+    DATA_FIELD_NUMBER: _ClassVar[int]
+    replica_id: str
+    version: Version
+    lineage: int
+    group_world_size: int
+    heal_addresses: _containers.RepeatedScalarFieldContainer[str]
+    store_address: str
+    address: str
+    init_sync: bool
+    allow_heal: bool
+    shrink_only: bool
+    heals_before_forward: bool
+    previous_quorum_id: int
+    open_attempt: int
+    commit_failures: int
+    data: str
+    def __init__(self, replica_id: _Optional[str] = ..., version: _Optional[_Union[Version, _Mapping]] = ..., lineage: _Optional[int] = ..., group_world_size: _Optional[int] = ..., heal_addresses: _Optional[_Iterable[str]] = ..., store_address: _Optional[str] = ..., address: _Optional[str] = ..., init_sync: bool = ..., allow_heal: bool = ..., shrink_only: bool = ..., heals_before_forward: bool = ..., previous_quorum_id: _Optional[int] = ..., open_attempt: _Optional[int] = ..., commit_failures: _Optional[int] = ..., data: _Optional[str] = ...) -> None: ...
+
+class QuorumInfo(_message.Message):
+    __slots__ = ("quorum_id", "members", "created_ms")
+    QUORUM_ID_FIELD_NUMBER: _ClassVar[int]
+    MEMBERS_FIELD_NUMBER: _ClassVar[int]
+    CREATED_MS_FIELD_NUMBER: _ClassVar[int]
+    quorum_id: int
+    members: _containers.RepeatedCompositeFieldContainer[Member]
+    created_ms: int
+    def __init__(self, quorum_id: _Optional[int] = ..., members: _Optional[_Iterable[_Union[Member, _Mapping]]] = ..., created_ms: _Optional[int] = ...) -> None: ...
+
+class Progress(_message.Message):
+    __slots__ = ("clock_us", "step", "phase", "stable", "paused_ms", "heal_addresses")
+    CLOCK_US_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    PHASE_FIELD_NUMBER: _ClassVar[int]
+    STABLE_FIELD_NUMBER: _ClassVar[int]
+    PAUSED_MS_FIELD_NUMBER: _ClassVar[int]
+    HEAL_ADDRESSES_FIELD_NUMBER: _ClassVar[int]
+    clock_us: int
+    step: int
+    phase: str
+    stable: Version
+    paused_ms: int
+    heal_addresses: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, clock_us: _Optional[int] = ..., step: _Optional[int] = ..., phase: _Optional[str] = ..., stable: _Optional[_Union[Version, _Mapping]] = ..., paused_ms: _Optional[int] = ..., heal_addresses: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class Left(_message.Message):
+    __slots__ = ("reason", "finished", "version", "agreed")
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    FINISHED_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    AGREED_FIELD_NUMBER: _ClassVar[int]
+    reason: str
+    finished: bool
+    version: Version
+    agreed: bool
+    def __init__(self, reason: _Optional[str] = ..., finished: bool = ..., version: _Optional[_Union[Version, _Mapping]] = ..., agreed: bool = ...) -> None: ...
+
+class Refused(_message.Message):
+    __slots__ = ("kind", "reason")
+    class Kind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+        __slots__ = ()
+        KIND_UNSPECIFIED: _ClassVar[Refused.Kind]
+        REFUSED: _ClassVar[Refused.Kind]
+        FINISHED: _ClassVar[Refused.Kind]
+        PROTOCOL: _ClassVar[Refused.Kind]
+        CONFIG: _ClassVar[Refused.Kind]
+    KIND_UNSPECIFIED: Refused.Kind
+    REFUSED: Refused.Kind
+    FINISHED: Refused.Kind
+    PROTOCOL: Refused.Kind
+    CONFIG: Refused.Kind
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    kind: Refused.Kind
+    reason: str
+    def __init__(self, kind: _Optional[_Union[Refused.Kind, str]] = ..., reason: _Optional[str] = ...) -> None: ...
+
+class ChangePending(_message.Message):
+    __slots__ = ("quorum_id", "reason")
+    QUORUM_ID_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    quorum_id: int
+    reason: str
+    def __init__(self, quorum_id: _Optional[int] = ..., reason: _Optional[str] = ...) -> None: ...
+
+class MemberLost(_message.Message):
+    __slots__ = ("quorum_id", "lost")
+    QUORUM_ID_FIELD_NUMBER: _ClassVar[int]
+    LOST_FIELD_NUMBER: _ClassVar[int]
+    quorum_id: int
+    lost: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, quorum_id: _Optional[int] = ..., lost: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class Paused(_message.Message):
+    __slots__ = ("quorum_id", "replica_id", "for_ms")
+    QUORUM_ID_FIELD_NUMBER: _ClassVar[int]
+    REPLICA_ID_FIELD_NUMBER: _ClassVar[int]
+    FOR_MS_FIELD_NUMBER: _ClassVar[int]
+    quorum_id: int
+    replica_id: str
+    for_ms: int
+    def __init__(self, quorum_id: _Optional[int] = ..., replica_id: _Optional[str] = ..., for_ms: _Optional[int] = ...) -> None: ...
+
+class Superseded(_message.Message):
+    __slots__ = ("quorum_id",)
+    QUORUM_ID_FIELD_NUMBER: _ClassVar[int]
+    quorum_id: int
+    def __init__(self, quorum_id: _Optional[int] = ...) -> None: ...
+
+class Order(_message.Message):
+    __slots__ = ("kind", "reason")
+    class Kind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+        __slots__ = ()
+        KIND_UNSPECIFIED: _ClassVar[Order.Kind]
+        DRAIN: _ClassVar[Order.Kind]
+        KILL: _ClassVar[Order.Kind]
+    KIND_UNSPECIFIED: Order.Kind
+    DRAIN: Order.Kind
+    KILL: Order.Kind
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    kind: Order.Kind
+    reason: str
+    def __init__(self, kind: _Optional[_Union[Order.Kind, str]] = ..., reason: _Optional[str] = ...) -> None: ...
+
+class Ack(_message.Message):
+    __slots__ = ("clock_us", "lease_age_ms")
+    CLOCK_US_FIELD_NUMBER: _ClassVar[int]
+    LEASE_AGE_MS_FIELD_NUMBER: _ClassVar[int]
+    clock_us: int
+    lease_age_ms: int
+    def __init__(self, clock_us: _Optional[int] = ..., lease_age_ms: _Optional[int] = ...) -> None: ...
+
+class Hello(_message.Message):
+    __slots__ = ("protocol_version", "release", "room", "replica_id", "name", "incarnation", "version", "stable", "highest_id", "quorum_id", "members", "layout", "layout_lines", "expected", "min_replicas", "group_world_size", "join_ms", "liveness_ms", "orphan_ms", "heal_addresses")
+    PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
+    RELEASE_FIELD_NUMBER: _ClassVar[int]
+    ROOM_FIELD_NUMBER: _ClassVar[int]
+    REPLICA_ID_FIELD_NUMBER: _ClassVar[int]
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    STABLE_FIELD_NUMBER: _ClassVar[int]
+    HIGHEST_ID_FIELD_NUMBER: _ClassVar[int]
+    QUORUM_ID_FIELD_NUMBER: _ClassVar[int]
+    MEMBERS_FIELD_NUMBER: _ClassVar[int]
+    LAYOUT_FIELD_NUMBER: _ClassVar[int]
+    LAYOUT_LINES_FIELD_NUMBER: _ClassVar[int]
+    EXPECTED_FIELD_NUMBER: _ClassVar[int]
+    MIN_REPLICAS_FIELD_NUMBER: _ClassVar[int]
+    GROUP_WORLD_SIZE_FIELD_NUMBER: _ClassVar[int]
+    JOIN_MS_FIELD_NUMBER: _ClassVar[int]
+    LIVENESS_MS_FIELD_NUMBER: _ClassVar[int]
+    ORPHAN_MS_FIELD_NUMBER: _ClassVar[int]
+    HEAL_ADDRESSES_FIELD_NUMBER: _ClassVar[int]
+    protocol_version: int
+    release: str
+    room: str
+    replica_id: str
+    name: str
+    incarnation: int
+    version: Version
+    stable: Version
+    highest_id: int
+    quorum_id: int
+    members: _containers.RepeatedScalarFieldContainer[str]
+    layout: int
+    layout_lines: _containers.RepeatedScalarFieldContainer[str]
+    expected: int
+    min_replicas: int
+    group_world_size: int
+    join_ms: int
+    liveness_ms: int
+    orphan_ms: int
+    heal_addresses: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, protocol_version: _Optional[int] = ..., release: _Optional[str] = ..., room: _Optional[str] = ..., replica_id: _Optional[str] = ..., name: _Optional[str] = ..., incarnation: _Optional[int] = ..., version: _Optional[_Union[Version, _Mapping]] = ..., stable: _Optional[_Union[Version, _Mapping]] = ..., highest_id: _Optional[int] = ..., quorum_id: _Optional[int] = ..., members: _Optional[_Iterable[str]] = ..., layout: _Optional[int] = ..., layout_lines: _Optional[_Iterable[str]] = ..., expected: _Optional[int] = ..., min_replicas: _Optional[int] = ..., group_world_size: _Optional[int] = ..., join_ms: _Optional[int] = ..., liveness_ms: _Optional[int] = ..., orphan_ms: _Optional[int] = ..., heal_addresses: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class LeaseRequest(_message.Message):
+    __slots__ = ("hello", "progress", "ask", "left")
+    HELLO_FIELD_NUMBER: _ClassVar[int]
+    PROGRESS_FIELD_NUMBER: _ClassVar[int]
+    ASK_FIELD_NUMBER: _ClassVar[int]
+    LEFT_FIELD_NUMBER: _ClassVar[int]
+    hello: Hello
+    progress: Progress
+    ask: Ask
+    left: Left
+    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., progress: _Optional[_Union[Progress, _Mapping]] = ..., ask: _Optional[_Union[Ask, _Mapping]] = ..., left: _Optional[_Union[Left, _Mapping]] = ...) -> None: ...
+
+class Welcome(_message.Message):
+    __slots__ = ("protocol_version", "liveness_ms", "peers", "boot")
+    PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
+    LIVENESS_MS_FIELD_NUMBER: _ClassVar[int]
+    PEERS_FIELD_NUMBER: _ClassVar[int]
+    BOOT_FIELD_NUMBER: _ClassVar[int]
+    protocol_version: int
+    liveness_ms: int
+    peers: _containers.RepeatedCompositeFieldContainer[Peer]
+    boot: int
+    def __init__(self, protocol_version: _Optional[int] = ..., liveness_ms: _Optional[int] = ..., peers: _Optional[_Iterable[_Union[Peer, _Mapping]]] = ..., boot: _Optional[int] = ...) -> None: ...
+
+class Peer(_message.Message):
+    __slots__ = ("replica_id", "heal_addresses")
+    REPLICA_ID_FIELD_NUMBER: _ClassVar[int]
+    HEAL_ADDRESSES_FIELD_NUMBER: _ClassVar[int]
+    replica_id: str
+    heal_addresses: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, replica_id: _Optional[str] = ..., heal_addresses: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class LeasePush(_message.Message):
+    __slots__ = ("seq", "welcome", "quorum", "reason", "change_pending", "member_lost", "paused", "superseded", "refused", "order", "ack")
+    SEQ_FIELD_NUMBER: _ClassVar[int]
+    WELCOME_FIELD_NUMBER: _ClassVar[int]
+    QUORUM_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    CHANGE_PENDING_FIELD_NUMBER: _ClassVar[int]
+    MEMBER_LOST_FIELD_NUMBER: _ClassVar[int]
+    PAUSED_FIELD_NUMBER: _ClassVar[int]
+    SUPERSEDED_FIELD_NUMBER: _ClassVar[int]
+    REFUSED_FIELD_NUMBER: _ClassVar[int]
+    ORDER_FIELD_NUMBER: _ClassVar[int]
+    ACK_FIELD_NUMBER: _ClassVar[int]
+    seq: int
+    welcome: Welcome
+    quorum: QuorumInfo
+    reason: str
+    change_pending: ChangePending
+    member_lost: MemberLost
+    paused: Paused
+    superseded: Superseded
+    refused: Refused
+    order: Order
+    ack: Ack
+    def __init__(self, seq: _Optional[int] = ..., welcome: _Optional[_Union[Welcome, _Mapping]] = ..., quorum: _Optional[_Union[QuorumInfo, _Mapping]] = ..., reason: _Optional[str] = ..., change_pending: _Optional[_Union[ChangePending, _Mapping]] = ..., member_lost: _Optional[_Union[MemberLost, _Mapping]] = ..., paused: _Optional[_Union[Paused, _Mapping]] = ..., superseded: _Optional[_Union[Superseded, _Mapping]] = ..., refused: _Optional[_Union[Refused, _Mapping]] = ..., order: _Optional[_Union[Order, _Mapping]] = ..., ack: _Optional[_Union[Ack, _Mapping]] = ...) -> None: ...
+
+class QuorumRequest(_message.Message):
+    __slots__ = ("protocol_version", "room", "replica_id", "address", "store_address", "step", "world_size", "shrink_only", "data", "commit_failures")
+    PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
+    ROOM_FIELD_NUMBER: _ClassVar[int]
+    REPLICA_ID_FIELD_NUMBER: _ClassVar[int]
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    STORE_ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    WORLD_SIZE_FIELD_NUMBER: _ClassVar[int]
+    SHRINK_ONLY_FIELD_NUMBER: _ClassVar[int]
+    DATA_FIELD_NUMBER: _ClassVar[int]
+    COMMIT_FAILURES_FIELD_NUMBER: _ClassVar[int]
+    protocol_version: int
+    room: str
+    replica_id: str
+    address: str
+    store_address: str
+    step: int
+    world_size: int
+    shrink_only: bool
+    data: str
+    commit_failures: int
+    def __init__(self, protocol_version: _Optional[int] = ..., room: _Optional[str] = ..., replica_id: _Optional[str] = ..., address: _Optional[str] = ..., store_address: _Optional[str] = ..., step: _Optional[int] = ..., world_size: _Optional[int] = ..., shrink_only: bool = ..., data: _Optional[str] = ..., commit_failures: _Optional[int] = ...) -> None: ...
+
+class QuorumResponse(_message.Message):
+    __slots__ = ("quorum",)
+    QUORUM_FIELD_NUMBER: _ClassVar[int]
+    quorum: QuorumInfo
+    def __init__(self, quorum: _Optional[_Union[QuorumInfo, _Mapping]] = ...) -> None: ...
+
+class HeartbeatRequest(_message.Message):
+    __slots__ = ("protocol_version", "room", "replica_id")
+    PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
+    ROOM_FIELD_NUMBER: _ClassVar[int]
+    REPLICA_ID_FIELD_NUMBER: _ClassVar[int]
+    protocol_version: int
+    room: str
+    replica_id: str
+    def __init__(self, protocol_version: _Optional[int] = ..., room: _Optional[str] = ..., replica_id: _Optional[str] = ...) -> None: ...
+
+class HeartbeatResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class StatusRequest(_message.Message):
+    __slots__ = ("protocol_version", "room")
+    PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
+    ROOM_FIELD_NUMBER: _ClassVar[int]
+    protocol_version: int
+    room: str
+    def __init__(self, protocol_version: _Optional[int] = ..., room: _Optional[str] = ...) -> None: ...
+
+class ReplicaStatus(_message.Message):
+    __slots__ = ("replica_id", "life", "since_ms", "step", "phase", "asking", "member", "stable", "paused_ms")
+    REPLICA_ID_FIELD_NUMBER: _ClassVar[int]
+    LIFE_FIELD_NUMBER: _ClassVar[int]
+    SINCE_MS_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    PHASE_FIELD_NUMBER: _ClassVar[int]
+    ASKING_FIELD_NUMBER: _ClassVar[int]
+    MEMBER_FIELD_NUMBER: _ClassVar[int]
+    STABLE_FIELD_NUMBER: _ClassVar[int]
+    PAUSED_MS_FIELD_NUMBER: _ClassVar[int]
+    replica_id: str
+    life: str
+    since_ms: int
+    step: int
+    phase: str
+    asking: bool
+    member: bool
+    stable: Version
+    paused_ms: int
+    def __init__(self, replica_id: _Optional[str] = ..., life: _Optional[str] = ..., since_ms: _Optional[int] = ..., step: _Optional[int] = ..., phase: _Optional[str] = ..., asking: bool = ..., member: bool = ..., stable: _Optional[_Union[Version, _Mapping]] = ..., paused_ms: _Optional[int] = ...) -> None: ...
+
+class RoomStatus(_message.Message):
+    __slots__ = ("room", "quorum_id", "members", "reason", "closed", "replicas")
+    ROOM_FIELD_NUMBER: _ClassVar[int]
+    QUORUM_ID_FIELD_NUMBER: _ClassVar[int]
+    MEMBERS_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    CLOSED_FIELD_NUMBER: _ClassVar[int]
+    REPLICAS_FIELD_NUMBER: _ClassVar[int]
+    room: str
+    quorum_id: int
+    members: _containers.RepeatedScalarFieldContainer[str]
+    reason: str
+    closed: str
+    replicas: _containers.RepeatedCompositeFieldContainer[ReplicaStatus]
+    def __init__(self, room: _Optional[str] = ..., quorum_id: _Optional[int] = ..., members: _Optional[_Iterable[str]] = ..., reason: _Optional[str] = ..., closed: _Optional[str] = ..., replicas: _Optional[_Iterable[_Union[ReplicaStatus, _Mapping]]] = ...) -> None: ...
+
+class StatusResponse(_message.Message):
+    __slots__ = ("release", "uptime_ms", "liveness_ms", "rooms")
+    RELEASE_FIELD_NUMBER: _ClassVar[int]
+    UPTIME_MS_FIELD_NUMBER: _ClassVar[int]
+    LIVENESS_MS_FIELD_NUMBER: _ClassVar[int]
+    ROOMS_FIELD_NUMBER: _ClassVar[int]
+    release: str
+    uptime_ms: int
+    liveness_ms: int
+    rooms: _containers.RepeatedCompositeFieldContainer[RoomStatus]
+    def __init__(self, release: _Optional[str] = ..., uptime_ms: _Optional[int] = ..., liveness_ms: _Optional[int] = ..., rooms: _Optional[_Iterable[_Union[RoomStatus, _Mapping]]] = ...) -> None: ...
+
+class ReportRequest(_message.Message):
+    __slots__ = ("protocol_version", "room", "ended")
+    PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
+    ROOM_FIELD_NUMBER: _ClassVar[int]
+    ENDED_FIELD_NUMBER: _ClassVar[int]
+    protocol_version: int
+    room: str
+    ended: str
+    def __init__(self, protocol_version: _Optional[int] = ..., room: _Optional[str] = ..., ended: _Optional[str] = ...) -> None: ...
+
+class ReportResponse(_message.Message):
+    __slots__ = ("rooms",)
+    ROOMS_FIELD_NUMBER: _ClassVar[int]
+    rooms: int
+    def __init__(self, rooms: _Optional[int] = ...) -> None: ...
+
+class OrderRequest(_message.Message):
+    __slots__ = ("protocol_version", "room", "replica", "reason")
+    PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
+    ROOM_FIELD_NUMBER: _ClassVar[int]
+    REPLICA_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    protocol_version: int
+    room: str
+    replica: str
+    reason: str
+    def __init__(self, protocol_version: _Optional[int] = ..., room: _Optional[str] = ..., replica: _Optional[str] = ..., reason: _Optional[str] = ...) -> None: ...
+
+class OrderResponse(_message.Message):
+    __slots__ = ("told",)
+    TOLD_FIELD_NUMBER: _ClassVar[int]
+    told: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, told: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class ReopenRequest(_message.Message):
+    __slots__ = ("protocol_version", "room")
+    PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
+    ROOM_FIELD_NUMBER: _ClassVar[int]
+    protocol_version: int
+    room: str
+    def __init__(self, protocol_version: _Optional[int] = ..., room: _Optional[str] = ...) -> None: ...
+
+class ReopenResponse(_message.Message):
+    __slots__ = ("was_closed",)
+    WAS_CLOSED_FIELD_NUMBER: _ClassVar[int]
+    was_closed: bool
+    def __init__(self, was_closed: bool = ...) -> None: ...
+
+class JoinRequest(_message.Message):
+    __slots__ = ("protocol_version", "release", "replica_id", "rank", "world_size", "incarnation")
+    PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
+    RELEASE_FIELD_NUMBER: _ClassVar[int]
+    REPLICA_ID_FIELD_NUMBER: _ClassVar[int]
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    WORLD_SIZE_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    protocol_version: int
+    release: str
+    replica_id: str
+    rank: int
+    world_size: int
+    incarnation: int
+    def __init__(self, protocol_version: _Optional[int] = ..., release: _Optional[str] = ..., replica_id: _Optional[str] = ..., rank: _Optional[int] = ..., world_size: _Optional[int] = ..., incarnation: _Optional[int] = ...) -> None: ...
+
+class Verdict(_message.Message):
+    __slots__ = ("quorum_id", "attempt", "outcome", "reason", "weight", "contributors", "change", "healed", "exhausted", "stop")
+    class Outcome(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+        __slots__ = ()
+        OUTCOME_UNSPECIFIED: _ClassVar[Verdict.Outcome]
+        COMMIT: _ClassVar[Verdict.Outcome]
+        VETO: _ClassVar[Verdict.Outcome]
+        BROKEN: _ClassVar[Verdict.Outcome]
+    OUTCOME_UNSPECIFIED: Verdict.Outcome
+    COMMIT: Verdict.Outcome
+    VETO: Verdict.Outcome
+    BROKEN: Verdict.Outcome
+    QUORUM_ID_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    OUTCOME_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    WEIGHT_FIELD_NUMBER: _ClassVar[int]
+    CONTRIBUTORS_FIELD_NUMBER: _ClassVar[int]
+    CHANGE_FIELD_NUMBER: _ClassVar[int]
+    HEALED_FIELD_NUMBER: _ClassVar[int]
+    EXHAUSTED_FIELD_NUMBER: _ClassVar[int]
+    STOP_FIELD_NUMBER: _ClassVar[int]
+    quorum_id: int
+    attempt: int
+    outcome: Verdict.Outcome
+    reason: str
+    weight: int
+    contributors: int
+    change: bool
+    healed: bool
+    exhausted: bool
+    stop: bool
+    def __init__(self, quorum_id: _Optional[int] = ..., attempt: _Optional[int] = ..., outcome: _Optional[_Union[Verdict.Outcome, str]] = ..., reason: _Optional[str] = ..., weight: _Optional[int] = ..., contributors: _Optional[int] = ..., change: bool = ..., healed: bool = ..., exhausted: bool = ..., stop: bool = ...) -> None: ...
+
+class Break(_message.Message):
+    __slots__ = ("quorum_id", "reason")
+    QUORUM_ID_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    quorum_id: int
+    reason: str
+    def __init__(self, quorum_id: _Optional[int] = ..., reason: _Optional[str] = ...) -> None: ...
+
+class GroupRequest(_message.Message):
+    __slots__ = ("join", "progress", "ask", "vote", "broken", "left", "room")
+    JOIN_FIELD_NUMBER: _ClassVar[int]
+    PROGRESS_FIELD_NUMBER: _ClassVar[int]
+    ASK_FIELD_NUMBER: _ClassVar[int]
+    VOTE_FIELD_NUMBER: _ClassVar[int]
+    BROKEN_FIELD_NUMBER: _ClassVar[int]
+    LEFT_FIELD_NUMBER: _ClassVar[int]
+    ROOM_FIELD_NUMBER: _ClassVar[int]
+    join: JoinRequest
+    progress: Progress
+    ask: Ask
+    vote: Verdict
+    broken: Break
+    left: Left
+    room: str
+    def __init__(self, join: _Optional[_Union[JoinRequest, _Mapping]] = ..., progress: _Optional[_Union[Progress, _Mapping]] = ..., ask: _Optional[_Union[Ask, _Mapping]] = ..., vote: _Optional[_Union[Verdict, _Mapping]] = ..., broken: _Optional[_Union[Break, _Mapping]] = ..., left: _Optional[_Union[Left, _Mapping]] = ..., room: _Optional[str] = ...) -> None: ...
+
+class Joined(_message.Message):
+    __slots__ = ("protocol_version", "liveness_ms")
+    PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
+    LIVENESS_MS_FIELD_NUMBER: _ClassVar[int]
+    protocol_version: int
+    liveness_ms: int
+    def __init__(self, protocol_version: _Optional[int] = ..., liveness_ms: _Optional[int] = ...) -> None: ...
+
+class GroupPush(_message.Message):
+    __slots__ = ("seq", "joined", "quorum", "reason", "change_pending", "member_lost", "paused", "superseded", "refused", "order", "ack", "verdict")
+    SEQ_FIELD_NUMBER: _ClassVar[int]
+    JOINED_FIELD_NUMBER: _ClassVar[int]
+    QUORUM_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    CHANGE_PENDING_FIELD_NUMBER: _ClassVar[int]
+    MEMBER_LOST_FIELD_NUMBER: _ClassVar[int]
+    PAUSED_FIELD_NUMBER: _ClassVar[int]
+    SUPERSEDED_FIELD_NUMBER: _ClassVar[int]
+    REFUSED_FIELD_NUMBER: _ClassVar[int]
+    ORDER_FIELD_NUMBER: _ClassVar[int]
+    ACK_FIELD_NUMBER: _ClassVar[int]
+    VERDICT_FIELD_NUMBER: _ClassVar[int]
+    seq: int
+    joined: Joined
+    quorum: QuorumInfo
+    reason: str
+    change_pending: ChangePending
+    member_lost: MemberLost
+    paused: Paused
+    superseded: Superseded
+    refused: Refused
+    order: Order
+    ack: Ack
+    verdict: Verdict
+    def __init__(self, seq: _Optional[int] = ..., joined: _Optional[_Union[Joined, _Mapping]] = ..., quorum: _Optional[_Union[QuorumInfo, _Mapping]] = ..., reason: _Optional[str] = ..., change_pending: _Optional[_Union[ChangePending, _Mapping]] = ..., member_lost: _Optional[_Union[MemberLost, _Mapping]] = ..., paused: _Optional[_Union[Paused, _Mapping]] = ..., superseded: _Optional[_Union[Superseded, _Mapping]] = ..., refused: _Optional[_Union[Refused, _Mapping]] = ..., order: _Optional[_Union[Order, _Mapping]] = ..., ack: _Optional[_Union[Ack, _Mapping]] = ..., verdict: _Optional[_Union[Verdict, _Mapping]] = ...) -> None: ...

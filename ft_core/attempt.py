@@ -1,0 +1,149 @@
+"""One try at a step, as the gradient carriers see it (`carrier.Attempt`): launch collectives, launch the fence, report.
+
+How it works. `ready` waits for the quorum the attempt belongs to. Every launch asks the step machine first, so nothing
+is launched in a broken quorum; a failed launch or wait breaks the rank and is never raised, because the caller is
+inside autograd. `launch_fence` fills the reserved tail with the slots of the step machine; it first waits until a heal
+that runs meanwhile has been verified or given up (R7), because the fence says whether this member can follow.
+
+Threads: training thread and autograd threads. Invariant: one fence per attempt decides; once judged, the verdict is
+the step machine's.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+import torch
+from torch.distributed import Work
+
+from ft_core.carrier import FENCE_SLOTS
+from ft_core.errors import CollectiveError
+from ft_core.step import Heal, Phase, Verdict
+
+if TYPE_CHECKING:
+    from ft_core.rounds import Round
+    from ft_core.session import Session
+
+
+class StepAttempt:
+    """The attempt that is open on this rank. Made by `Manager.start_quorum`, replaced by the next one."""
+
+    def __init__(self, number: int, session: Session, round_: Round, *, rides: bool) -> None:
+        self.number = number
+        self.verdict: Verdict | None = None
+        self.averaged: list[torch.Tensor] = []
+        """What `Manager.allreduce(AVG)` reduced in this attempt, to be rescaled if the divisor differed from the plan."""
+        self.planned = 1
+        self.first = -1
+        self._session = session
+        self._round = round_
+        self._rides = rides
+        self._scale: float | None = None
+
+    def __repr__(self) -> str:
+        return f"StepAttempt({self.number}, verdict={self.verdict})"
+
+    def ready(self) -> bool:
+        """Wait for the quorum. False if nothing may be launched (the reason is in `Manager.errored`)."""
+        if self._scale is not None:
+            return self._session.step.phase in (Phase.OPEN, Phase.LAUNCHED)
+        self._round.wait_configured()
+        session = self._session
+        with session.lock:
+            step = session.step
+            if self._round.error is not None or step.phase not in (Phase.OPEN, Phase.LAUNCHED):
+                return False
+            participants = step.participants
+            self.planned = max(1, len(participants))
+            self.first = participants[0] if participants else -1
+            if not step.contributes:
+                self._scale = 0.0
+            elif step.weight is not None:
+                self._scale, self.planned = float(step.weight), 1
+            else:
+                self._scale = 1.0 / self.planned
+        return True
+
+    @property
+    def scale(self) -> float:
+        """What a gradient is multiplied with before the sum; 0.0 if this member contributes zeros."""
+        return self._scale if self._scale is not None and not self._session.step.soft_error else 0.0
+
+    @property
+    def is_source(self) -> bool:
+        """This member's buffers are the ones everybody takes."""
+        plan = self._session.step.plan
+        return plan is not None and plan.replica_rank == self.first
+
+    def launch(self, tensor: torch.Tensor) -> Work | None:
+        """Launch an in-place SUM on the data lane; None if the quorum is broken."""
+        session = self._session
+        now = time.monotonic()
+        with session.lock:
+            if not session.step.launching(now):
+                return None
+        session.watchdog.arm(now + session.budget.timeout_s)
+        try:
+            return session.lanes.sum(tensor, session.lanes.main)
+        except Exception as error:  # noqa: BLE001 - recorded in the step: the caller is inside autograd
+            session.fail(error)
+            return None
+
+    def launch_fence(self, flat: torch.Tensor, tail: torch.Tensor) -> Work | None:
+        """Fill `tail` with this member's slots and launch `flat`. If no fence rides here, only launch."""
+        if self._rides:
+            if not self._fill(tail):
+                return None
+        else:
+            tail.zero_()
+        return self.launch(flat)
+
+    def fence_arrived(self, tail: torch.Tensor) -> None:
+        """The sum of all members' slots has arrived, and every earlier bucket with it."""
+        if not self._rides:
+            return
+        session = self._session
+        sums = tail.tolist()
+        with session.lock:
+            session.step.lease_acked_at = session.control.last_ack
+            self.verdict = session.step.judge(sums, time.monotonic())
+        session.watchdog.disarm()
+        if self.verdict.outcome.value == "broken":
+            session.fail(CollectiveError(self.verdict.reason))
+            session.lanes.abort()
+
+    def fail(self, error: BaseException) -> None:
+        """A collective of this attempt failed."""
+        self._session.fail(error)
+
+    def own_fence(self) -> None:
+        """Launch the fence as a reduction of its own, on the second lane, and wait for it."""
+        session = self._session
+        tail = torch.zeros(FENCE_SLOTS)
+        if not self.ready() or not self._fill(tail):
+            return
+        now = time.monotonic()
+        with session.lock:
+            if not session.step.launching(now):
+                return
+        session.watchdog.arm(now + session.budget.timeout_s)
+        try:
+            session.lanes.sum(tail, session.lanes.second()).wait()
+        except Exception as error:  # noqa: BLE001 - recorded in the step
+            session.fail(error)
+            return
+        self._rides = True
+        self.fence_arrived(tail)
+
+    def _fill(self, tail: torch.Tensor) -> bool:
+        session = self._session
+        if session.step.heal is Heal.PENDING:
+            self._round.wait_healed()
+        with session.lock:
+            if session.step.phase not in (Phase.OPEN, Phase.LAUNCHED):
+                return False
+            session.step.lease_acked_at = session.control.last_ack
+            slots = session.step.slots(time.monotonic())
+        tail.copy_(torch.tensor(slots))
+        return True

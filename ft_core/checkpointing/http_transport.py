@@ -1,0 +1,132 @@
+"""`HTTPTransport`: live state over HTTP, zero-copy on the donor, in parallel from several donors.
+
+The reference interface (`send_checkpoint`, `recv_checkpoint`) knows one donor and one step number. The Manager uses
+what lies underneath it directly: `.server` for tags of its own (version and quorum id), prefetch and blobs, and `fetch`
+and `prefetch`, which fill in this transport's token and timeouts.
+
+Threads: constructing it starts the server's accept thread (users of the name expect that); the rest: `http_server`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from threading import Event
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from ft_core.checkpointing import http_client
+from ft_core.checkpointing.http_server import StateServer
+from ft_core.checkpointing.transport import CheckpointTransport
+from ft_core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from ft_core.checkpointing.receive_plan import Prefetched
+
+T = TypeVar("T")
+_STEP_TAG = "step-"
+
+
+class HTTPTransport(CheckpointTransport[T]):
+    """Serves this replica's state and fetches from others.
+
+    `timeout`: default deadline of a transfer. `num_chunks` is accepted for compatibility; state is always cut into
+    ranges of 4 MiB. `hostname`: what peers connect to (default: this machine's name). `bind`, `port`: where to listen.
+    `token`: the job's secret, default `FT_TOKEN`. `idle_s`: how long a donor may be silent.
+    """
+
+    def __init__(
+        self,
+        timeout: timedelta,
+        num_chunks: int = 0,
+        *,
+        hostname: str | None = None,
+        token: str | None = None,
+        bind: str = "",
+        port: int = 0,
+        idle_s: float | None = None,
+    ) -> None:
+        self._timeout_s = timeout.total_seconds()
+        if self._timeout_s <= 0:
+            raise ConfigError(f"timeout must be positive, got {timeout}")
+        if num_chunks < 0:
+            raise ConfigError(f"num_chunks must not be negative, got {num_chunks}")
+        self._idle_s = idle_s if idle_s is not None else min(http_client.IDLE_S, self._timeout_s)
+        self._token = token if token is not None else (os.environ.get("FT_TOKEN") or None)
+        self.server = StateServer(self._token, bind=bind, hostname=hostname, port=port).start()
+
+    def __repr__(self) -> str:
+        return f"HTTPTransport({self.server!r})"
+
+    def fetch(
+        self,
+        donors: Sequence[str],
+        tag: str,
+        *,
+        into: object = None,
+        deadline_s: float | None = None,
+        cancel: Event | None = None,
+        have: Prefetched | None = None,
+        only: Callable[[str], bool] | None = None,
+    ) -> http_client.FetchResult:
+        """`http_client.fetch` with this transport's token and timeouts."""
+        return http_client.fetch(
+            donors,
+            tag,
+            into=into,
+            token=self._token,
+            deadline_s=deadline_s if deadline_s is not None else self._timeout_s,
+            idle_s=self._idle_s,
+            cancel=cancel,
+            have=have,
+            only=only,
+        )
+
+    def prefetch(
+        self,
+        donors: Sequence[str],
+        *,
+        into: object = None,
+        deadline_s: float | None = None,
+        cancel: Event | None = None,
+    ) -> Prefetched:
+        """`http_client.prefetch` with this transport's token and timeouts."""
+        return http_client.prefetch(
+            donors,
+            into=into,
+            token=self._token,
+            deadline_s=deadline_s if deadline_s is not None else self._timeout_s,
+            idle_s=self._idle_s,
+            cancel=cancel,
+        )
+
+    def get_blob(self, address: str, name: str, *, timeout_s: float | None = None) -> bytes | None:
+        """`http_client.get_blob` with this transport's token."""
+        wait_s = timeout_s if timeout_s is not None else self._idle_s
+        return http_client.get_blob(address, name, token=self._token, timeout_s=wait_s)
+
+    def metadata(self) -> str:
+        """This replica's address."""
+        return self.server.address
+
+    def send_checkpoint(self, dst_ranks: list[int], step: int, state_dict: T, timeout: timedelta) -> None:
+        """Offer `state_dict` to whoever holds the token, until `disallow_checkpoint`; returns at once."""
+        del dst_ranks, timeout  # receivers come by themselves, and at their own pace
+        self.server.offer(f"{_STEP_TAG}{step}", state_dict)
+
+    def disallow_checkpoint(self) -> None:
+        """Close what `send_checkpoint` offered."""
+        for tag in self.server.open_tags():
+            if tag.startswith(_STEP_TAG):
+                self.server.close(tag)
+
+    def recv_checkpoint(self, src_rank: int, metadata: str, step: int, timeout: timedelta) -> T:
+        """Receive the state of `step` into fresh memory; waits for the donor to offer it."""
+        del src_rank
+        state: Any = self.fetch([metadata], f"{_STEP_TAG}{step}", deadline_s=timeout.total_seconds()).state
+        return state  # type: ignore[no-any-return]
+
+    def shutdown(self, wait: bool = True) -> None:
+        """Stop serving."""
+        del wait  # bounded either way
+        self.server.shutdown()

@@ -1,0 +1,181 @@
+"""Where received bytes go: into the receiver's own tensors where they match, else into fresh memory.
+
+`ReceivePlan` pairs a donor's manifest with memory on this side: one target per range. A leaf goes *in place* if the
+receiver's own state has a plain, contiguous CPU tensor at the same key path with the same dtype and shape, and no other
+leaf was given (part of) the same memory. Packs of small leaves are received into a buffer and copied out at the end,
+when everything has been verified.
+
+`Prefetched` says what lies in that memory: for every range that arrived whole, the checksum of its bytes, by range key.
+A later plan takes it over, so that only ranges whose checksum differs from the donor's have to travel. It is kept
+true while a fetch runs (a range is forgotten before its first byte is overwritten), so a fetch that failed half way
+can be continued with it.
+
+Invariants
+- No two ranges share target memory, so several threads may fill ranges at once.
+- `Prefetched.sums[key]` is the checksum of what is in memory, provided nobody else writes there; tensors whose
+  `_version` moved are checked again.
+
+Threads: built by one worker and finished by the caller of fetch; `forget` and `arrived` are called under the session's
+lock; workers write only into `target(i)` of ranges they own.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ft_core.checkpointing.encoding import Leaf, decode_tree, is_plain_tensor, tensor_paths
+from ft_core.checkpointing.memory import byte_view, checksum, fresh, version_of
+from ft_core.errors import HealError
+
+if TYPE_CHECKING:
+    from ft_core.checkpointing.layout import Manifest
+
+
+@dataclass(slots=True, repr=False)
+class Prefetched:
+    """State copied ahead of joining; not consistent by itself. Pass it to `fetch(have=...)`, which keeps it up to date.
+
+    Its tensors (the caller's own, where `into` matched) must not be changed in between. Changes that autograd sees are
+    noticed and cost a new checksum of that tensor; ones made behind its back (`p.data.add_`) are not noticed.
+    `bytes`, `seconds` and `donors_used` describe the prefetch.
+    """
+
+    bytes: int = 0
+    seconds: float = 0.0
+    donors_used: tuple[str, ...] = ()
+    tensors: dict[str, torch.Tensor] = field(default_factory=dict)  # leaf identity -> memory
+    versions: dict[str, int] = field(default_factory=dict)  # leaf identity -> _version when the sums were taken
+    packs: dict[str, bytearray] = field(default_factory=dict)  # range key -> contents
+    sums: dict[str, int] = field(default_factory=dict)  # range key -> checksum of what lies in memory here
+
+    def __repr__(self) -> str:
+        donors = ", ".join(self.donors_used)
+        return f"Prefetched({self.bytes} B in {self.seconds:.3f} s, {len(self.sums)} ranges, from {donors or 'nobody'})"
+
+
+class ReceivePlan:
+    """Targets for one manifest. `known[i]` is the checksum of what range i's target already holds, or None."""
+
+    def __init__(
+        self, manifest: Manifest, into: object, have: Prefetched | None, only: Callable[[str], bool] | None
+    ) -> None:
+        self.manifest = manifest
+        self.kept = have if have is not None else Prefetched()
+        self._own = tensor_paths(into) if into is not None else {}
+        self._claimed: list[tuple[int, int]] = []  # sorted, disjoint (start, stop) addresses
+        self._in_place: list[torch.Tensor] = []
+        self._wanted = [only is None or only(leaf.path) for leaf in manifest.leaves]
+        self._tensors = [self._memory(leaf, self._wanted[i]) for i, leaf in enumerate(manifest.leaves)]
+        self._views = [byte_view(t) for t in self._tensors]
+        self._targets: list[memoryview] = []
+        self.known: list[int | None] = []
+        self.needed: list[int] = []
+        packs: dict[str, bytearray] = {}
+        for index, part in enumerate(manifest.ranges):
+            if part.leaf is None:
+                packs[part.key] = self.kept.packs.get(part.key) or bytearray(part.nbytes)
+                self._targets.append(memoryview(packs[part.key]))
+                use = any(self._wanted[leaf] for leaf, _ in part.members)
+            else:
+                self._targets.append(self._views[part.leaf][part.start : part.stop])
+                use = self._wanted[part.leaf]
+            if use:
+                self.needed.append(index)
+            self.known.append(self._known_sum(index))
+        self._take_over(packs)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the ranges that are needed, whether they have to travel or not."""
+        return sum(self.manifest.ranges[i].nbytes for i in self.needed)
+
+    def target(self, index: int) -> memoryview:
+        """The memory range `index` is received into."""
+        return self._targets[index]
+
+    def forget(self, index: int) -> None:
+        """Range `index` is about to be overwritten."""
+        self.kept.sums.pop(self.manifest.ranges[index].key, None)
+
+    def arrived(self, index: int, value: int) -> None:
+        """Range `index` is in memory as a whole, with this checksum."""
+        self.kept.sums[self.manifest.ranges[index].key] = value
+
+    def finish(self) -> Any:
+        """All needed ranges hold verified bytes: copy the packs out, and build the state."""
+        for index in self.needed:
+            target = self._targets[index]
+            for leaf, offset in self.manifest.ranges[index].members:
+                if self._wanted[leaf]:
+                    view = self._views[leaf]
+                    view[:] = target[offset : offset + len(view)]
+        self.settle()
+        return decode_tree(self.manifest.skeleton, self._tensors)
+
+    def settle(self) -> None:
+        """Nothing is received any more: tell autograd that the tensors were written to, behind its back."""
+        for tensor in self._in_place:
+            if not tensor.is_inference():
+                torch.autograd.graph.increment_version(tensor)
+        for leaf, tensor in zip(self.manifest.leaves, self._tensors, strict=True):
+            self.kept.versions[leaf.identity] = version_of(tensor)
+
+    def _take_over(self, packs: dict[str, bytearray]) -> None:
+        kept, known = self.kept, zip(self.manifest.ranges, self.known, strict=True)
+        kept.tensors = {leaf.identity: self._tensors[i] for i, leaf in enumerate(self.manifest.leaves)}
+        kept.versions = {identity: version_of(tensor) for identity, tensor in kept.tensors.items()}
+        kept.packs = packs
+        kept.sums = {part.key: value for part, value in known if value is not None}
+
+    def _memory(self, leaf: Leaf, wanted: bool) -> torch.Tensor:
+        for tensor in (self.kept.tensors.get(leaf.identity), self._own.get(leaf.path)):
+            if tensor is not None and self._claim(tensor, leaf):
+                if wanted:
+                    self._in_place.append(tensor)
+                return tensor
+        if not wanted:
+            raise HealError(f"{leaf.path}: not to be transferred, and `into` has no such tensor ({leaf.identity})")
+        try:
+            return fresh(leaf.shape, leaf.dtype)
+        except RuntimeError as e:
+            raise HealError(f"{leaf.path}: no memory for {leaf.nbytes} bytes: {e}") from e
+
+    def _claim(self, tensor: torch.Tensor, leaf: Leaf) -> bool:
+        if (
+            not is_plain_tensor(tensor)
+            or tensor.dtype != leaf.dtype
+            or tuple(tensor.shape) != leaf.shape
+            or tensor.device.type != "cpu"
+            or not tensor.is_contiguous()
+            or tensor.is_conj()
+            or tensor.is_neg()
+        ):
+            return False
+        if leaf.nbytes == 0:
+            return True
+        start, stop = tensor.data_ptr(), tensor.data_ptr() + leaf.nbytes
+        at = bisect.bisect_left(self._claimed, (start, stop))
+        before, after = self._claimed[at - 1 : at], self._claimed[at : at + 1]
+        # Tied here but not at the donor: two ranges would be written to the same memory at once.
+        if (at and before[0][1] > start) or (after and after[0][0] < stop):
+            return False
+        self._claimed.insert(at, (start, stop))
+        return True
+
+    def _known_sum(self, index: int) -> int | None:
+        part = self.manifest.ranges[index]
+        value = self.kept.sums.get(part.key)
+        if value is None or part.leaf is None:
+            return value
+        identity = self.manifest.leaves[part.leaf].identity
+        tensor = self._tensors[part.leaf]
+        if self.kept.tensors.get(identity) is not tensor:
+            return None
+        if self.kept.versions.get(identity) != version_of(tensor):
+            return checksum(self._targets[index])
+        return value

@@ -1,0 +1,173 @@
+"""Moving live state between replicas, as one Manager needs it: offer what I hold, receive what I lack.
+
+How it works. Over `HTTPTransport` state is offered under a tag that names quorum and version, and received from
+several donors at once; a newcomer copies most of it before it joins (prefetch) and only fetches what differs once it
+is in. Any other `CheckpointTransport` is driven through its four calls, one donor at a time.
+
+Invariants (R7): what is received is used only in the quorum that planned it; an offer is closed before its tensors may
+change; state is written in place only while this replica's own is worthless (it never trained), and is VOID from then on.
+Threads: `offer_*` and `close` on the training thread or quorum worker, `receive` and `prefetch` on the quorum worker.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from threading import Event
+from typing import Any
+
+from ft_core.assignment import Plan
+from ft_core.checkpointing import CheckpointTransport, HTTPTransport
+from ft_core.checkpointing.receive_plan import Prefetched
+from ft_core.errors import HealError
+from ft_core.quorum import Version
+
+log = logging.getLogger("ft_core")
+
+
+@dataclass(frozen=True)
+class Received:
+    """A verified state, not applied yet. Bytes are those that travelled."""
+
+    quorum_id: int
+    state: Mapping[str, Any]
+    bytes: int
+    seconds: float
+    donors: tuple[str, ...]
+
+
+def state_tag(quorum_id: int, version: Version) -> str:
+    """Name of an offered state."""
+    return f"q{quorum_id:x}-s{version.step}-e{version.epoch:x}"
+
+
+def bucket_tag(quorum_id: int, attempt: int) -> str:
+    """Name of the reduced gradients of one attempt (R5)."""
+    return f"g{quorum_id:x}-a{attempt}"
+
+
+class Healing:
+    """Offers and receives state for one rank."""
+
+    def __init__(self, transport: CheckpointTransport[Any], group_rank: int, heal_s: float) -> None:
+        self._transport = transport
+        self._live = transport if isinstance(transport, HTTPTransport) else None
+        self._group_rank = group_rank
+        self._heal_s = heal_s
+        self._prefetched: Prefetched | None = None
+        self._into: Mapping[str, Any] | None = None
+        self._cancel = Event()
+
+    def __repr__(self) -> str:
+        return f"Healing({self._transport!r}, prefetched={self._prefetched is not None})"
+
+    @property
+    def address(self) -> str:
+        """What donors are reached at; travels in the ask."""
+        return self._transport.metadata()
+
+    @property
+    def snapshot_wanted(self) -> bool:
+        """A newcomer waits for a live view of this replica's state (read on every step)."""
+        return self._live is not None and self._live.server.snapshot_wanted
+
+    def offer_live(self, state: Mapping[str, Any]) -> None:
+        """Let newcomers copy `state` as it is and as it changes."""
+        assert self._live is not None
+        self._live.server.offer_live(state)
+
+    def offer(self, plan: Plan, state: Mapping[str, Any], timeout_s: float) -> None:
+        """Serve `state`, which is `plan.target`, to the members that heal in this quorum."""
+        if self._live is not None:
+            self._live.server.offer(state_tag(plan.quorum_id, plan.target), state)
+            return
+        self._transport.send_checkpoint(list(plan.healing), plan.target.step, dict(state), timedelta(seconds=timeout_s))
+
+    def offer_buckets(self, quorum_id: int, attempt: int, buckets: Sequence[Any]) -> None:
+        """Serve the reduced gradients of an attempt that some member could not follow (R5)."""
+        if self._live is not None:
+            self._live.server.offer(bucket_tag(quorum_id, attempt), list(buckets))
+
+    def receive_buckets(self, plan: Plan, quorum_id: int, attempt: int) -> list[Any]:
+        """Fetch the reduced gradients of an attempt. Raises HealError."""
+        if self._live is None:
+            raise HealError("this transport does not carry single gradients")
+        found = self._live.fetch(self._donors(plan), bucket_tag(quorum_id, attempt), deadline_s=self._heal_s)
+        return list(found.state)
+
+    def close(self) -> None:
+        """Nothing offered is served any more: the state is about to change. Does not wait for receivers."""
+        if self._live is not None:
+            self._live.server.close_all()
+        else:
+            self._transport.disallow_checkpoint()
+
+    def prefetch(self, donors: Sequence[str], into: Mapping[str, Any] | None, voided: Callable[[], None]) -> None:
+        """Copy what running members hold right now; what differs at join time is fetched then. Never raises.
+
+        Args:
+            donors: heal addresses.
+            into: this rank's own (worthless) state to write into; None stages.
+            voided: called before the first byte is written in place.
+        """
+        if self._live is None or not donors:
+            return
+        started = time.monotonic()
+        try:
+            if into is not None:
+                voided()
+            self._prefetched = self._live.prefetch(donors, into=into, deadline_s=self._heal_s, cancel=self._cancel)
+            self._into = into
+        except HealError as error:
+            log.info("prefetch of live state failed (%s); the whole state is fetched after joining", error)
+            return
+        log.info(
+            "prefetched %.1f MB of live state from %d donors in %.2f s",
+            self._prefetched.bytes / 1e6, len(self._prefetched.donors_used), time.monotonic() - started,
+        )  # fmt: skip
+
+    def receive(self, plan: Plan, into: Mapping[str, Any] | None) -> Received:
+        """Receive `plan.target` from its donors, verified. Blocks; raises HealError."""
+        started = time.monotonic()
+        if self._live is not None:
+            have, self._prefetched = self._prefetched, None
+            found = self._live.fetch(
+                self._donors(plan),
+                state_tag(plan.quorum_id, plan.target),
+                into=into if into is not None else self._into,
+                deadline_s=self._heal_s,
+                cancel=self._cancel,
+                have=have,
+            )
+            self._into = None
+            return Received(plan.quorum_id, found.state, found.bytes, time.monotonic() - started, found.donors_used)
+        failures = []
+        for rank in plan.donors:
+            member = plan.quorum.members[rank]
+            metadata = member.heal_addresses[self._group_rank]
+            try:
+                state = self._transport.recv_checkpoint(
+                    rank, metadata, plan.target.step, timedelta(seconds=self._heal_s)
+                )
+            except Exception as error:  # noqa: BLE001 - a transport of the user's own may raise anything
+                failures.append(f"{member.replica_id}: {error}")
+                continue
+            return Received(plan.quorum_id, state, 0, time.monotonic() - started, (member.replica_id,))
+        raise HealError(f"no donor could be received from: {'; '.join(failures) or 'none was planned'}")
+
+    def cancel(self) -> None:
+        """End a receive or prefetch that runs on another thread."""
+        self._cancel.set()
+        self._cancel = Event()
+
+    def shutdown(self) -> None:
+        """Stop serving and receiving."""
+        self._cancel.set()
+        self._transport.shutdown()
+
+    def _donors(self, plan: Plan) -> list[str]:
+        members = plan.quorum.members
+        return [members[r].heal_addresses[self._group_rank] for r in plan.donors if members[r].heal_addresses]

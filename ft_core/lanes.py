@@ -1,0 +1,94 @@
+"""The process groups of one rank: the data lane, and a second lane that is made when somebody needs it.
+
+How it works. Collectives on one Gloo group pair up in launch order, so what must never mix travels on groups of its
+own (R4): where a fence rides on the last gradient bucket, user collectives use the second lane; where it does not, the
+fence uses the second lane and user collectives the first. Both lanes are configured from the quorum's store under
+prefixes that name room, quorum, group rank and lane, so nothing of an older quorum can meet them.
+
+Invariants: nothing is launched on a lane before `configure` or after `abort`; `abort` may be called from any thread, at
+any time, and ends what is pending. Ownership: `configure` runs on the quorum worker; `second()` on the training thread.
+"""
+
+from __future__ import annotations
+
+import threading
+from datetime import timedelta
+
+import torch
+from torch.distributed import AllreduceOptions, ReduceOp, Work
+
+from ft_core.errors import CollectiveError
+from ft_core.process_group import ProcessGroup
+
+
+def sum_options(op: ReduceOp.RedOpType) -> AllreduceOptions:
+    """Options of an allreduce with `op`."""
+    options = AllreduceOptions()
+    options.reduceOp = op  # type: ignore[assignment]  # torch's stub names the wrapper, its binding takes both
+    return options
+
+
+class Lanes:
+    """The data lane `main` is the process group the user gave; the second one is its sibling."""
+
+    def __init__(self, main: ProcessGroup) -> None:
+        self.main = main
+        self._second: ProcessGroup | None = None
+        self._place: tuple[str, str, int, int] | None = None
+        self._second_ready = False
+        self._aborted = True
+        self._lock = threading.Lock()
+        self._sum = sum_options(ReduceOp.SUM)
+
+    def __repr__(self) -> str:
+        state = "aborted" if self._aborted else "up"
+        return f"Lanes({state}, main={self.main!r}, second={'up' if self._second_ready else 'none'})"
+
+    def configure(self, store_prefix: str, replica_id: str, rank: int, world_size: int, *, both: bool) -> None:
+        """(Re)build the data lane, and with `both` the second one, for one quorum. Raises what the process group raises."""
+        with self._lock:
+            self._place = (store_prefix, replica_id, rank, world_size)
+            self._second_ready = False
+            self._aborted = False
+        self.main.configure(f"{store_prefix}/0", replica_id, rank, world_size)
+        if both:
+            self.second()
+        if self._aborted:
+            raise CollectiveError("the quorum ended while its process group was being built")
+
+    def second(self) -> ProcessGroup:
+        """The second lane, configured. All members of the quorum must call this at the same point."""
+        with self._lock:
+            if self._aborted or self._place is None:
+                raise CollectiveError("the process group of this quorum was aborted")
+            if self._second is None:
+                self._second = self.main.sibling()
+            group, (prefix, replica_id, rank, world_size), ready = self._second, self._place, self._second_ready
+        if not ready:
+            group.configure(f"{prefix}/1", replica_id, rank, world_size)
+            self._second_ready = True
+        return group
+
+    def sum(self, tensor: torch.Tensor, group: ProcessGroup) -> Work:
+        """Launch an in-place SUM over the members of the quorum."""
+        return group.allreduce([tensor], self._sum)
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Set the collective timeout of the data lane."""
+        self.main.set_timeout(timeout)
+
+    def abort(self) -> None:
+        """End everything pending on both lanes, here and (by closing the connections) at the peers."""
+        with self._lock:
+            self._aborted = True
+            second = self._second
+        self.main.abort()
+        if second is not None:
+            second.abort()
+
+    def shutdown(self) -> None:
+        """Abort and release both lanes."""
+        self.abort()
+        self.main.shutdown()
+        if self._second is not None:
+            self._second.shutdown()

@@ -1,0 +1,752 @@
+"""`Manager`: drives one rank's training steps through quorum -> gradients -> commit. The public API of ft_core.
+
+How it works. `start_quorum` opens an attempt at a step. In the steady state that sends nothing: the quorum is leased. When
+something changed (a member failed, wants to join or leave) it begins a `rounds.Round`. Gradients are reduced by a registered
+carrier (`ddp.DistributedDataParallel`) or by `allreduce`; the fence rides along (`attempt.StepAttempt`). `should_commit`
+reads the verdict, loads state that was received meanwhile, and tells the caller whether to step the optimizer.
+All protocol decisions are `step.Step`'s; this file wires it to threads, process groups and user state.
+
+Thread map
+    training thread    everything public here; user state functions run only on it
+    ft-lease-*         control link: calls Session.on_* (aborts the lanes on a loss, wakes the worker)
+    ft-quorum-*        quorum worker: asks, configures, receives state (rounds.QuorumWorker)
+    ft-watchdog-*      ends collectives that waited too long (watchdog.Watchdog)
+    ft-heal-*          serve state to healing peers (checkpointing.http_server)
+    autograd threads   carriers' hooks: StepAttempt.ready / launch / launch_fence / fence_arrived
+Everything they share is in `session.Session` under one lock. Several Managers may live in one process.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import logging
+import os
+import secrets
+import signal
+import time
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, TypeVar, cast
+
+import torch
+from torch.distributed import ReduceOp, Work
+
+from ft_core import manager_setup as setup
+from ft_core.assignment import Plan, WorldSizeMode
+from ft_core.attempt import StepAttempt
+from ft_core.carrier import Carrier
+from ft_core.checkpointing import CheckpointTransport
+from ft_core.errors import ConfigError, FaultToleranceError, HealError, UsageError
+from ft_core.futures import future_timeout
+from ft_core.healing import Healing
+from ft_core.lanes import sum_options
+from ft_core.live_state import DEFAULT_KEY, LiveState
+from ft_core.membership import Hello
+from ft_core.parity import ParityCheck
+from ft_core.process_group import ProcessGroup
+from ft_core.quorum import Version
+from ft_core.rounds import QuorumWorker, Round
+from ft_core.session import Session
+from ft_core.step import Go, Heal, MustAsk, Outcome, Phase, Step, Verdict, fold_lineage
+from ft_core.work import ManagedWork, finished_work
+
+if TYPE_CHECKING:
+    from torch.futures import Future
+
+__all__ = ["Manager", "WorldSizeMode"]
+
+T = TypeVar("T")
+log = logging.getLogger("ft_core")
+EXIT_S = 5.0
+"""How long the goodbye at interpreter exit may take."""
+
+
+class Manager:
+    """Drives fault-tolerant training on one rank. Constructs and starts; call `shutdown` (or leave it to exit).
+
+    Args:
+        pg: unconfigured fault-tolerant process group for the collectives between replica groups.
+        load_state_dict: called on a healing replica with what `state_dict` returned on a donor; None: register later.
+        state_dict: returns all state that must be equal on all replicas (model, optimizer, ...). Its tensors are served
+            to healing peers from live memory until the next `optimizer.step`.
+        min_replica_size: a quorum holds at least this many groups; under FIXED_WITH_SPARES exactly this many participate.
+        use_async_quorum: form quorums during the forward pass; a replica that fell behind then contributes zeros to the
+            step in which it heals. False: `start_quorum` blocks, and a healed replica contributes at once.
+        timeout: the one time budget everything else is derived from (`settings.TimeBudget`).
+        quorum_timeout, connect_timeout: defaults 60 s, or TORCHFT_*_TIMEOUT_SEC.
+        rank, world_size: inside the replica group; default RANK and WORLD_SIZE, else 0 and 1.
+        world_size_mode: DYNAMIC or FIXED_WITH_SPARES; the same on all replicas.
+        store_addr, store_port: c10d store of the group; default MASTER_ADDR and MASTER_PORT; a group of one rank without
+            either starts its own.
+        lighthouse_addr: host:port or http://host:port; default FT_LIGHTHOUSE.
+        replica_id: stable name of this group; a fresh suffix is added at every start. Default FT_REPLICA_ID.
+        port: where group rank 0 of a group of several ranks listens for the others; 0: any.
+        hostname: what other machines reach this one at; default FT_HOSTNAME, FT_INTERFACE, host name.
+        heartbeat_interval: accepted and unused: liveness is the lease's business.
+        checkpoint_transport: how state moves to healing replicas; default `HTTPTransport`.
+        init_sync: at step 0 everybody takes the state of one group.
+        max_retries: more vetoed attempts in a row raise RuntimeError from should_commit; None: never.
+        quorum_retries: how often a timed-out quorum is asked for again before the error is raised.
+        parity_check_every: compare digests of the state every so many commits; 0: never. Costs one pass over the state.
+        time_overrides: single fields of the time budget by name, for example {"liveness_s": 1.0}.
+        expected_replicas: how many groups the job is configured with; default FT_NUM_REPLICA_GROUPS.
+        token: the job's secret; default FT_TOKEN.
+
+    Raises:
+        ConfigError: an argument or environment variable cannot work; names it, the value and what to do.
+        LighthouseError: the lighthouse cannot be reached within `connect_timeout`, or refused this replica.
+    """
+
+    def __init__(
+        self,
+        pg: ProcessGroup,
+        load_state_dict: Callable[[Any], None] | None = None,
+        state_dict: Callable[[], Any] | None = None,
+        min_replica_size: int | None = None,
+        use_async_quorum: bool = True,
+        timeout: timedelta | None = None,
+        quorum_timeout: timedelta | None = None,
+        connect_timeout: timedelta | None = None,
+        rank: int | None = None,
+        world_size: int | None = None,
+        world_size_mode: WorldSizeMode = WorldSizeMode.DYNAMIC,
+        store_addr: str | None = None,
+        store_port: int | None = None,
+        lighthouse_addr: str | None = None,
+        replica_id: str | None = None,
+        port: int | None = None,
+        hostname: str | None = None,
+        heartbeat_interval: timedelta = timedelta(milliseconds=100),
+        checkpoint_transport: CheckpointTransport[Any] | None = None,
+        init_sync: bool = True,
+        max_retries: int | None = None,
+        quorum_retries: int | None = None,
+        *,
+        parity_check_every: int = 0,
+        time_overrides: Mapping[str, float] | None = None,
+        expected_replicas: int | None = None,
+        token: str | None = None,
+    ) -> None:
+        del heartbeat_interval
+        self._config = config = setup.resolve(
+            setup.Arguments(
+                min_replica_size=min_replica_size, timeout=timeout, quorum_timeout=quorum_timeout,
+                connect_timeout=connect_timeout, rank=rank, world_size=world_size, world_size_mode=world_size_mode,
+                store_addr=store_addr, store_port=store_port, lighthouse_addr=lighthouse_addr, replica_id=replica_id,
+                port=port, hostname=hostname, init_sync=init_sync, max_retries=max_retries,
+                quorum_retries=quorum_retries, parity_check_every=parity_check_every, time_overrides=time_overrides,
+                expected_replicas=expected_replicas, token=token,
+            ),
+            os.environ,
+        )  # fmt: skip
+        if not isinstance(pg, ProcessGroup):
+            raise ConfigError(f"pg must be an ft_core.process_group.ProcessGroup, got {type(pg).__name__}")
+        if (load_state_dict is None) != (state_dict is None):
+            raise ConfigError("pass both load_state_dict and state_dict, or neither and register_state_dict_fn later")
+        self._use_async = use_async_quorum
+        self._live = LiveState()
+        if load_state_dict is not None and state_dict is not None:
+            self._live.register(DEFAULT_KEY, load_state_dict, state_dict)
+        self._carriers: list[Carrier] = []
+        self._attempt: StepAttempt | None = None
+        self._round: Round | None = None
+        self._attempts = 0
+        self._room = "default"
+        self._allow_heal = True
+        self._shrink_only = False
+        self._riding = False
+        self._last_commit: tuple[int, int] | None = None
+        self._volatile: set[int] = set()
+        self._shut_down = False
+        self._left = False
+
+        lineage = secrets.randbits(62) if init_sync else 0
+        step = Step(config.step, lineage=lineage, now=time.monotonic())
+        started = setup.start(config, pg, checkpoint_transport, step, self._hello)
+        self._step = step
+        self._session: Session = started.session
+        self._healing: Healing = started.healing
+        self._store = started.store
+        self._store_address: str = started.store_address
+        self._incarnation = started.incarnation
+        self._parity = ParityCheck(config.parity_check_every)
+        self._worker = QuorumWorker(self._session, self._healing, self._place)
+        self._session.cancel_heal = self._healing.cancel
+        self._session.kill = lambda _reason: os.kill(os.getpid(), signal.SIGTERM)
+        self._session.watchdog.start()
+        self._worker.start()
+        try:
+            self._session.control.start()
+        except BaseException:
+            self.shutdown(wait=False)
+            raise
+        atexit.register(_at_exit, weakref.ref(self))
+
+    def __repr__(self) -> str:
+        return f"Manager({self._config.replica_id}, {self._step!r}, carriers={len(self._carriers)})"
+
+    # ------------------------------------------------------------ state
+
+    def register_state_dict_fn(
+        self, key: str, load_state_dict: Callable[[Any], None], state_dict: Callable[[], Any]
+    ) -> None:
+        """Add a named pair of state functions. Raises ConfigError if the key is taken."""
+        self._live.register(key, load_state_dict, state_dict)
+
+    def set_state_dict_fns(self, load_state_dict: Callable[[Any], None], state_dict: Callable[[], Any]) -> None:
+        """Deprecated alias: registers under the key 'default'."""
+        self._live.register(DEFAULT_KEY, load_state_dict, state_dict)
+
+    def allow_state_dict_read(self) -> None:
+        """State may be read again for healing peers."""
+        self._live.allow_read()
+
+    def disallow_state_dict_read(self) -> None:
+        """State is about to be half-updated: do not read it until `allow_state_dict_read`."""
+        self._live.disallow_read()
+
+    def state_dict(self) -> dict[str, int]:
+        """What a checkpoint must hold besides the user's state: step, batches_committed, and the version's identity."""
+        with self._session.lock:
+            step = self._step
+            return {
+                "step": step.version.step, "batches_committed": step.batches_committed,
+                "epoch": step.version.epoch, "lineage": step.lineage,
+            }  # fmt: skip
+
+    def load_state_dict(self, state_dict: Mapping[str, int]) -> None:
+        """Continue from a checkpoint. Call before the first start_quorum.
+
+        Raises:
+            UsageError: this replica is in a quorum already.
+            ConfigError: keys are missing.
+        """
+        missing = {"step", "batches_committed"} - set(state_dict)
+        if missing:
+            raise ConfigError(f"the manager's checkpoint lacks {sorted(missing)}; it has {sorted(state_dict)}")
+        with self._session.lock:
+            if self._step.plan is not None:
+                raise UsageError("Manager.load_state_dict after the first start_quorum: load the checkpoint before it")
+            step = int(state_dict["step"])
+            # A checkpoint of the reference implementation names no lineage: derive one that all who load it share.
+            lineage = int(state_dict.get("lineage", fold_lineage(step, 0, 0, ()) if step else self._step.lineage))
+            version = Version(step, int(state_dict.get("epoch", 0)))
+            self._step.restore(version, lineage, int(state_dict["batches_committed"]))
+
+    def current_step(self) -> int:
+        """Number of the step being worked on: how many were committed on this replica's lineage."""
+        step = self._step
+        return max(0, step.version.step if step.plan is None else step.base.step)
+
+    def batches_committed(self) -> int:
+        """Number of gradients (one per participant and step) in all commits so far."""
+        return self._step.batches_committed
+
+    def stable_step(self) -> int:
+        """Newest step known to be held by every member of the quorum; -1 before the first fence.
+
+        A checkpoint of step s may be renamed into place once stable_step() >= s (R6).
+        """
+        return self._step.stable.step
+
+    def report_torn_state(self, error: BaseException) -> None:
+        """optimizer.step raised after a commit: this replica's state is neither old nor new and must be healed (R13)."""
+        with self._session.lock:
+            self._step.tear()
+        self._session.fail(error)
+
+    # ------------------------------------------------------------ quorum
+
+    def start_quorum(
+        self,
+        room_id: str = "default",
+        allow_heal: bool = True,
+        shrink_only: bool = False,
+        timeout: timedelta | None = None,
+    ) -> None:
+        """Open the next attempt; call before forward. Returns at once while the quorum in force is still good.
+
+        Args:
+            room_id: independent quorum namespace; changing it leaves the first one.
+            allow_heal: False: members that are behind wait instead of healing. The same on all replicas.
+            shrink_only: the next quorum takes nobody in.
+            timeout: bound on forming a quorum, default quorum_timeout.
+
+        Raises:
+            QuorumTimeoutError: no quorum in time (only here if quorums are synchronous, or on the first call).
+            RefusedError, JobFinishedError: the lighthouse does not want this replica.
+        """
+        session = self._session
+        if self._shut_down:
+            raise UsageError("start_quorum after shutdown")
+        if session.fatal is not None:
+            raise session.fatal
+        if not self._volatile and self._carriers and self._step.plan is None:
+            self._volatile = set().union(*(c.buffer_storages() for c in self._carriers))
+        pending = self._round
+        if pending is not None and not pending.configured.is_set():
+            self._new_attempt()  # asked from inside should_commit
+            self._maybe_block(pending, room_id)
+            return
+        with session.lock:
+            decision = self._step.boundary() if room_id == self._room else MustAsk(f"changing to room {room_id}", False)
+            fresh = self._step.plan is None
+        if self._healing.snapshot_wanted:
+            self._healing.offer_live(self._collect())
+        if isinstance(decision, Go):
+            session.error = None
+            self._new_attempt()
+            return
+        self._room, self._allow_heal, self._shrink_only = room_id, allow_heal, shrink_only
+        round_ = self._begin_round(decision, timeout)
+        self._new_attempt()
+        if fresh or not self._use_async:
+            self._maybe_block(round_, room_id)
+
+    def wait_quorum(self) -> None:
+        """Block until the process group of this attempt is usable. Raises what kept it from becoming so."""
+        round_ = self._round
+        if round_ is None:
+            raise UsageError("wait_quorum before start_quorum")
+        round_.wait_configured()
+        if round_.error is not None:
+            raise round_.error
+
+    def _begin_round(self, why: MustAsk, timeout: timedelta | None) -> Round:
+        session, step = self._session, self._step
+        fresh = step.plan is None
+        if fresh:
+            self._riding = len(self._carriers) == 1
+            step.layout = hash_layouts([c.layout.digest for c in self._carriers])
+        with session.lock:
+            usable = step.version >= Version(0, 0)
+            version = step.version
+        state = {"user": self._collect(), "manager": self.state_dict()} if usable else None
+        worthless = fresh and version.step <= 0
+        round_ = Round(
+            why=why,
+            template=setup.ask_template(
+                self._config, self._healing.address, self._store_address, allow_heal=self._allow_heal,
+                shrink_only=self._shrink_only, heals_first=fresh or not self._use_async,
+            ),
+            room=self._room,
+            timeout_s=timeout.total_seconds() if timeout is not None else self._config.budget.quorum_s,
+            state=state,
+            in_place=state if worthless else None,
+            buckets=self._reduced(),
+            prefetch=fresh,
+        )  # fmt: skip
+        self._round = round_
+        self._worker.submit(round_)
+        return round_
+
+    def _maybe_block(self, round_: Round, room_id: str) -> None:
+        """Wait for the quorum, and load received state before forward if the plan says so."""
+        del room_id
+        if self._use_async and self._step.asks > 1 and round_.template.heals_before_forward is False:
+            return
+        round_.wait_configured()
+        if round_.error is not None:
+            raise round_.error
+        if round_.plan is not None and round_.plan.heals_first:
+            round_.wait_healed()
+            self._apply_heal()
+
+    def _new_attempt(self) -> None:
+        self._attempts += 1
+        assert self._round is not None
+        self._attempt = StepAttempt(self._attempts, self._session, self._round, rides=self._riding)
+
+    def _place(self, plan: Plan) -> tuple[str, int, int, bool]:
+        """Quorum worker: where the lanes of a quorum meet. (store prefix, rank, size, both lanes at once)"""
+        prefix = f"{plan.store_address}/{self._room}/{plan.quorum_id:x}/{self._config.rank}"
+        return prefix, plan.replica_rank, plan.size, not self._riding
+
+    def _collect(self) -> dict[str, Any]:
+        return self._live.collect(self._volatile, self._config.budget.timeout_s)
+
+    def _reduced(self) -> tuple[int, int, list[Any]] | None:
+        """R5: the reduced gradients of the last commit, if nothing has touched them since."""
+        if self._last_commit is None or not self._riding or self._config.world_size > 1:
+            return None
+        buckets = self._carriers[0].reduced()
+        return (*self._last_commit, [b.clone() for b in buckets]) if buckets is not None else None
+
+    def _hello(self) -> Hello:
+        """Lease thread: what to present."""
+        step, config = self._step, self._config
+        with self._session.lock:
+            lines = tuple(line for c in self._carriers for line in c.layout.describe())
+            return setup.hello(config, step, self._incarnation, self._healing.address, lines)
+
+    # ------------------------------------------------------------ collectives
+
+    def register_carrier(self, carrier: Carrier) -> None:
+        """Called by the DDP wrapper: its last bucket carries the fence.
+
+        Raises:
+            UsageError: after the first start_quorum; where the fence rides is fixed by then (R4).
+        """
+        if self._step.plan is not None or self._round is not None:
+            raise UsageError("wrap the model in DistributedDataParallel before the first start_quorum")
+        self._carriers.append(carrier)
+
+    def unregister_carrier(self, carrier: Carrier) -> None:
+        """Forget a carrier again (before the first start_quorum)."""
+        if carrier in self._carriers and self._round is None:
+            self._carriers.remove(carrier)
+
+    def current_attempt(self) -> StepAttempt | None:
+        """The open attempt, for carriers; None before the first start_quorum."""
+        return self._attempt
+
+    @property
+    def data_backend(self) -> str:
+        """Backend of the data lane, for the DDP wrapper's warning about CUDA tensors."""
+        return str(self._session.lanes.main.getBackendName())
+
+    def allreduce(
+        self, tensor: torch.Tensor, should_quantize: bool = False, reduce_op: ReduceOp.RedOpType = ReduceOp.AVG
+    ) -> Work:
+        """Reduce `tensor` in place over the participants of the quorum; AVG divides by their number.
+
+        Errors are recorded and veto the step, never raised; after one the tensor's content is undefined. Members that do
+        not participate (healing, spare, soft failure) contribute zeros. All replicas must make the same calls in the
+        same order.
+
+        Returns:
+            A Work; `wait()` returns when the tensor is ready, `get_future()` resolves to it.
+
+        Raises:
+            ConfigError: AVG on integers, or quantization, which is not there yet.
+        """
+        if should_quantize:
+            raise ConfigError("should_quantize=True needs quantized collectives, which are not in this version")
+        if reduce_op == ReduceOp.AVG and not (tensor.is_floating_point() or tensor.is_complex()):
+            raise ConfigError(f"reduce_op=AVG needs a floating point tensor, got {tensor.dtype}; use SUM")
+        attempt = self._attempt
+        if attempt is None:
+            raise UsageError("allreduce before start_quorum")
+        if not attempt.ready():
+            return finished_work(tensor)
+        session = self._session
+        with session.lock:
+            if not self._step.launching_user_op():
+                return finished_work(tensor)
+        try:
+            average = reduce_op == ReduceOp.AVG
+            if attempt.scale == 0.0:
+                tensor.zero_()
+            elif average:
+                tensor.mul_(attempt.scale)
+            lane = session.lanes.second() if self._riding else session.lanes.main
+            options = sum_options(ReduceOp.SUM if average else reduce_op)
+            session.watchdog.arm(time.monotonic() + self._config.budget.timeout_s)
+            work = lane.allreduce([tensor], options)
+            if average:
+                attempt.averaged.append(tensor)
+        except Exception as error:  # noqa: BLE001 - recorded in the step, spent at the commit
+            session.fail(error)
+            return finished_work(tensor)
+        return ManagedWork(work, tensor, session.fail)
+
+    def wrap_future(self, fut: Future[T], default: T, timeout: timedelta | None = None) -> Future[T]:
+        """Return a future that never fails: an error, or `timeout`, is reported and `default` is its value."""
+        bounded = future_timeout(fut, timeout or timedelta(seconds=self._config.budget.timeout_s))
+
+        def settle(done: Future[T]) -> T:
+            try:
+                return done.value()
+            except Exception as error:  # noqa: BLE001 - recorded in the step, spent at the commit
+                self.report_error(error)
+                return default
+
+        return cast("Future[T]", bounded.then(settle))
+
+    def report_error(self, e: Exception) -> None:
+        """Record an error that leaves the process group usable: zeros are contributed and everybody skips the step."""
+        with self._session.lock:
+            self._step.fail_softly(f"{type(e).__name__}: {e}")
+            if self._session.error is None:
+                self._session.error = e
+
+    def errored(self) -> Exception | None:
+        """What went wrong in this attempt, or None."""
+        if self._session.error is None and self._round is not None:
+            return self._round.error
+        return self._session.error
+
+    # ------------------------------------------------------------ commit
+
+    def should_commit(self, timeout: timedelta | None = None) -> bool:
+        """End the attempt. True: every member applies it, step the optimizer now. False: skip the step.
+
+        Call on every rank, after backward and before anything changes parameters. State received from a peer is loaded
+        here, before it returns.
+
+        Raises:
+            UsageError: start_quorum was not called.
+            QuorumTimeoutError, RefusedError, JobFinishedError: no quorum could be had.
+            RuntimeError: more than max_retries attempts in a row were not committed.
+        """
+        attempt, round_ = self._attempt, self._round
+        if attempt is None or round_ is None:
+            raise UsageError("should_commit before start_quorum")
+        limit_s = timeout.total_seconds() if timeout is not None else self._config.budget.timeout_s
+        verdict = self._agree(attempt, limit_s)
+        if round_.error is not None:
+            raise round_.error
+        session, step = self._session, self._step
+        if verdict.outcome is not Outcome.BROKEN and step.heal is Heal.READY:
+            self._apply_heal()
+        verdict = self._check_parity(verdict)
+        if verdict.outcome is Outcome.COMMIT:
+            self._rescale(attempt, verdict)
+        self._healing.close()
+        with session.lock:
+            key = (verdict.quorum_id, verdict.attempt)
+            commit = step.settle(verdict)
+            if commit:
+                self._last_commit = key
+            again = step.phase is Phase.BROKEN
+            gave_up = step.gave_up()
+        for carrier in self._carriers:
+            carrier.committed() if commit else carrier.vetoed()
+        session.control.progress(step.version.step, "step", step.stable)
+        if gave_up:
+            raise RuntimeError(f"{gave_up}; last reason: {verdict.reason or session.error}")
+        if commit:
+            self._parity.committed()
+        elif verdict.reason:
+            log.info("%s: step %d not committed: %s", self._config.replica_id, self.current_step(), verdict.reason)
+        if again and not self._shut_down:
+            commit = self._recover(verdict.reason)
+        self._new_attempt()
+        return commit
+
+    def _agree(self, attempt: StepAttempt, limit_s: float) -> Verdict:
+        """The verdict of this attempt: of my ring, then of all ranks of my group."""
+        session, step = self._session, self._step
+        if self._carriers:
+            for carrier in self._carriers:
+                carrier.flush()
+        if not self._riding:
+            attempt.own_fence()
+        with session.lock:
+            verdict = step.verdict if step.phase is Phase.FENCED else None
+            if verdict is None:
+                reason = step.broken_reason or str(session.error or "the fence was never launched")
+                step.break_(reason)
+                quorum_id = step.plan.quorum_id if step.plan else 0
+                verdict = Verdict(quorum_id, step.attempt, Outcome.BROKEN, reason)
+        if self._config.world_size > 1 and step.plan is not None:
+            verdict = session.control.vote(verdict, limit_s)
+            if verdict.outcome is Outcome.BROKEN:
+                with session.lock:
+                    step.break_(verdict.reason)
+                session.lanes.abort()
+        return verdict
+
+    def _check_parity(self, verdict: Verdict) -> Verdict:
+        """Every parity_check_every commits, compare digests before applying this one."""
+        if verdict.outcome is not Outcome.COMMIT or not self._parity.due(self._step.base.step):
+            return verdict
+        assert self._step.plan is not None
+        try:
+            found = self._parity.compare(self._collect(), self._volatile, self._step.plan, self._session.lanes)
+        except Exception as error:  # noqa: BLE001 - the comparison is a collective: its failure breaks the quorum
+            self._session.fail(error)
+            return Verdict(verdict.quorum_id, verdict.attempt, Outcome.BROKEN, f"parity check failed: {error}")
+        if not found.differing:
+            return verdict
+        log.error("step %d is not committed: %s", self._step.base.step, found.text)
+        with self._session.lock:
+            self._step.ask_next = found.text
+            if found.mine:
+                self._step.tear()
+        return Verdict(
+            verdict.quorum_id, verdict.attempt, Outcome.VETO, found.text, verdict.weight, verdict.contributors,
+            change=True, healed=verdict.healed,
+        )  # fmt: skip
+
+    def _rescale(self, attempt: StepAttempt, verdict: Verdict) -> None:
+        """R10: the divisor is the fence's weight sum; dividing beforehand was only the fast form of it."""
+        if verdict.weight == attempt.planned:
+            return
+        factor = attempt.planned / verdict.weight
+        for carrier in self._carriers:
+            carrier.rescale(factor)
+        for tensor in attempt.averaged:
+            tensor.mul_(factor)
+
+    def _apply_heal(self) -> None:
+        """Training thread: load the received state. A failure here leaves the state VOID and the quorum broken."""
+        round_, step = self._round, self._step
+        if round_ is None or round_.received is None or step.heal is not Heal.READY:
+            return
+        received = round_.received
+        try:
+            with self._session.lock:
+                step.tear()
+            self._live.apply(received.state["user"])
+            for carrier in self._carriers:
+                carrier.state_loaded()
+        except Exception as error:
+            self._session.fail(HealError(f"loading the received state failed: {type(error).__name__}: {error}"))
+            raise
+        with self._session.lock:
+            step.heal_applied()
+            step.batches_committed = int(received.state["manager"]["batches_committed"])
+        round_.received = round_.in_place = None
+        log.info("%s: healed to step %d", self._config.replica_id, step.version.step)
+
+    def _recover(self, reason: str) -> bool:
+        """Ask from inside should_commit; R5: if only the reduced gradients were missed, fetch and apply them.
+
+        Returns True if this attempt turned out to be committed by others and was completed here.
+        """
+        del reason
+        step, session = self._step, self._session
+        with session.lock:
+            decision = step.boundary()
+            kept = step.open_attempt
+        assert isinstance(decision, MustAsk)
+        finish = kept >= 0 and self._riding and self._config.world_size == 1
+        old_quorum = step.plan.quorum_id if step.plan else 0
+        round_ = self._begin_round(decision, None)
+        if not finish:
+            return False
+        round_.wait_configured()
+        plan = round_.plan
+        if round_.error is not None or plan is None or not plan.finish:
+            return False
+        try:
+            carrier = self._carriers[0]
+            carrier.adopt_reduced(self._healing.receive_buckets(plan, old_quorum, kept))
+        except (FaultToleranceError, ValueError) as error:
+            log.info("%s: could not finish step %d (%s): healing in full", self._config.replica_id, step.base.step, error)
+            self._worker.heal(round_)
+            return False
+        with session.lock:
+            step.finished(plan)
+        log.info("%s: finished step %d with the gradients of a peer", self._config.replica_id, step.version.step)
+        return True
+
+    # ------------------------------------------------------------ roles
+
+    def num_participants(self) -> int:
+        """Number of members whose gradients count in this attempt. Waits for the quorum."""
+        self.wait_quorum()
+        return len(self._step.participants)
+
+    def participating_rank(self) -> int | None:
+        """This replica's position among the participants, or None. Waits for the quorum."""
+        self.wait_quorum()
+        plan = self._step.plan
+        if plan is None or plan.replica_rank not in self._step.participants:
+            return None
+        return self._step.participants.index(plan.replica_rank)
+
+    def is_participating(self) -> bool:
+        """Whether this replica's gradients count in this attempt. Waits for the quorum."""
+        self.wait_quorum()
+        return self._step.participating
+
+    @property
+    def replica_id(self) -> str:
+        """Name plus the suffix of this start."""
+        return self._config.replica_id
+
+    @contextlib.contextmanager
+    def pause(self, reason: str, max_s: float) -> Iterator[None]:
+        """Announce that this replica is busy for at most `max_s` seconds (saving, validation, compiling).
+
+        Peers wait for it; only the end of its life ends the wait.
+
+        Raises:
+            ConfigError: `max_s` is not a positive number.
+        """
+        if not max_s > 0:
+            raise ConfigError(f"pause(max_s={max_s!r}) must be a positive number of seconds")
+        control = self._session.control
+        control.progress(self._step.version.step, reason, self._step.stable, paused_s=max_s)
+        try:
+            yield
+        finally:
+            control.progress(self._step.version.step, "step", self._step.stable, paused_s=0.0)
+
+    # ------------------------------------------------------------ the end
+
+    def leave(self, reason: str = "left", finished: bool = False) -> None:
+        """Leave the quorum without costing the others a step: agree in a last fence, then say goodbye (R16).
+
+        Call at a step boundary. `finished`: training is over; the lighthouse keeps the room closed for latecomers, so a
+        late restart does not train again over the checkpoints.
+        """
+        if self._left or self._shut_down:
+            return
+        self._left = True
+        session, step = self._session, self._step
+        agreed = False
+        with session.lock:
+            decision = step.boundary() if step.plan is not None else None
+            if isinstance(decision, Go):
+                step.leaving = True
+        if isinstance(decision, Go) and self._round is not None and self._round.configured.is_set():
+            step.exhausted = True  # contributes zeros from here on
+            self._new_attempt()
+            assert self._attempt is not None
+            with contextlib.suppress(FaultToleranceError):
+                verdict = self._agree(self._attempt, self._config.budget.timeout_s)
+                agreed = verdict.outcome is not Outcome.BROKEN
+                if agreed:
+                    with session.lock:
+                        step.settle(verdict)
+        session.control.leave(
+            reason=reason, finished=finished, version=step.version, agreed=agreed,
+            timeout_s=min(EXIT_S, self._config.budget.timeout_s),
+        )  # fmt: skip
+
+    def shutdown(self, wait: bool = True) -> None:
+        """Leave if that is possible, then stop every thread and close every socket. Idempotent, bounded in time.
+
+        `wait=False`: do not take part in a last fence; peers lose the step in flight.
+        """
+        if self._shut_down:
+            return
+        session = getattr(self, "_session", None)
+        if session is None:
+            self._shut_down = True
+            return
+        if not self._left and session.control.connected:
+            if wait:
+                self.leave("shut down")
+            else:
+                self._left = True
+                session.control.leave(
+                    reason="shut down", finished=False, version=self._step.version, agreed=False, timeout_s=1.0
+                )
+        self._shut_down = True
+        with session.changed:
+            session.closed = True
+            session.changed.notify_all()
+        self._healing.cancel()
+        session.watchdog.stop()
+        session.lanes.shutdown()
+        self._worker.stop(EXIT_S)
+        session.control.shutdown(EXIT_S)
+        self._healing.shutdown()
+
+
+def hash_layouts(digests: list[int]) -> int:
+    """One number for the layouts of all carriers, in order; 0 without any."""
+    return fold_lineage(len(digests), 0, 0, [str(d) for d in digests]) if digests else 0
+
+
+def _at_exit(ref: weakref.ref[Manager]) -> None:
+    manager = ref()
+    if manager is not None:
+        with contextlib.suppress(Exception):
+            manager.shutdown()

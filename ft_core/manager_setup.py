@@ -1,0 +1,302 @@
+"""Everything a Manager decides and opens before its first step: arguments + environment -> configuration -> parts.
+
+`resolve` is pure: it merges explicit arguments (they win), FT_* and TORCHFT_* variables and defaults, and refuses what
+cannot work. `start` opens what the configuration names: the c10d store of the group, the heal server, the control link.
+The small functions at the end fill in the messages that describe this replica to others.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from typing import Any
+
+from torch.distributed import Store, TCPStore
+
+from ft_core.assignment import WorldSizeMode
+from ft_core.checkpointing import CheckpointTransport, HTTPTransport
+from ft_core.client import LeaseSettings
+from ft_core.errors import ConfigError, LighthouseError
+from ft_core.group_server import Control, LeaderControl, LocalControl, RankControl
+from ft_core.healing import Healing
+from ft_core.lanes import Lanes
+from ft_core.membership import Hello
+from ft_core.net import advertised_host
+from ft_core.process_group import ProcessGroup, create_store_client
+from ft_core.quorum import Ask
+from ft_core.session import Session
+from ft_core.settings import MAX_REPLICAS, Environment, TimeBudget, parse_address
+from ft_core.step import Step, StepSettings
+
+DEFAULT_TIMEOUT_S = 60.0
+WATCHED = timedelta(days=1)
+"""Gloo's own timeout: never the one that fires, because a peer may legitimately be busy (the watchdog knows, Gloo not)."""
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """What the caller of Manager passed; None: not said."""
+
+    min_replica_size: int | None
+    timeout: timedelta | None
+    quorum_timeout: timedelta | None
+    connect_timeout: timedelta | None
+    rank: int | None
+    world_size: int | None
+    world_size_mode: WorldSizeMode
+    store_addr: str | None
+    store_port: int | None
+    lighthouse_addr: str | None
+    replica_id: str | None
+    port: int | None
+    hostname: str | None
+    init_sync: bool
+    max_retries: int | None
+    quorum_retries: int | None
+    parity_check_every: int
+    time_overrides: Mapping[str, float] | None
+    expected_replicas: int | None
+    token: str | None
+
+
+@dataclass(frozen=True)
+class Config:
+    """What a Manager runs with, resolved and checked."""
+
+    step: StepSettings
+    budget: TimeBudget
+    name: str
+    replica_id: str
+    rank: int
+    world_size: int
+    store: tuple[str, int] | None
+    lighthouse: str
+    host: str
+    bind: str
+    port: int
+    token: str
+    expected: int
+    init_sync: bool
+    parity_check_every: int
+    incarnation_key: str
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What `start` opened."""
+
+    session: Session
+    healing: Healing
+    store: Store
+    store_address: str
+    incarnation: int
+
+
+def resolve(arguments: Arguments, variables: Mapping[str, str]) -> Config:
+    """Merge arguments, environment and defaults. Raises ConfigError naming the setting, the value and what to do."""
+    env = Environment.read(variables)
+    a = arguments
+    rank = a.rank if a.rank is not None else _whole(variables, "RANK", 0)
+    world_size = a.world_size if a.world_size is not None else _whole(variables, "WORLD_SIZE", 1)
+    if world_size < 1 or not 0 <= rank < world_size:
+        raise ConfigError(f"rank={rank} and world_size={world_size}: need 0 <= rank < world_size (inside the group)")
+    min_replicas = a.min_replica_size if a.min_replica_size is not None else env.min_replicas
+    min_replicas = 1 if min_replicas is None else min_replicas
+    if not 1 <= min_replicas <= MAX_REPLICAS:
+        raise ConfigError(f"min_replica_size={min_replicas} must be between 1 and {MAX_REPLICAS}")
+    for setting, value in (("max_retries", a.max_retries), ("quorum_retries", a.quorum_retries)):
+        if value is not None and value < 0:
+            raise ConfigError(f"{setting}={value} must be 0 or more")
+    if a.parity_check_every < 0:
+        raise ConfigError(f"parity_check_every={a.parity_check_every} must be 0 (never) or a number of commits")
+    budget = _budget(a, env)
+    lighthouse = a.lighthouse_addr or env.lighthouse
+    if not lighthouse and rank == 0:
+        raise ConfigError(
+            "no lighthouse: pass lighthouse_addr='host:port' or set FT_LIGHTHOUSE; start one with `ft-lighthouse`"
+        )
+    if lighthouse:
+        parse_address(lighthouse, "lighthouse_addr" if a.lighthouse_addr else "FT_LIGHTHOUSE")
+    expected = a.expected_replicas if a.expected_replicas is not None else env.num_replica_groups or 0
+    if expected and expected < min_replicas:
+        raise ConfigError(
+            f"min_replica_size={min_replicas} is more than the {expected} groups of the job (FT_NUM_REPLICA_GROUPS)"
+        )
+    name = a.replica_id or env.replica_id
+    if not name:
+        name = f"replica-{env.replica_group}" if env.replica_group is not None else f"replica-{secrets.token_hex(4)}"
+    restart = variables.get("TORCHELASTIC_RESTART_COUNT", "0")
+    host = advertised_host(a.hostname or env.hostname, env.interface)
+    replica_id = f"{name}:{secrets.token_hex(4)}"
+    return Config(
+        step=StepSettings(
+            replica_id=replica_id, group_rank=rank, group_world_size=world_size, min_replicas=min_replicas,
+            mode=a.world_size_mode, autonomy_s=budget.autonomy_s, orphan_s=budget.orphan_s, max_retries=a.max_retries,
+        ),
+        budget=budget,
+        name=name,
+        replica_id=replica_id,
+        rank=rank,
+        world_size=world_size,
+        store=_store_place(a, variables, world_size),
+        lighthouse=lighthouse or "",
+        host=host,
+        bind="127.0.0.1" if host in ("127.0.0.1", "localhost") else "",
+        port=a.port if a.port is not None else env.manager_port or 0,
+        token=a.token if a.token is not None else env.token,
+        expected=expected,
+        init_sync=a.init_sync,
+        parity_check_every=a.parity_check_every,
+        incarnation_key=f"ft_core/{name if a.replica_id or env.replica_id else 'group'}/{restart}",
+    )  # fmt: skip
+
+
+def start(
+    config: Config,
+    pg: ProcessGroup,
+    transport: CheckpointTransport[Any] | None,
+    step: Step,
+    hello: Callable[[], Hello],
+) -> Parts:
+    """Open the group's store, the heal server and the control link (the link's `start` is the caller's)."""
+    store, store_address = _open_store(config)
+    if config.world_size > 1:
+        step.settings = _shared_id(config, step.settings, store)
+    lanes = Lanes(pg)
+    lanes.set_timeout(WATCHED)
+    session = Session(step, lanes, config.budget, hello)
+    if transport is None:
+        transport = HTTPTransport(
+            timedelta(seconds=config.budget.heal_s), hostname=config.host, token=config.token or None,
+            bind=config.bind, idle_s=config.budget.transfer_idle_s,
+        )  # fmt: skip
+    healing = Healing(transport, config.rank, config.budget.heal_s)
+    session.control = _control(config, step.settings.replica_id, session, store)
+    return Parts(session, healing, store, store_address, secrets.randbits(62) | 1)
+
+
+def hello(config: Config, step: Step, incarnation: int, heal_address: str, layout: tuple[str, ...]) -> Hello:
+    """What this replica presents when its lease is opened."""
+    quorum = step.quorum
+    return Hello(
+        replica_id=step.settings.replica_id, name=config.name, generation=0, incarnation=incarnation,
+        version=step.version, stable=step.stable, highest_id=step.highest_id,
+        quorum_id=quorum.quorum_id if quorum else 0, members=quorum.ids if quorum else (), layout=step.layout,
+        layout_lines=layout if step.layout else (), expected=config.expected, min_replicas=config.step.min_replicas,
+        group_world_size=config.world_size, join_s=config.budget.join_s, liveness_s=config.budget.liveness_s,
+        orphan_s=config.budget.orphan_s, heal_addresses=(heal_address,),
+    )  # fmt: skip
+
+
+def ask_template(
+    config: Config, heal_address: str, store_address: str, *, allow_heal: bool, shrink_only: bool, heals_first: bool
+) -> Ask:
+    """The part of an ask that the step machine does not know."""
+    return Ask(
+        replica_id=config.replica_id, seq=0, heal_addresses=(heal_address,), store_address=store_address,
+        init_sync=config.init_sync, allow_heal=allow_heal, shrink_only=shrink_only, heals_before_forward=heals_first,
+    )  # fmt: skip
+
+
+def _budget(a: Arguments, env: Environment) -> TimeBudget:
+    def seconds(value: timedelta | None, fallback: float | None, setting: str) -> float | None:
+        if value is None:
+            return fallback
+        if not isinstance(value, timedelta):
+            raise ConfigError(f"{setting}={value!r} must be a datetime.timedelta")
+        return value.total_seconds()
+
+    timeout_s = seconds(a.timeout, env.timeout_s, "timeout")
+    overrides = dict(env.overrides)
+    overrides.update(a.time_overrides or {})
+    return TimeBudget.derive(
+        DEFAULT_TIMEOUT_S if timeout_s is None else timeout_s,
+        quorum_s=seconds(a.quorum_timeout, env.quorum_s, "quorum_timeout"),
+        connect_s=seconds(a.connect_timeout, env.connect_s, "connect_timeout"),
+        overrides=overrides,
+    )
+
+
+def _whole(variables: Mapping[str, str], name: str, default: int) -> int:
+    text = variables.get(name)
+    if not text:
+        return default
+    try:
+        return int(text)
+    except ValueError:
+        raise ConfigError(f"{name}={text!r} is not a whole number") from None
+
+
+def _store_place(a: Arguments, variables: Mapping[str, str], world_size: int) -> tuple[str, int] | None:
+    address = a.store_addr or variables.get("MASTER_ADDR")
+    port = a.store_port if a.store_port is not None else _whole(variables, "MASTER_PORT", 0)
+    if address and port:
+        return address, port
+    if world_size > 1:
+        raise ConfigError(
+            f"a group of world_size={world_size} needs its c10d store: pass store_addr and store_port, or set "
+            "MASTER_ADDR and MASTER_PORT (torchrun does)"
+        )
+    return None
+
+
+def _open_store(config: Config) -> tuple[Store, str]:
+    if config.store is None:
+        server = TCPStore(config.host, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
+        return server, f"{_bracketed(config.host)}:{server.port}"
+    host, port = config.store
+    advertised = config.host if host in ("localhost", "127.0.0.1") else host
+    address = f"{_bracketed(advertised)}:{port}"
+    try:
+        return create_store_client(
+            f"{_bracketed(host)}:{port}/ft_core", timeout=timedelta(seconds=config.budget.connect_s)
+        ), address
+    except Exception as error:
+        raise ConfigError(
+            f"the c10d store at store_addr={host!r} store_port={port} (MASTER_ADDR, MASTER_PORT) cannot be reached: "
+            f"{error}. Start it before the Manager (torchrun or init_process_group does), or, for a group of one "
+            "rank, name none"
+        ) from error
+
+
+def _bracketed(host: str) -> str:
+    return f"[{host}]" if ":" in host else host
+
+
+def _shared_id(config: Config, settings: StepSettings, store: Store) -> StepSettings:
+    """All ranks of a group carry the replica_id that rank 0 drew."""
+    key = f"{config.incarnation_key}/replica_id"
+    if config.rank == 0:
+        store.set(key, settings.replica_id)
+        return settings
+    store.wait([key], timedelta(seconds=config.budget.connect_s))
+    return replace(settings, replica_id=store.get(key).decode())
+
+
+def _control(config: Config, replica_id: str, session: Session, store: Store) -> Control:
+    settings = LeaseSettings(
+        address=config.lighthouse, replica_id=replica_id, budget=config.budget, token=config.token
+    )
+    if config.world_size == 1:
+        return LocalControl(settings, session)
+    key = f"{config.incarnation_key}/control"
+    if config.rank == 0:
+        leader = LeaderControl(
+            settings, session, world_size=config.world_size, hostname=config.host, port=config.port
+        )
+        store.set(key, leader.address)
+        return leader
+    try:
+        store.wait([key], timedelta(seconds=config.budget.connect_s))
+    except Exception as error:
+        raise LighthouseError(
+            f"group rank 0 of {config.name} did not announce its control address in the c10d store within "
+            f"connect_timeout={config.budget.connect_s:g} s: is it running?"
+        ) from error
+    address = LeaseSettings(
+        address=store.get(key).decode(), replica_id=replica_id, budget=config.budget, token=config.token,
+        setting="group rank 0's control address",
+    )  # fmt: skip
+    return RankControl(address, session, rank=config.rank, world_size=config.world_size)

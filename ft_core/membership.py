@@ -1,0 +1,698 @@
+"""The lighthouse's memory of one room, and its only mutator. Pure: `(state, event, now) -> effects`, no clock, no I/O.
+
+How it works. `Room.handle(event, now)` changes the records, then `_settle` draws every consequence that follows: leases
+whose grace is over become deaths, deaths are announced to the quorum they belonged to, and `quorum.decide` is asked
+whether the next quorum may form. What the shell must do comes back as effects, in order; `Room.next_at` is the instant at
+which to call `handle(Tick(), now)` if nothing happens before. There is no polling.
+
+Invariants:
+- one quorum_id names one member list; ids only grow (`ids.next`);
+- a replica is in `_current` only if it asked for it, or presented it after a restart;
+- only the newest stream of a replica (its `generation`) can change its life (R15);
+- every map is bounded: records by `MAX_RECORDS`, answers by the records that hold them.
+
+Ownership: one event loop (or the simulation) calls it; nothing here is thread safe.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+from ft_core.quorum import (
+    VOID,
+    Ask,
+    Current,
+    Formed,
+    Life,
+    Member,
+    NotReady,
+    Quorum,
+    Rules,
+    Seen,
+    Version,
+    View,
+    certainly_gone,
+    decide,
+)
+from ft_core.settings import MAX_REPLICAS, LighthouseSettings
+
+MAX_RECORDS = 4 * MAX_REPLICAS
+CRASH_WINDOW_S = 120.0
+"""Incarnations of one name that died without a commit are counted within this window (R15)."""
+CRASH_FREE = 2
+"""So many crashes cost a newcomer nothing; from then on its candidacy is delayed, doubling."""
+CRASH_DELAY_S = 1.0
+CRASH_DELAY_MAX_S = 30.0
+
+
+# ---------------------------------------------------------------- ids
+
+
+@dataclass(slots=True)
+class QuorumIds:
+    """R8: quorum_id = boot (31 bit) | random (16) | counter (16); one per lighthouse, shared by its rooms."""
+
+    boot: int
+    noise: int
+    entropy: deque[int] = field(default_factory=deque)
+    """Random 16-bit numbers handed in by the shell; one is used whenever the boot epoch moves."""
+    counter: int = 0
+    unique: bool = True
+    """False only in the simulation that shows what happens without R8."""
+    ours: set[int] = field(default_factory=set)
+    """`boot | noise` pairs handed out by this lighthouse: an id that carries one of them is not foreign."""
+
+    def next(self) -> int:
+        """The next id. Greater than every id handed out or observed before."""
+        if self.counter >= 0xFFFF:
+            self._move(self.boot + 1)
+        self.counter += 1
+        self.ours.add((self.boot << 16) | self.noise)
+        return (self.boot << 32) | (self.noise << 16) | self.counter
+
+    def observe(self, quorum_id: int) -> None:
+        """Take note of an id somebody presents: if another lighthouse made it, stay above it for ever."""
+        boot = quorum_id >> 32
+        if self.unique and boot >= self.boot and (quorum_id >> 16) not in self.ours:
+            self._move(boot + 1)
+
+    def _move(self, boot: int) -> None:
+        self.boot = boot
+        self.noise = self.entropy.popleft() if self.entropy else (self.noise * 40503 + 1) & 0xFFFF
+        self.counter = 0
+
+
+# ---------------------------------------------------------------- events
+
+
+@dataclass(frozen=True, slots=True)
+class Hello:
+    """A lease was opened (or re-opened) by a replica that speaks our protocol and knows the token."""
+
+    replica_id: str
+    name: str
+    generation: int
+    incarnation: int
+    leased: bool = True
+    """False for clients of the unary calls: they live until heartbeat_timeout_s after their last call."""
+    version: Version = Version(0, 0)
+    stable: Version = VOID
+    highest_id: int = 0
+    quorum_id: int = 0
+    members: tuple[str, ...] = ()
+    """The quorum it presents: the one it is in, or left by an ask that is still open."""
+    layout: int = 0
+    layout_lines: tuple[str, ...] = ()
+    expected: int = 0
+    min_replicas: int = 1
+    group_world_size: int = 1
+    join_s: float = 10.0
+    liveness_s: float = 5.0
+    orphan_s: float = 900.0
+    heal_addresses: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseEnded:
+    """A lease stream ended without a goodbye. `silence_s`: since the last message heard on it."""
+
+    replica_id: str
+    generation: int
+    silence_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """What a replica is doing. `paused_s` > 0: it announced to be busy for at most that long."""
+
+    replica_id: str
+    generation: int
+    step: int
+    phase: str
+    stable: Version
+    paused_s: float = 0.0
+    heal_addresses: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A replica group asks for the next quorum."""
+
+    ask: Ask
+    generation: int
+
+
+@dataclass(frozen=True, slots=True)
+class Left:
+    """An explicit goodbye. `finished`: training is over; the room stays closed for latecomers (R16)."""
+
+    replica_id: str
+    generation: int
+    reason: str
+    finished: bool
+    version: Version
+    agreed: bool
+    """The others know: change-wanted rode in the last fence, so nobody is stuck in a collective with the leaver."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """A supervisor's word: the process of this replica (or, with `name`, every process of that name) has ended."""
+
+    replica_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class Turbulence:
+    """R15: most leases dropped together, or the lighthouse's own loop stalled; suspicions wait for the boot window."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reopen:
+    """Open a room that was closed by a finished replica."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    """Time has passed."""
+
+
+Event = Hello | LeaseEnded | Progress | Asked | Left | Ended | Turbulence | Reopen | Tick
+
+
+# ---------------------------------------------------------------- effects
+
+
+@dataclass(frozen=True, slots=True)
+class Announce:
+    """Tell each (replica_id, seq) in `to` the same quorum."""
+
+    quorum: Quorum
+    to: tuple[tuple[str, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Explain:
+    """Tell `to` why there is no quorum yet."""
+
+    to: tuple[str, ...]
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class ChangePending:
+    """Ask the members of `quorum_id` to agree on a new quorum at their next step boundary."""
+
+    to: tuple[str, ...]
+    quorum_id: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class MemberLost:
+    """Tell the members of `quorum_id` that `lost` will not answer any more: abort the data plane."""
+
+    to: tuple[str, ...]
+    quorum_id: int
+    lost: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Paused:
+    """Tell the members of `quorum_id` that a peer is busy, so that nobody's watchdog fires before `for_s`."""
+
+    to: tuple[str, ...]
+    quorum_id: int
+    replica_id: str
+    for_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Superseded:
+    """Tell `to` that its quorum is over: abort and ask."""
+
+    to: str
+    quorum_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class Refuse:
+    """End this replica's lease for good; `finished`: not an error, the job is done."""
+
+    to: str
+    reason: str
+    finished: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Note:
+    """A line for the lighthouse's log."""
+
+    text: str
+
+
+Effect = Announce | Explain | ChangePending | MemberLost | Paused | Superseded | Refuse | Note
+
+
+# ---------------------------------------------------------------- state
+
+
+@dataclass(slots=True)
+class Record:
+    """What is known of one replica."""
+
+    hello: Hello
+    life: Life
+    since: float
+    stable: Version
+    generation: int
+    ask: Ask | None = None
+    asked_at: float = 0.0
+    answered: tuple[int, Quorum] | None = None
+    """R14: (seq, quorum) of the last answer, repeated if the same ask is presented again."""
+    paused_until: float = 0.0
+    step: int = 0
+    phase: str = ""
+    admitted_at: float = 0.0
+    accused: bool = False
+    """A member of its quorum reported a failed collective: a second witness, its grace is over (DESIGN 3.2)."""
+    told_lost: bool = False
+    heard_at: float = 0.0
+    committed: bool = False
+
+
+class Room:
+    """One independent quorum namespace."""
+
+    def __init__(self, name: str, settings: LighthouseSettings, ids: QuorumIds, *, boot_at: float) -> None:
+        self.name = name
+        self.rules = Rules()
+        self.records: dict[str, Record] = {}
+        self.next_at: float | None = None
+        self.reason: str = ""
+        self.closed: str = ""
+        self._settings = settings
+        self._ids = ids
+        self._current: Current | None = None
+        self._adopted = False
+        self._boot_at = boot_at
+        self._boot_until = boot_at + settings.boot_window_s
+        self._layout: tuple[int, tuple[str, ...], str] | None = None
+        self._pending: frozenset[str] = frozenset()
+        """Who was waiting when change-pending was last pushed for the current quorum: pushed once per set."""
+        self._crashes: dict[str, deque[float]] = {}
+        self._last_quorum: Quorum | None = None
+
+    def __repr__(self) -> str:
+        current = f"{self._current.quorum_id:#x} of {len(self._current.members)}" if self._current else "none"
+        asking = sum(r.ask is not None for r in self.records.values())
+        return f"Room({self.name!r}, quorum={current}, replicas={len(self.records)}, asking={asking})"
+
+    @property
+    def current(self) -> Current | None:
+        """The quorum in force."""
+        return self._current
+
+    @property
+    def last_quorum(self) -> Quorum | None:
+        """The last quorum formed under this boot, with its members' addresses."""
+        return self._last_quorum
+
+    def handle(self, event: Event, now: float) -> list[Effect]:
+        """Apply one event and everything that follows from it. Returns the effects to perform, in order."""
+        out: list[Effect] = []
+        match event:
+            case Hello():
+                self._on_hello(event, now, out)
+            case LeaseEnded():
+                self._on_lease_ended(event, now, out)
+            case Progress():
+                self._on_progress(event, now, out)
+            case Asked():
+                self._on_asked(event, now, out)
+            case Left():
+                self._on_left(event, now, out)
+            case Ended():
+                self._on_ended(event, now, out)
+            case Turbulence():
+                self._on_turbulence(now, out)
+            case Reopen():
+                self.closed = ""
+            case Tick():
+                pass
+        self._settle(now, out)
+        return out
+
+    # ------------------------------------------------------------ events
+
+    def _on_hello(self, hello: Hello, now: float, out: list[Effect]) -> None:
+        self._ids.observe(hello.quorum_id)
+        self._ids.observe(hello.highest_id)
+        self._ids.observe(hello.version.epoch)
+        record = self.records.get(hello.replica_id)
+        refusal = self._refusal(hello, record)
+        if refusal:
+            out.append(refusal)
+            return
+        if record is None:
+            if len(self.records) >= MAX_RECORDS and not self._evict():
+                out.append(Refuse(hello.replica_id, f"room {self.name!r} is full ({MAX_RECORDS} replicas)"))
+                return
+            record = Record(hello, Life.UP, now, hello.stable, hello.generation)
+            record.admitted_at = self._debounce(hello.name, now)
+            self.records[hello.replica_id] = record
+        else:
+            record.hello, record.generation = hello, hello.generation
+            record.stable = max(record.stable, hello.stable)
+            if record.life is not Life.UP:
+                record.life, record.since = Life.UP, now
+        record.heard_at = now
+        record.accused = record.told_lost = False
+        if self._layout is None and hello.layout:
+            self._layout = (hello.layout, hello.layout_lines, hello.replica_id)
+        self._present(hello, record, now, out)
+
+    def _refusal(self, hello: Hello, record: Record | None) -> Refuse | None:
+        if self.closed and (record is None or record.life is Life.GONE) and hello.quorum_id == 0:
+            return Refuse(hello.replica_id, self.closed, finished=True)
+        if record is not None and record.hello.incarnation != hello.incarnation and record.life is Life.UP:
+            return Refuse(
+                hello.replica_id,
+                f"two live processes call themselves {hello.replica_id!r}: give every replica group its own "
+                "replica_id (FT_REPLICA_ID)",
+            )
+        if self._layout is not None and hello.layout and hello.layout != self._layout[0]:
+            others = any(
+                r.life is Life.UP and r.hello.layout == self._layout[0] and i != hello.replica_id
+                for i, r in self.records.items()
+            )
+            if others:
+                return Refuse(hello.replica_id, _layout_difference(hello, self._layout))
+            self._layout = (hello.layout, hello.layout_lines, hello.replica_id)
+        return None
+
+    def _present(self, hello: Hello, record: Record, now: float, out: list[Effect]) -> None:
+        """R9: adopt the newest quorum anybody presents; tell holders of older ones that they are over."""
+        if not hello.quorum_id:
+            return
+        current = self._current
+        if current is None or hello.quorum_id > current.quorum_id:
+            if hello.replica_id not in hello.members:
+                return
+            ended = any(certainly_gone(self.records.get(i)) and i in self.records for i in hello.members)
+            self._current = Current(hello.quorum_id, hello.members, ended)
+            self._adopted = True
+            self._pending = frozenset()
+            for replica_id in hello.members:
+                if replica_id not in self.records and len(self.records) < MAX_RECORDS:
+                    ghost = replace(
+                        hello, replica_id=replica_id, name=_name(replica_id), incarnation=0, generation=-1, members=()
+                    )
+                    self.records[replica_id] = Record(ghost, Life.UNKNOWN, now, VOID, -1)
+            out.append(Note(f"adopted the running quorum of {', '.join(hello.members)} from {hello.replica_id}"))
+            for other in self.records.values():
+                mine = other.hello.quorum_id
+                if mine and mine < hello.quorum_id and other.life is Life.UP and other.ask is None:
+                    out.append(Superseded(other.hello.replica_id, mine))
+        elif hello.quorum_id < current.quorum_id and record.ask is None and record.life is Life.UP:
+            out.append(Superseded(hello.replica_id, hello.quorum_id))
+
+    def _on_lease_ended(self, event: LeaseEnded, now: float, out: list[Effect]) -> None:
+        record = self.records.get(event.replica_id)
+        if record is None or record.generation != event.generation or record.life is not Life.UP:
+            return
+        # Keepalives go unanswered for a whole liveness timeout before they end a lease. A lease that ends sooner after
+        # its last word was closed by the other side's kernel: that process is gone, not merely silent.
+        closed = event.silence_s < 0.75 * record.hello.liveness_s
+        record.life, record.since = (Life.CLOSED if closed else Life.MISSED), now
+        if record.ask is not None:
+            record.ask = None
+        what = "closed its connection" if closed else "went silent (frozen or cut off)"
+        out.append(Note(f"{event.replica_id} {what}"))
+
+    def _on_progress(self, event: Progress, now: float, out: list[Effect]) -> None:
+        record = self.records.get(event.replica_id)
+        if record is None or record.generation != event.generation:
+            return
+        record.heard_at = now
+        record.step, record.phase = event.step, event.phase
+        record.stable = max(record.stable, event.stable)
+        record.committed = record.committed or event.step > 0
+        if event.heal_addresses:
+            record.hello = replace(record.hello, heal_addresses=event.heal_addresses)
+        was = record.paused_until
+        record.paused_until = now + event.paused_s if event.paused_s > 0 else 0.0
+        current = self._current
+        if (was > 0) != (event.paused_s > 0) and current and event.replica_id in current.members:
+            peers = self._up(i for i in current.members if i != event.replica_id)
+            if peers:
+                out.append(Paused(peers, current.quorum_id, event.replica_id, event.paused_s))
+
+    def _on_asked(self, event: Asked, now: float, out: list[Effect]) -> None:
+        ask = event.ask
+        record = self.records.get(ask.replica_id)
+        if record is None or record.generation != event.generation or record.life is not Life.UP:
+            return
+        record.heard_at = now
+        if record.answered and record.answered[0] == ask.seq:
+            out.append(Announce(record.answered[1], ((ask.replica_id, ask.seq),)))
+            return
+        self._ids.observe(ask.version.epoch)
+        self._ids.observe(ask.quorum_id)
+        if record.ask is None or record.ask.seq != ask.seq:
+            record.asked_at = now
+        record.ask = ask
+        record.step = max(ask.version.step, 0)
+        current = self._current
+        if current and ask.replica_id in current.members and ask.quorum_id >= current.quorum_id:
+            self._end_current()
+            if ask.failed:
+                for replica_id in current.members:
+                    peer = self.records.get(replica_id)
+                    if peer is not None and peer.life in (Life.CLOSED, Life.UNKNOWN):
+                        peer.accused = True
+
+    def _on_left(self, event: Left, now: float, out: list[Effect]) -> None:
+        record = self.records.get(event.replica_id)
+        if record is None or record.generation != event.generation:
+            return
+        record.life, record.since, record.ask = Life.GONE, now, None
+        record.stable = VOID
+        record.told_lost = event.agreed
+        out.append(Note(f"{event.replica_id} left: {event.reason}"))
+        if event.finished:
+            self.closed = (
+                f"training in room {self.name!r} finished at {event.version} ({event.replica_id}); start a new "
+                "lighthouse or another room to train again"
+            )
+
+    def _on_ended(self, event: Ended, now: float, out: list[Effect]) -> None:
+        for replica_id, record in self.records.items():
+            if event.replica_id in (replica_id, record.hello.name) and record.life is not Life.GONE:
+                record.life, record.since, record.ask = Life.GONE, now, None
+                out.append(Note(f"{replica_id} ended, says its supervisor"))
+
+    def _on_turbulence(self, now: float, out: list[Effect]) -> None:
+        self._boot_until = max(self._boot_until, now + self._settings.boot_window_s)
+        for record in self.records.values():
+            if record.life in (Life.CLOSED, Life.MISSED):
+                record.life = Life.UNKNOWN
+        out.append(Note("most connections dropped together: waiting for them to come back before believing any death"))
+
+    # ------------------------------------------------------------ consequences
+
+    def _settle(self, now: float, out: list[Effect]) -> None:
+        """Draw every consequence of the records as they are at `now`, and set `next_at`."""
+        times: list[float] = []
+        self._age(now, times, out)
+        self._announce_losses(out)
+        outcome = decide(self._view(now))
+        if isinstance(outcome, Formed):
+            self._form(outcome, now, out)
+            self.reason = ""
+            outcome = decide(self._view(now))
+        if isinstance(outcome, NotReady):
+            self._explain(outcome, out)
+            if outcome.at is not None:
+                times.append(outcome.at)
+        self._push_pending(now, times, out)
+        self.next_at = min((t for t in times if t > now), default=None)
+
+    def _age(self, now: float, times: list[float], out: list[Effect]) -> None:
+        """Turn closed leases into deaths when their grace is over, and silent unary clients into missed ones."""
+        for replica_id, record in list(self.records.items()):
+            if record.life is Life.UP and not record.hello.leased and record.ask is None:
+                until = record.heard_at + self._settings.heartbeat_timeout_s
+                if now >= until:
+                    record.life, record.since = Life.GONE, now
+                else:
+                    times.append(until)
+            if record.life is Life.UNKNOWN and record.generation >= 0 and now >= self._boot_until:
+                record.life, record.since = Life.CLOSED, now
+            if record.life is Life.UNKNOWN:
+                times.append(self._boot_until)
+                if record.accused and now >= self._boot_until:
+                    record.life, record.since = Life.MISSED, now
+            if record.life is Life.CLOSED:
+                over = record.since + self._settings.grace_s
+                if record.accused or now >= over:
+                    record.life, record.since = Life.GONE, now
+                    self._count_crash(record, now)
+                    out.append(Note(f"{replica_id} is gone (its last word: step {record.step}, {record.phase or 'start'})"))
+                else:
+                    times.append(over)
+            member = self._current is not None and replica_id in self._current.members
+            if record.life is Life.GONE:
+                if member:
+                    self._end_current()
+                elif now - record.since > CRASH_WINDOW_S:
+                    del self.records[replica_id]
+
+    def _announce_losses(self, out: list[Effect]) -> None:
+        current = self._current
+        if current is None:
+            return
+        lost = []
+        for replica_id in current.members:
+            record = self.records.get(replica_id)
+            if record is not None and record.life in (Life.GONE, Life.MISSED) and not record.told_lost:
+                record.told_lost = True
+                lost.append(replica_id)
+        peers = self._up(i for i in current.members if (r := self.records.get(i)) is not None and r.ask is None)
+        if lost and peers:
+            out.append(MemberLost(peers, current.quorum_id, tuple(lost)))
+
+    def _form(self, formed: Formed, now: float, out: list[Effect]) -> None:
+        before = self._current.members if self._current else ()
+        same = self._last_quorum is not None and self._unary_round(formed.asks)
+        quorum_id = self._last_quorum.quorum_id if same and self._last_quorum else self._ids.next()
+        quorum = Quorum(quorum_id, tuple(Member.of(ask) for ask in formed.asks), int(now * 1000))
+        self._current = Current(quorum_id, quorum.ids, ended=False)
+        self._last_quorum = quorum
+        self._pending = frozenset()
+        for ask in formed.asks:
+            record = self.records[ask.replica_id]
+            record.ask, record.answered = None, (ask.seq, quorum)
+            record.hello = replace(record.hello, quorum_id=quorum_id, members=quorum.ids)
+            record.told_lost = record.accused = False
+        out.append(Announce(quorum, tuple((ask.replica_id, ask.seq) for ask in formed.asks)))
+        newest = max(ask.version for ask in formed.asks)
+        joined = sorted(set(quorum.ids) - set(before))
+        gone = sorted(set(before) - set(quorum.ids))
+        text = f"quorum of {len(quorum.members)} at {newest}: {', '.join(quorum.ids)}"
+        text += f"; joined: {', '.join(joined)}" if joined and before else ""
+        text += f"; without: {', '.join(gone)}" if gone else ""
+        out.append(Note(text))
+        for replica_id, why in formed.left_out.items():
+            out += [Note(why), Superseded(replica_id, self.records[replica_id].hello.quorum_id)]
+
+    def _unary_round(self, asks: Sequence[Ask]) -> bool:
+        """Clients of the unary calls ask every step: the id stays while the members do and nobody reports a failure."""
+        previous = self._last_quorum
+        return (
+            previous is not None
+            and self._current is not None
+            and self._current.quorum_id == previous.quorum_id
+            and previous.ids == tuple(ask.replica_id for ask in asks)
+            and all(not self.records[ask.replica_id].hello.leased and ask.commit_failures == 0 for ask in asks)
+        )
+
+    def _explain(self, outcome: NotReady, out: list[Effect]) -> None:
+        asking = tuple(sorted(i for i, r in self.records.items() if r.ask is not None))
+        if not asking or outcome.reason == self.reason:
+            return
+        self.reason = outcome.reason
+        out.append(Explain(asking, outcome.reason))
+
+    def _push_pending(self, now: float, times: list[float], out: list[Effect]) -> None:
+        current = self._current
+        if current is None or current.ended:
+            return
+        waiting = frozenset(
+            i for i, r in self.records.items() if r.ask is not None and r.life is Life.UP and i not in current.members
+            and not r.ask.shrink_only
+        )  # fmt: skip
+        times.extend(self.records[i].admitted_at for i in waiting if self.records[i].admitted_at > now)
+        ready = frozenset(i for i in waiting if self.records[i].admitted_at <= now)
+        if ready - self._pending:
+            self._pending = ready
+            members = self._up(i for i in current.members)
+            if members:
+                names = ", ".join(sorted(ready))
+                out.append(ChangePending(members, current.quorum_id, f"{names} wants to join"))
+
+    # ------------------------------------------------------------ helpers
+
+    def _end_current(self) -> None:
+        if self._current is not None and not self._current.ended:
+            self._current = replace(self._current, ended=True)
+
+    def _up(self, ids: object) -> tuple[str, ...]:
+        names = [i for i in ids]  # type: ignore[attr-defined]  # noqa: C416
+        return tuple(i for i in names if (r := self.records.get(i)) is not None and r.life is Life.UP)
+
+    def _debounce(self, name: str, now: float) -> float:
+        """R15: a name that keeps crashing before its first commit joins later and later."""
+        crashes = [t for t in self._crashes.get(name, ()) if now - t < CRASH_WINDOW_S]
+        if len(crashes) <= CRASH_FREE:
+            return 0.0
+        return now + min(CRASH_DELAY_MAX_S, CRASH_DELAY_S * 2 ** (len(crashes) - CRASH_FREE - 1))
+
+    def _count_crash(self, record: Record, now: float) -> None:
+        if record.committed or record.hello.name == "":
+            self._crashes.pop(record.hello.name, None)
+            return
+        if len(self._crashes) >= MAX_RECORDS:
+            self._crashes.pop(next(iter(self._crashes)))
+        self._crashes.setdefault(record.hello.name, deque(maxlen=16)).append(now)
+
+    def _evict(self) -> bool:
+        """Make room for a newcomer by forgetting the longest-gone replica that no quorum names."""
+        members = self._current.members if self._current else ()
+        gone = [(r.since, i) for i, r in self.records.items() if r.life is Life.GONE and i not in members]
+        if gone:
+            del self.records[min(gone)[1]]
+        return bool(gone)
+
+    def _view(self, now: float) -> View:
+        records = self.records
+        hellos = [r.hello for r in records.values() if r.life is not Life.GONE]
+        leased = [h for h in hellos if h.leased]
+        return View(
+            now=now,
+            seen={
+                i: Seen(
+                    i, r.life, r.since, r.stable, r.ask, r.asked_at, r.paused_until, r.phase, r.admitted_at
+                )
+                for i, r in records.items()
+            },
+            current=self._current,
+            min_replicas=self._settings.min_replicas,
+            expected=max((h.expected for h in hellos), default=0),
+            join_timeout_s=self._settings.join_timeout_s,
+            join_s=max([self._settings.join_timeout_s, *(h.join_s for h in leased)]),
+            orphan_s=max((h.orphan_s for h in leased), default=900.0),
+            boot_until=self._boot_until,
+            restart_until=self._boot_at + max((h.orphan_s for h in leased), default=900.0),
+            rules=self.rules,
+        )  # fmt: skip
+
+
+def _name(replica_id: str) -> str:
+    return replica_id.rpartition(":")[0] or replica_id
+
+
+def _layout_difference(hello: Hello, room: tuple[int, tuple[str, ...], str]) -> str:
+    """Name the first parameter in which a newcomer's model differs from the room's."""
+    _, lines, holder = room
+    start = f"{hello.replica_id} has another model than {holder}: "
+    for index, (mine, theirs) in enumerate(zip(hello.layout_lines, lines, strict=False)):
+        if mine != theirs:
+            return start + f"parameter {index} is '{mine}' here and '{theirs}' there"
+    if len(hello.layout_lines) != len(lines):
+        longer = hello.layout_lines if len(hello.layout_lines) > len(lines) else lines
+        extra = longer[min(len(lines), len(hello.layout_lines))]
+        return start + f"{len(hello.layout_lines)} parameters here, {len(lines)} there; the first extra one is '{extra}'"
+    return start + "the bucket settings differ (bucket_cap_mb, broadcast_buffers, find_unused_parameters)"

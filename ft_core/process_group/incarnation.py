@@ -1,0 +1,398 @@
+"""`Incarnation`: one Gloo group, from its forming to its destruction. `ProcessGroupGloo` has one at a time.
+
+How it works: `form` runs Gloo's constructor on a thread of its own and waits for it or for `abort`, whichever is first.
+Every incarnation has a Gloo device of its own, that is, a listening port that nothing else uses; through the rendezvous
+each rank learns all ranks' ports. So "the sockets of this group" are exactly the connections whose local end is my port
+or whose remote end is a peer's, and `abort` shuts those down: Gloo fails every pending work here, and on the peers, within
+milliseconds (its own abort does not). The same rule finds the sockets that a forked child has to drop.
+If several ranks of one group live in one process (tests), one rank's abort also ends connections between the others:
+their endpoints are the same; the group is broken for them in any case.
+
+Invariants: `backend` is what collectives may be launched on: set once, when formed; None before, after an abort, and in a
+forked child. `_held` keeps the backend referenced until all works have ended, and only the reaper drops it. `error` is the
+first error, and stays. An aborted incarnation never becomes usable, however late its constructor returns.
+
+Threads: `form` and `abort` from any; `_form_on_thread` on "ft-gloo-form"; `try_destroy` on the reaper's only.
+`_lock` guards the transitions and is never held across a call that can block.
+"""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import logging
+import os
+import re
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import HashStore, PrefixStore, Work
+from torch.distributed import ProcessGroupGloo as TorchGloo
+
+from ft_core.errors import CollectiveError, ConfigError, FaultToleranceError
+from ft_core.process_group import sockets
+from ft_core.process_group.fork import close_in_child
+from ft_core.process_group.rendezvous import RendezvousStore
+from ft_core.process_group.sockets import Connection, Endpoint
+from ft_core.process_group.store import StoreClient, parse_store_addr, pool
+
+logger = logging.getLogger(__name__)
+
+MAX_CONNECT_S = 10.0
+"""How long connecting to ranks that are all there (their records are in the store) may take."""
+MAX_FORMING = 64
+"""How many constructors may be running, abandoned ones included, before forming another is refused."""
+MAX_TRACKED_WORKS = 4096
+EXIT_WAIT_S = 2.0
+
+_GLOO_NOISE = re.compile(r"^\[[^\]]*:\d+\] |\. This is typically caused by a remote worker crashing.*$")
+
+_live: set[Incarnation] = set()
+_forming = threading.BoundedSemaphore(MAX_FORMING)
+_warned_cannot_abort = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Spec:
+    """What one incarnation is formed from."""
+
+    store_addr: str
+    replica_id: str
+    rank: int
+    world_size: int
+    timeout: timedelta
+    hostname: str | None
+    interface: str | None
+
+
+class Incarnation:
+    """See the file's header."""
+
+    def __init__(self, spec: Spec) -> None:
+        self.spec = spec
+        self.backend: TorchGloo | None = None
+        self.error: Exception | None = None
+        self.aborted = False
+        self._has_failed = False
+        self._held: TorchGloo | None = None
+        self._dispatcher: dist.ProcessGroup | None = None
+        self._rendezvous: RendezvousStore | None = None
+        self._client: StoreClient | None = None
+        self._works: deque[Work] = deque(maxlen=MAX_TRACKED_WORKS)
+        self._lock = threading.Lock()
+        self._settled = threading.Event()  # formed, failed or aborted: wakes form()
+        self._thread: threading.Thread | None = None
+        self._problem: Exception | None = None
+
+    def __repr__(self) -> str:
+        spec = self.spec
+        state = "aborted" if self.aborted else "formed" if self.backend is not None else "forming"
+        return f"Incarnation(rank {spec.rank} of {spec.world_size}, {state}, at {self.listening})"
+
+    @property
+    def listening(self) -> Endpoint | None:
+        """Where this group's device listens, once known."""
+        return None if self._rendezvous is None else self._rendezvous.listening
+
+    # ---------------------------------------------------------------------------------------------------------- forming
+
+    def form(self) -> None:
+        """Form the group; raises ConfigError or PeerError, also if `abort` comes first. Bounded by the timeout."""
+        if not _forming.acquire(blocking=False):
+            raise CollectiveError(f"{MAX_FORMING} groups are still forming or stuck in forming; not starting another")
+        self._thread = threading.Thread(target=self._form_on_thread, name="ft-gloo-form", daemon=True)
+        _live.add(self)
+        self._thread.start()
+        timeout_s = self.spec.timeout.total_seconds()
+        if not self._settled.wait(timeout_s):
+            self.abort(CollectiveError(f"{self._who()} did not form within {timeout_s:.1f} s: {self._waiting_for()}"))
+        if self._problem is not None and not self.aborted:
+            problem = self._problem
+            wrapped = problem if isinstance(problem, FaultToleranceError) else _wrap(f"{self._who()} did not form", problem)
+            self.abort(wrapped)
+        if self.aborted:
+            raise self.refusal()
+
+    def _form_on_thread(self) -> None:
+        try:
+            self._construct()
+        except Exception as error:  # noqa: BLE001 - form() raises it, or nobody waits any more
+            self._problem = error
+        finally:
+            _forming.release()
+            self._settled.set()
+            if self.aborted:
+                self.end_connections()
+
+    def _construct(self) -> None:
+        spec, deadline = self.spec, time.monotonic() + self.spec.timeout.total_seconds()
+
+        def remaining() -> timedelta:
+            return timedelta(seconds=max(0.001, deadline - time.monotonic()))
+
+        client, prefix = None, ""
+        if spec.world_size > 1:
+            address, prefix = parse_store_addr(spec.store_addr)
+            client, _ = pool.take(address, remaining().total_seconds())
+        with self._lock:
+            if self.aborted:
+                return
+            self._client = client
+        store = None if client is None else client.store
+        options = TorchGloo._Options()
+        options._devices = [self._create_device(client)]
+        options._timeout = min(spec.timeout, timedelta(seconds=MAX_CONNECT_S))
+        self._rendezvous = RendezvousStore(store, prefix, spec.replica_id, spec.world_size, remaining)
+        backend = TorchGloo(self._rendezvous, spec.rank, spec.world_size, options)
+        self._held = backend
+        self._harden()
+        backend.set_timeout(spec.timeout)
+        with self._lock:
+            self._client = None
+            if not self.aborted:
+                self.backend = backend
+        if client is not None:
+            pool.give_back(client)
+
+    def _create_device(self, client: StoreClient | None) -> Any:
+        spec = self.spec
+        if spec.interface:
+            return _device("interface", spec.interface)
+        if spec.hostname:
+            return _device("hostname", spec.hostname)
+        if spec.world_size == 1:
+            return _device("hostname", "127.0.0.1")
+        if client is not None and client.local_host is not None:
+            # The address that the way to the store goes out from: no name look-up, and the interface that is connected.
+            return _device("hostname", client.local_host)
+        return TorchGloo.create_default_device()
+
+    def _harden(self) -> None:
+        global _warned_cannot_abort
+        if self.listening is not None:
+            sockets.close_on_exec(self._fds())
+        elif not _warned_cannot_abort:
+            _warned_cannot_abort = True
+            logger.warning(
+                "Gloo's sockets cannot be found on this system (needs Linux and /proc/self/fd): after a failure, pending "
+                "collectives end only at their timeout, and forked workers keep a killed trainer's connections open"
+            )
+
+    # ----------------------------------------------------------------------------------------------------------- running
+
+    def track(self, work: Work) -> None:
+        """Remember a work until it has ended: its buffers are in use, and its failure may be asked for."""
+        works = self._works
+        works.append(work)
+        self.forget_ended()
+
+    def forget_ended(self) -> None:
+        """Drop works that ended from the head, and note the failure of one that nobody waited for."""
+        works = self._works
+        while works:
+            try:
+                work = works.popleft()
+            except IndexError:  # another thread took it
+                return
+            if not work.is_completed():
+                works.appendleft(work)
+                return
+            try:
+                work.wait()  # returns at once; the only way to ask c10d for the outcome without a deprecation warning
+            except RuntimeError as cause:
+                self.failed("a collective", cause)
+
+    def failed(self, name: str, cause: Exception, ended: bool = True) -> CollectiveError:
+        """Return what to raise for a failure of the collective `name`, and record it if the collective has `ended`.
+
+        A collective that failed here leaves the group unusable, but a peer may be waiting for a rank that still waits: on
+        a ring the failure stops at the first rank that has nothing to do with the dead one. So the first failure ends
+        this group's connections, and reaches everybody within milliseconds.
+        """
+        error = _wrap(f"{name} on {self._who()} failed", cause)
+        if not ended:
+            return error
+        with self._lock:
+            first = not self._has_failed and not self.aborted
+            self._has_failed = True
+            if self.error is None:
+                self.error = error
+        if first:
+            self.end_connections()
+        return error
+
+    def first_error(self) -> Exception | None:
+        """Return the first error so far, of works nobody waited for too."""
+        if self.error is None:
+            for work in list(self._works):
+                if work.is_completed():
+                    try:
+                        work.wait()
+                    except RuntimeError as cause:
+                        self.failed("a collective", cause)
+                        break
+        return self.error
+
+    def refusal(self) -> Exception:
+        """Return what a call on an incarnation that cannot be used raises."""
+        if isinstance(self.error, FaultToleranceError):
+            return self.error
+        return CollectiveError(f"{self._who()} was aborted: {self.error or 'configure() it again'}")
+
+    def dispatcher(self) -> dist.ProcessGroup:
+        """Return torch's own C++ group over this backend, for the operations that a bare backend lacks in Python."""
+        with self._lock:
+            if self._dispatcher is None:
+                spec = self.spec
+                group = dist.ProcessGroup(PrefixStore("", HashStore()), spec.rank, spec.world_size)
+                devices = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
+                for device in devices:
+                    group._register_backend(torch.device(device), dist.ProcessGroup.BackendType.GLOO, self._held)
+                self._dispatcher = group
+            return self._dispatcher
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Set the timeout of collectives launched from now on."""
+        backend = self.backend
+        if backend is not None:
+            backend.set_timeout(timeout)
+
+    @property
+    def in_flight(self) -> int:
+        """How many works have not ended."""
+        return sum(1 for work in list(self._works) if not work.is_completed())
+
+    # ------------------------------------------------------------------------------------------------------------ ending
+
+    def abort(self, reason: Exception) -> None:
+        """End it: pending works fail here and on the peers, `form` raises; idempotent, and the first reason stays."""
+        with self._lock:
+            if self.aborted:
+                return
+            self.aborted = True
+            self.backend = None
+            if self.error is None:
+                self.error = reason
+            client, self._client = self._client, None
+        if client is not None:
+            client.cut()
+        self.end_connections()
+        self._settled.set()
+
+    def end_connections(self) -> None:
+        """Shut down this group's connections; none is left open whose two ends both still run."""
+        if self.listening is not None:
+            sockets.shut_down(self._is_mine)
+
+    def try_destroy(self) -> bool:
+        """Destroy it unless something still runs on it (the reaper calls this until it is True)."""
+        self.abort(CollectiveError(f"{self._who()} was dropped"))
+        if self._thread is not None and self._thread.is_alive():
+            self.end_connections()  # those that its constructor made meanwhile
+            return False
+        if any(not work.is_completed() for work in self._works):
+            self.end_connections()
+            return False
+        # Our attribute and the call's argument make two: more means that a thread is just launching something on it.
+        if self._held is not None and sys.getrefcount(self._held) > 2:
+            return False
+        self._works.clear()
+        self._dispatcher = None
+        self._held = None
+        self._rendezvous = None
+        _live.discard(self)
+        return True
+
+    def _is_mine(self, connection: Connection) -> bool:
+        rendezvous = self._rendezvous
+        if rendezvous is None or rendezvous.listening is None:
+            return False
+        return connection.local == rendezvous.listening or connection.peer in rendezvous.peers
+
+    def _fds(self) -> Iterable[int]:
+        mine = self.listening
+        listening = [fd for fd, local in sockets.listeners() if local == mine]
+        return [*listening, *sockets.connections(self._is_mine)]
+
+    def _become_child(self) -> None:
+        """In a forked child: never usable, never destroyed (its threads are not here to be joined)."""
+        self._lock = threading.Lock()
+        for held in (self._held, self._dispatcher, self._rendezvous):
+            if held is not None:
+                ctypes.pythonapi.Py_IncRef(ctypes.py_object(held))
+        self.aborted = True
+        self.backend = None
+        self.error = CollectiveError(f"{self._who()} belongs to the process that this one was forked from")
+
+    def _who(self) -> str:
+        spec = self.spec
+        return f"the Gloo group of {spec.replica_id!r} (rank {spec.rank} of {spec.world_size}, {spec.store_addr})"
+
+    def _waiting_for(self) -> str:
+        rendezvous = self._rendezvous
+        if rendezvous is None:
+            return "no connection to the store"
+        if rendezvous.complete:
+            return "all ranks are there, but connecting to them did not finish"
+        return "not all ranks arrived in the store"
+
+
+def _device(kind: str, value: str) -> Any:
+    try:
+        return TorchGloo.create_device(**{kind: value})
+    except RuntimeError as error:
+        raise ConfigError(f"{kind}={value!r}: Gloo cannot listen there: {_first_line(error)}") from error
+
+
+def _wrap(what: str, cause: Exception) -> CollectiveError:
+    if isinstance(cause, CollectiveError):
+        return cause
+    error = CollectiveError(f"{what}: {_first_line(cause)}")
+    error.__cause__ = cause
+    return error
+
+
+def _first_line(error: BaseException) -> str:
+    line = (str(error).splitlines() or [type(error).__name__])[0]
+    return _GLOO_NOISE.sub("", line)
+
+
+def _fds_of_all() -> list[int]:
+    incarnations = [incarnation for incarnation in list(_live) if incarnation.listening is not None]
+    return [fd for incarnation in incarnations for fd in incarnation._fds()]
+
+
+def _after_fork_in_child() -> None:
+    global _forming
+    _forming = threading.BoundedSemaphore(MAX_FORMING)
+    for incarnation in list(_live):
+        incarnation._become_child()
+    _live.clear()
+
+
+def _end_all_at_exit() -> None:
+    """End what is left before the interpreter tears objects down: Gloo's destructor would wait for works in flight."""
+    deadline = time.monotonic() + EXIT_WAIT_S
+    left = list(_live)
+    for incarnation in left:
+        incarnation.abort(CollectiveError("the process is exiting"))
+    while left and time.monotonic() < deadline:
+        left = [incarnation for incarnation in left if incarnation in _live and not incarnation.try_destroy()]
+        if left:
+            time.sleep(0.002)
+    for incarnation in left:
+        incarnation._become_child()
+
+
+close_in_child(_fds_of_all)
+atexit.register(_end_all_at_exit)
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork_in_child)

@@ -1,0 +1,129 @@
+"""How the ranks of one Gloo group find each other: one exchange of records through the store.
+
+Gloo writes a blob (its listening address and the connection's identifiers) under its rank and then asks for every other
+rank's, one at a time. `RendezvousStore` is the Store it is given: the first write publishes the blob together with what
+this project adds (replica, listening endpoint), waits for all ranks' records in one blocking call and fetches them in one
+more; Gloo's own questions are then answered from memory. So forming a group costs two waits on the store however many
+ranks it has, and afterwards every rank knows every rank's endpoint, which is what `abort` and at-fork closing go by.
+
+Invariants: written once, by Gloo's constructor, on one thread; nothing is asked of the network after that. The endpoint
+is read out of Gloo's own blob by looking up this process's listening sockets in it: never guessed. `listening` is None
+where it was not found (not Linux, or a Gloo that packs its addresses differently).
+
+Threads: the one that runs Gloo's constructor, with the GIL (c10d calls into Python); `listening` and `peers` are
+assigned once and may be read from any.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+from torch.distributed import Store
+
+from ft_core.errors import CollectiveError, ConfigError
+from ft_core.process_group import sockets
+from ft_core.process_group.sockets import Endpoint
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+MAX_HEADER_BYTES = 64 * 1024
+
+
+class RendezvousStore(Store):
+    """The store that one Gloo group of `world_size` ranks is constructed over."""
+
+    def __init__(
+        self,
+        store: Store | None,
+        prefix: str,
+        replica_id: str,
+        world_size: int,
+        remaining: Callable[[], timedelta],
+    ) -> None:
+        super().__init__()
+        self.listening: Endpoint | None = None
+        self.peers: frozenset[Endpoint] = frozenset()
+        self._store = store  # None where there is nobody to exchange with
+        self._prefix = prefix
+        self._replica_id = replica_id
+        self._world_size = world_size
+        self._remaining = remaining
+        self._blobs: dict[int, bytes] = {}
+
+    def set(self, key: str, value: str | bytes) -> None:
+        """Gloo publishes this rank's blob: exchange it."""
+        blob = value.encode("latin-1") if isinstance(value, str) else bytes(value)
+        rank = _rank_in(key)
+        found = [endpoint for _, endpoint in sockets.listeners() if endpoint.packed() in blob]
+        self.listening = found[0] if len(found) == 1 else None
+        self._blobs = {rank: blob}
+        if self._store is not None:
+            self._exchange(rank, blob, self._store)
+
+    def get(self, key: str) -> bytes:
+        """Gloo asks for a rank's blob: known since the exchange."""
+        return self._blobs[_rank_in(key)]
+
+    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:  # noqa: ARG002 - Gloo's signature
+        """Nothing to wait for after the exchange; a key that is not in it is an error, not a hang."""
+        missing = [key for key in keys if _rank_in(key) not in self._blobs]
+        if missing:
+            raise CollectiveError(f"Gloo asks the store for {missing}, which is no rank of this group")
+
+    def has_extended_api(self) -> bool:
+        """Say that single-key calls are enough."""
+        return False
+
+    @property
+    def complete(self) -> bool:
+        """Whether every rank's record is here."""
+        return len(self._blobs) == self._world_size
+
+    def _exchange(self, rank: int, blob: bytes, store: Store) -> None:
+        endpoint = None if self.listening is None else list(self.listening)
+        header = json.dumps({"replica_id": self._replica_id, "world_size": self._world_size, "endpoint": endpoint})
+        keys = [f"{self._prefix}/{other}" for other in range(self._world_size)]
+        store.set(keys[rank], header.encode() + b"\n" + blob)  # type: ignore[arg-type]  # bytes work, str is UTF-8
+        others = [key for key in keys if key != keys[rank]]
+        store.wait(others, self._remaining())
+        peers: dict[int, Endpoint | None] = {}
+        for other, record in zip((int(_rank_in(key)) for key in others), store.multi_get(others), strict=True):
+            peers[other], self._blobs[other] = self._read(other, bytes(record))
+        self.peers = frozenset(peer for peer in peers.values() if peer is not None)
+        self._refuse_mixed_loopback(rank, peers)
+
+    def _read(self, rank: int, record: bytes) -> tuple[Endpoint | None, bytes]:
+        header, _, blob = record.partition(b"\n")
+        try:
+            fields = json.loads(header[:MAX_HEADER_BYTES])
+            endpoint = fields["endpoint"]
+            world_size = fields["world_size"]
+            peer = None if endpoint is None else Endpoint(str(endpoint[0]), int(endpoint[1]))
+        except (ValueError, KeyError, TypeError, IndexError) as error:
+            raise CollectiveError(f"what rank {rank} wrote to the store is not one of our records: {error}") from error
+        if world_size != self._world_size:
+            raise CollectiveError(
+                f"rank {rank} ({fields.get('replica_id')}) configures a group of {world_size} ranks under the same "
+                f"store prefix {self._prefix!r}, this rank one of {self._world_size}"
+            )
+        return peer, blob
+
+    def _refuse_mixed_loopback(self, rank: int, peers: dict[int, Endpoint | None]) -> None:
+        mine = self.listening
+        if mine is None:
+            return
+        for other, peer in sorted(peers.items()):
+            if peer is not None and peer.is_loopback != mine.is_loopback:
+                local, remote = (rank, other) if mine.is_loopback else (other, rank)
+                raise ConfigError(
+                    f"rank {local} listens on a loopback address, which rank {remote} on another address cannot reach "
+                    f"({mine} and {peer}): give hostname= or interface= (FT_HOSTNAME, FT_INTERFACE) on that rank"
+                )
+
+
+def _rank_in(key: str) -> int:
+    return int(key.rsplit("/", 1)[-1])

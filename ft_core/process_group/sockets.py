@@ -1,0 +1,168 @@
+"""Which file descriptors of this process are which TCP connection, and how to end one.
+
+Gloo and c10d's TCPStore open sockets in C++ and give no handle to them. Both data-plane needs of this project come down
+to finding them again: `abort()` has to end a group's connections now, and a forked child has to drop its copies of them.
+
+How it works: every descriptor in /proc/self/fd that is a socket is asked for its own and its peer's address, and is picked
+by these addresses. Nothing is remembered by descriptor number, because C++ may close a descriptor at any instant and
+another thread may get the same number back. `shut_down` therefore first duplicates the descriptor (which pins the socket
+behind it), checks the addresses on the duplicate, and shuts that down: it can never hit a socket that is not the one meant.
+
+Invariants: a listening socket is never shut down (that makes Gloo end the whole process); a descriptor that is not ours is
+never closed. Raw system calls through ctypes are used instead of `socket.socket(fileno=...)`: the latter would take over
+the descriptor, and would switch it to non-blocking mode if the user had called `socket.setdefaulttimeout`.
+
+Threads: no state; any thread, and a forked child (no lock is taken).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import socket
+import stat
+import struct
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from typing import NamedTuple
+
+FD_DIRECTORY = "/proc/self/fd"
+SUPPORTED = sys.platform == "linux" and os.path.isdir(FD_DIRECTORY)
+"""Whether sockets can be found here at all; everything in this file finds nothing where it is False."""
+
+_ADDRESS_BYTES = 128  # sizeof(struct sockaddr_storage)
+_SO_ACCEPTCONN = 30
+_V4_MAPPED = b"\0" * 10 + b"\xff\xff"
+
+# PyDLL keeps the GIL: each call is well under a microsecond of system call, less than handing the GIL over would cost.
+_libc = ctypes.PyDLL(None) if SUPPORTED else None
+
+
+class Endpoint(NamedTuple):
+    """An address and a TCP port."""
+
+    host: str
+    port: int
+
+    def __str__(self) -> str:
+        """`host:port`, with brackets around an IPv6 address."""
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+    @property
+    def is_loopback(self) -> bool:
+        """Whether only this machine can reach it."""
+        return self.host.startswith("127.") or self.host == "::1"
+
+    def packed(self) -> bytes:
+        """The leading bytes of the kernel's `struct sockaddr` for it (family, port, address)."""
+        if ":" in self.host:
+            head = struct.pack("=H", socket.AF_INET6) + struct.pack("!H", self.port) + b"\0\0\0\0"
+            return head + socket.inet_pton(socket.AF_INET6, self.host)
+        return struct.pack("=H", socket.AF_INET) + struct.pack("!H", self.port) + socket.inet_aton(self.host)
+
+
+class Connection(NamedTuple):
+    """A connected TCP socket of this process."""
+
+    local: Endpoint
+    peer: Endpoint
+
+
+def connection_of(fd: int) -> Connection | None:
+    """Return the two ends of the connected TCP socket `fd`, or None if it is anything else."""
+    peer = _address(fd, "getpeername")
+    if peer is None or _is_listening(fd):
+        return None
+    local = _address(fd, "getsockname")
+    return None if local is None else Connection(local, peer)
+
+
+def connections(matches: Callable[[Connection], bool]) -> Iterator[int]:
+    """Yield every descriptor of this process that is a connected TCP socket for which `matches` is true."""
+    for fd in _socket_fds():
+        connection = connection_of(fd)
+        if connection is not None and matches(connection):
+            yield fd
+
+
+def listeners() -> Iterator[tuple[int, Endpoint]]:
+    """Yield every listening TCP socket of this process with its address."""
+    for fd in _socket_fds():
+        if _is_listening(fd):
+            local = _address(fd, "getsockname")
+            if local is not None:
+                yield fd, local
+
+
+def fds_on_port(port: int) -> list[int]:
+    """Return the listening socket on `port` and the connections it accepted: what a server in this process holds."""
+    accepted = connections(lambda connection: connection.local.port == port)
+    return [fd for fd, local in listeners() if local.port == port] + list(accepted)
+
+
+def shut_down(matches: Callable[[Connection], bool]) -> int:
+    """End every connection of this process for which `matches` is true; both ends see it at once. Returns how many."""
+    return sum(_shut_down_one(fd, matches) for fd in list(connections(matches)))
+
+
+def close_on_exec(fds: Iterable[int]) -> None:
+    """Keep programs started by this process from inheriting `fds`; one that is gone is skipped."""
+    for fd in fds:
+        try:
+            os.set_inheritable(fd, False)
+        except OSError:
+            continue
+
+
+def _shut_down_one(fd: int, matches: Callable[[Connection], bool]) -> bool:
+    assert _libc is not None
+    try:
+        pinned = os.dup(fd)
+    except OSError:
+        return False  # its owner closed it meanwhile: ended already
+    try:
+        connection = connection_of(pinned)
+        if connection is None or not matches(connection):
+            return False
+        return bool(_libc.shutdown(pinned, socket.SHUT_RDWR) == 0)
+    finally:
+        os.close(pinned)
+
+
+def _socket_fds() -> Iterator[int]:
+    if not SUPPORTED:
+        return
+    for name in os.listdir(FD_DIRECTORY):
+        fd = int(name)
+        try:
+            if stat.S_ISSOCK(os.fstat(fd).st_mode):
+                yield fd
+        except OSError:
+            continue  # the descriptor of the listing itself, or one closed meanwhile
+
+
+def _address(fd: int, call: str) -> Endpoint | None:
+    assert _libc is not None
+    buffer = ctypes.create_string_buffer(_ADDRESS_BYTES)
+    length = ctypes.c_uint32(_ADDRESS_BYTES)
+    if getattr(_libc, call)(fd, buffer, ctypes.byref(length)) != 0:
+        return None
+    raw = buffer.raw
+    (family,) = struct.unpack_from("=H", raw)
+    (port,) = struct.unpack_from("!H", raw, 2)
+    if family == socket.AF_INET:
+        return Endpoint(socket.inet_ntoa(raw[4:8]), port)
+    if family == socket.AF_INET6:
+        host = raw[8:24]
+        if host.startswith(_V4_MAPPED):
+            return Endpoint(socket.inet_ntoa(host[12:]), port)
+        return Endpoint(socket.inet_ntop(socket.AF_INET6, host), port)
+    return None
+
+
+def _is_listening(fd: int) -> bool:
+    assert _libc is not None
+    value = ctypes.c_int(0)
+    length = ctypes.c_uint32(ctypes.sizeof(value))
+    failed = _libc.getsockopt(fd, socket.SOL_SOCKET, _SO_ACCEPTCONN, ctypes.byref(value), ctypes.byref(length))
+    return failed == 0 and value.value != 0

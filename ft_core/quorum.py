@@ -1,0 +1,382 @@
+"""What a quorum is, and the rule that decides whether one may form now. Pure: no clock, no I/O.
+
+`decide(view)` looks at one room at one instant and returns either the member list of the next quorum (`Formed`) or the
+reason why not yet together with the next instant at which the answer could change by itself (`NotReady`). It is the
+place of rules R1 (no new quorum beside a living old one), R2 (no amnesia) and R9 (boot window); the caller
+(`membership.Room`) only keeps the facts it looks at.
+
+Invariants: `decide` never forms a quorum of fewer than `need` members, never includes a replica that did not ask, and
+never forms one beside a current quorum that has not ended.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+
+@dataclass(frozen=True, order=True, slots=True)
+class Version:
+    """Identity of a state: the step, and the quorum_id in which the last commit was made. Compared in this order."""
+
+    step: int
+    epoch: int
+
+    def __str__(self) -> str:
+        return "void" if self.step < 0 else f"step {self.step}"
+
+
+VOID = Version(-1, -1)
+"""A state that must not be used: torn by a heal that did not finish, or mixed within its group."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """One replica group's wish to be in the next quorum. Irrevocable; repeated with the same `seq` it is the same ask."""
+
+    replica_id: str
+    seq: int
+    version: Version = Version(0, 0)
+    lineage: int = 0
+    quorum_id: int = 0
+    """The quorum the group leaves by asking; 0 if it was in none."""
+    failed: bool = False
+    """The data plane of that quorum broke under this group: a second witness to a dropped lease."""
+    reason: str = ""
+    min_replicas: int = 1
+    group_world_size: int = 1
+    heal_addresses: tuple[str, ...] = ()
+    store_address: str = ""
+    address: str = ""
+    layout: int = 0
+    init_sync: bool = True
+    allow_heal: bool = True
+    shrink_only: bool = False
+    heals_before_forward: bool = False
+    open_attempt: int = -1
+    """The attempt of `quorum_id` whose outcome this group could not follow, with its reduced gradients kept (R5); or -1."""
+    commit_failures: int = 0
+    data: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """One group in a quorum: what the others need to know of its ask."""
+
+    replica_id: str
+    version: Version
+    lineage: int
+    group_world_size: int = 1
+    heal_addresses: tuple[str, ...] = ()
+    store_address: str = ""
+    address: str = ""
+    init_sync: bool = True
+    allow_heal: bool = True
+    shrink_only: bool = False
+    heals_before_forward: bool = False
+    previous_quorum_id: int = 0
+    open_attempt: int = -1
+    commit_failures: int = 0
+    data: str = ""
+
+    @staticmethod
+    def of(ask: Ask) -> Member:
+        """The part of an ask that goes into the quorum."""
+        return Member(
+            replica_id=ask.replica_id, version=ask.version, lineage=ask.lineage,
+            group_world_size=ask.group_world_size, heal_addresses=ask.heal_addresses,
+            store_address=ask.store_address, address=ask.address, init_sync=ask.init_sync,
+            allow_heal=ask.allow_heal, shrink_only=ask.shrink_only,
+            heals_before_forward=ask.heals_before_forward, previous_quorum_id=ask.quorum_id,
+            open_attempt=ask.open_attempt, commit_failures=ask.commit_failures, data=ask.data,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Quorum:
+    """An agreed member list, sorted by replica_id; a member's index is its replica_rank."""
+
+    quorum_id: int
+    members: tuple[Member, ...]
+    created_ms: int = 0
+
+    def rank_of(self, replica_id: str) -> int:
+        """replica_rank of a member. Raises ValueError if it is not in this quorum."""
+        return next(rank for rank, member in enumerate(self.members) if member.replica_id == replica_id)
+
+    @property
+    def ids(self) -> tuple[str, ...]:
+        """replica_ids in rank order."""
+        return tuple(member.replica_id for member in self.members)
+
+
+class Life(Enum):
+    """What the lighthouse believes of a replica."""
+
+    UP = "up"
+    CLOSED = "closed"
+    """Its lease ended within a heartbeat of its last word: the connection was closed. Death after the grace."""
+    MISSED = "missed"
+    """Its lease ended after silence: frozen or cut off, it may still be alive (never *certainly* gone)."""
+    UNKNOWN = "unknown"
+    """Named in a presented quorum, never seen under this boot (R9)."""
+    GONE = "gone"
+    """Certain: it said goodbye, a supervisor saw it end, or its closed lease outlived the grace."""
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """What `decide` needs to know of one replica."""
+
+    replica_id: str
+    life: Life
+    since: float
+    """When `life` began."""
+    stable: Version = VOID
+    """The newest version it reported as held by every member of its quorum (R2)."""
+    ask: Ask | None = None
+    asked_at: float = 0.0
+    paused_until: float = 0.0
+    phase: str = ""
+    admitted_at: float = 0.0
+    """Not a candidate before this instant (crash-loop debounce); 0: at once."""
+
+
+@dataclass(frozen=True, slots=True)
+class Current:
+    """The quorum that is in force, as far as this lighthouse knows."""
+
+    quorum_id: int
+    members: tuple[str, ...]
+    ended: bool
+    """A member asked after it, said goodbye, or is certainly gone."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """Switches for the simulation: each rule of DESIGN 3.9 that lives here can be turned off to show that it is needed."""
+
+    r1_ended: bool = True
+    r2_no_amnesia: bool = True
+    r9_boot: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """One room at one instant."""
+
+    now: float
+    seen: Mapping[str, Seen]
+    current: Current | None
+    min_replicas: int = 1
+    expected: int = 0
+    """How many groups the job is configured with (FT_NUM_REPLICA_GROUPS); 0: unknown."""
+    join_timeout_s: float = 0.1
+    join_s: float = 10.0
+    orphan_s: float = 900.0
+    boot_until: float = 0.0
+    restart_until: float = 0.0
+    """boot + orphan_s: until then a lighthouse that knows no quorum may be one that forgot it (R9)."""
+    rules: Rules = Rules()
+
+
+@dataclass(frozen=True, slots=True)
+class Formed:
+    """A quorum may form now, of these asks (sorted by replica_id). `left_out` maps living members to why."""
+
+    asks: tuple[Ask, ...]
+    left_out: Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class NotReady:
+    """No quorum yet: `reason` is a sentence for users; `at` is when to look again if nothing happens before."""
+
+    reason: str
+    at: float | None
+    waiting_for: tuple[str, ...] = ()
+
+
+def certainly_gone(seen: Seen | None) -> bool:
+    """True if nothing this replica ever does can reach anybody again."""
+    return seen is None or seen.life is Life.GONE
+
+
+def orphaned_at(view: View, ids: Sequence[str]) -> float | None:
+    """The instant at which all of `ids` have been without a lease for orphan_s; None while one of them has a lease."""
+    latest = 0.0
+    for replica_id in ids:
+        seen = view.seen.get(replica_id)
+        if seen is None or seen.life is Life.GONE:
+            continue
+        if seen.life is Life.UP:
+            return None
+        latest = max(latest, seen.since + view.orphan_s)
+    return latest
+
+
+def decide(view: View) -> Formed | NotReady:
+    """Decide whether the room's next quorum may form now.
+
+    Returns:
+        Formed with every candidate, or NotReady with a reason and the next instant of interest.
+    """
+    asking = {s.replica_id: s for s in view.seen.values() if s.ask is not None and s.life is Life.UP}
+    if not asking:
+        return NotReady("nobody asks for a quorum", None)
+    late = [s.admitted_at for s in asking.values() if s.admitted_at > view.now]
+    candidates = {i: s for i, s in asking.items() if s.admitted_at <= view.now}
+    members = view.current.members if view.current else ()
+    if any(s.ask.shrink_only for s in candidates.values() if s.ask) and members:
+        candidates = {i: s for i, s in candidates.items() if i in members}
+    if not candidates:
+        return NotReady("the only candidates are held back after repeated crashes", min(late, default=None))
+
+    blocked = _booting(view, candidates) or _old_quorum_lives(view) or _newer_state_elsewhere(view, candidates)
+    if blocked:
+        return blocked
+    waiting = _stragglers(view, candidates)
+    if waiting:
+        return waiting
+
+    need = max([view.min_replicas, *(s.ask.min_replicas for s in candidates.values() if s.ask)])
+    if len(candidates) < need:
+        have = ", ".join(sorted(candidates))
+        return NotReady(
+            f"{len(candidates)} of the {need} groups that min_replicas asks for are here ({have})",
+            min(late, default=None),
+        )
+    left_out = {
+        i: f"{i} is alive but did not arrive within {view.join_s:g} s ({_story(view, view.seen[i])})"
+        for i in members
+        if i not in candidates and i in view.seen and view.seen[i].life is Life.UP
+    }
+    asks = tuple(s.ask for _, s in sorted(candidates.items()) if s.ask is not None)
+    if all(ask.version < Version(0, 0) for ask in asks):
+        names = ", ".join(ask.replica_id for ask in asks)
+        return NotReady(f"no group holds a usable state: {names} were interrupted while receiving theirs", None)
+    return Formed(asks, left_out)
+
+
+def _booting(view: View, candidates: Mapping[str, Seen]) -> NotReady | None:
+    """R9: right after a start this lighthouse may have forgotten a quorum; give its members time to say so."""
+    if not view.rules.r9_boot:
+        return None
+    everyone = view.expected and len(candidates) >= view.expected
+    fresh = all(s.ask is not None and s.ask.version.step <= 0 for s in candidates.values())
+    if view.current is not None:
+        known = [view.seen.get(i) for i in view.current.members]
+        unknown = [s.replica_id for s in known if s is not None and s.life is Life.UNKNOWN]
+        if view.now < view.boot_until and unknown:
+            return NotReady(
+                f"the lighthouse has just started; {', '.join(sorted(unknown))} may still reconnect", view.boot_until
+            )
+        return None
+    if view.now < view.boot_until and not everyone:
+        return NotReady("the lighthouse has just started and waits for running groups to reconnect", view.boot_until)
+    if fresh and view.expected and not everyone and view.now < view.restart_until:
+        return NotReady(
+            f"{len(candidates)} of {view.expected} groups are here, all of them untrained, and the lighthouse started "
+            f"less than {view.orphan_s:g} s ago: groups with trained state may still be out there",
+            view.restart_until,
+        )
+    return None
+
+
+def _old_quorum_lives(view: View) -> NotReady | None:
+    """R1: a frozen or cut-off quorum may still commit; none forms beside it before it has ended."""
+    current = view.current
+    if current is None or current.ended or not view.rules.r1_ended:
+        return None
+    at = orphaned_at(view, current.members)
+    if at is not None and view.now >= at:
+        return None
+    unreachable = [i for i in current.members if (s := view.seen.get(i)) is not None and s.life is not Life.UP]
+    if at is None:
+        return NotReady("waiting for the running groups to reach their next step boundary", None)
+    names = ", ".join(sorted(unreachable))
+    return NotReady(
+        f"the quorum of {names} may still be training out of reach; its place is free in {at - view.now:.0f} s "
+        "(orphan_s), or as soon as one of them returns or its supervisor reports its end",
+        at,
+        tuple(sorted(unreachable)),
+    )
+
+
+def _newer_state_elsewhere(view: View, candidates: Mapping[str, Seen]) -> NotReady | None:
+    """R2: a majority of names is not a majority of memories; wait for whoever holds newer published state."""
+    if not view.rules.r2_no_amnesia:
+        return None
+    newest = max(s.ask.version for s in candidates.values() if s.ask is not None)
+    for seen in view.seen.values():
+        if seen.replica_id in candidates or seen.life is Life.GONE or seen.stable <= newest:
+            continue
+        at = orphaned_at(view, (seen.replica_id,))
+        if at is not None and view.now >= at:
+            continue
+        return NotReady(
+            f"{seen.replica_id} holds {seen.stable}, newer than the {newest} of those who ask ({_story(view, seen)})",
+            at,
+            (seen.replica_id,),
+        )
+    return None
+
+
+def _stragglers(view: View, candidates: Mapping[str, Seen]) -> NotReady | None:
+    """Wait a bounded time for living members of the old quorum, and for announced newcomers when there is none."""
+    first = min(s.asked_at for s in candidates.values())
+    members = view.current.members if view.current else ()
+    waiting: list[Seen] = []
+    until = 0.0
+    for replica_id in members:
+        seen = view.seen.get(replica_id)
+        if seen is None or replica_id in candidates or seen.life in (Life.GONE, Life.MISSED):
+            continue
+        if seen.life is Life.UNKNOWN:
+            # R9: a member of a presented quorum counts as expected until liveness or a peer's accusation removes it.
+            deadline = max(view.boot_until, seen.since + view.join_s)
+        elif seen.life is Life.CLOSED:
+            deadline = view.now + view.join_s  # the grace decides, not this rule: it turns GONE within it
+        else:
+            deadline = max(first + view.join_s, seen.paused_until)
+        if view.now < deadline:
+            waiting.append(seen)
+            until = max(until, deadline)
+    if not view.current:
+        missing = view.expected - len(candidates)
+        if missing > 0 and view.now < first + view.join_s:
+            return NotReady(
+                f"{len(candidates)} of {view.expected} groups are here "
+                f"({', '.join(sorted(candidates))}); waiting for the others",
+                first + view.join_s,
+            )
+        announced = [s for s in view.seen.values() if s.life is Life.UP and s.ask is None]
+        if announced and view.now < first + view.join_timeout_s:
+            waiting += announced
+            until = max(until, first + view.join_timeout_s)
+    if not waiting:
+        return None
+    total = len(candidates) + len(waiting)
+    stories = ", ".join(f"{s.replica_id} ({_story(view, s)})" for s in sorted(waiting, key=lambda s: s.replica_id)[:4])
+    more = f" and {len(waiting) - 4} more" if len(waiting) > 4 else ""
+    return NotReady(
+        f"waiting for {len(waiting)} of {total} groups: {stories}{more}",
+        until,
+        tuple(sorted(s.replica_id for s in waiting)),
+    )
+
+
+def _story(view: View, seen: Seen) -> str:
+    """What is known of a replica, for a sentence a user reads."""
+    where = f", last seen in {seen.phase}" if seen.phase else ""
+    if seen.life is Life.UP and seen.paused_until > view.now:
+        return f"paused{where}, for at most {seen.paused_until - view.now:.0f} s more"
+    words = {
+        Life.UP: "alive",
+        Life.CLOSED: "connection closed",
+        Life.MISSED: "silent: frozen or cut off",
+        Life.UNKNOWN: "not seen since the lighthouse started",
+        Life.GONE: "gone",
+    }
+    return f"{words[seen.life]}{where}"

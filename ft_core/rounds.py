@@ -1,0 +1,237 @@
+"""One round of asking: from "this rank needs a quorum" to "its process group is up and its state is there".
+
+How it works. The training thread makes a `Round` (with a view of its state taken at that step boundary, in case others
+must heal from it) and hands it to the quorum worker, a single long-lived thread. The worker asks, enters the quorum it
+is answered with, offers or receives state and configures the lanes. If anything breaks meanwhile it asks again, until
+`quorum_s` is over. The training thread waits for `configured` (before its first collective) and `healed` (before its
+fence).
+
+Invariants: a quorum_id is configured at most once (R14): a failed configure asks again. A received state belongs to the quorum
+of its round. The events are always set in the end, with `error` telling why if the round failed.
+Threads: the worker runs `QuorumWorker._run`; a Round's fields are written by the worker before the event that
+publishes them.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from ft_core.assignment import Plan
+from ft_core.errors import FaultToleranceError, HealError, LighthouseError, QuorumTimeoutError
+from ft_core.healing import Healing, Received
+from ft_core.quorum import Ask, Quorum
+from ft_core.session import Session
+from ft_core.step import MustAsk, Phase
+
+log = logging.getLogger("ft_core")
+REASK_PAUSE_S = 0.01
+"""Between two asks after a failed configure: lets the pushes that explain the failure arrive."""
+
+
+@dataclass(eq=False)
+class Round:
+    """One round of asking. Waited for by the training thread, worked on by the quorum worker."""
+
+    why: MustAsk
+    template: Ask
+    room: str
+    timeout_s: float
+    state: Mapping[str, Any] | None
+    """This rank's state at the boundary the ask was made at; None if it must not be a donor."""
+    in_place: Mapping[str, Any] | None = None
+    """Tensors to receive into directly: only while this rank's own state is worthless and forward is not running."""
+    buckets: tuple[int, int, list[Any]] | None = None
+    """(quorum_id, attempt, reduced gradients) of the last commit, if still intact (R5)."""
+    prefetch: bool = False
+    plan: Plan | None = None
+    received: Received | None = None
+    error: Exception | None = None
+    heal_error: Exception | None = None
+    configured: threading.Event = field(default_factory=threading.Event)
+    healed: threading.Event = field(default_factory=threading.Event)
+
+    def __repr__(self) -> str:
+        state = "done" if self.healed.is_set() else "configured" if self.configured.is_set() else "asking"
+        return f"Round({state}, {self.why.reason}, error={self.error})"
+
+    def wait_configured(self) -> None:
+        """Block until the lanes are up or the round failed (`error`). Bounded by the worker's own deadlines."""
+        self.configured.wait()
+
+    def wait_healed(self) -> None:
+        """Block until the planned state was received or given up. Bounded by heal_s."""
+        self.healed.wait()
+
+
+class QuorumWorker:
+    """The thread that works on rounds, one at a time."""
+
+    def __init__(
+        self,
+        session: Session,
+        healing: Healing,
+        place: Callable[[Plan], tuple[str, int, int, bool]],
+    ) -> None:
+        self._session = session
+        self._healing = healing
+        self._place = place
+        self._jobs: queue.Queue[Round | None] = queue.Queue(maxsize=4)
+        self._thread = threading.Thread(
+            target=self._run, name=f"ft-quorum-{session.step.settings.replica_id}", daemon=True
+        )
+
+    def __repr__(self) -> str:
+        return f"QuorumWorker({'alive' if self._thread.is_alive() else 'ended'})"
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._thread.start()
+
+    def submit(self, round_: Round) -> None:
+        """Begin a round."""
+        self._jobs.put(round_)
+
+    def heal(self, round_: Round) -> None:
+        """Begin the full heal of a round that was to be finished by other means (R5), and could not."""
+        round_.healed.clear()
+        self._jobs.put(round_)
+
+    def stop(self, timeout_s: float) -> None:
+        """End the thread; the session must be closed already, so that nothing it waits for lasts."""
+        self._jobs.put(None)
+        if self._thread is not threading.current_thread():
+            self._thread.join(timeout_s)
+
+    def _run(self) -> None:
+        while True:
+            round_ = self._jobs.get()
+            if round_ is None:
+                return
+            try:
+                if round_.configured.is_set() and round_.plan is not None:
+                    self._heal(round_, round_.plan)
+                else:
+                    self._work(round_)
+            except FaultToleranceError as error:
+                round_.error = error
+            except Exception as error:  # noqa: BLE001 - handed to the training thread, which raises it
+                log.exception("%s: unexpected failure while forming a quorum", self._session.step.settings.replica_id)
+                round_.error = error
+            finally:
+                if round_.error is not None:
+                    with self._session.lock:
+                        self._session.step.break_(str(round_.error))
+                round_.configured.set()
+                round_.healed.set()
+
+    def _work(self, round_: Round) -> None:
+        deadline = time.monotonic() + round_.timeout_s
+        if round_.prefetch:
+            self._prefetch(round_)
+        why, session = round_.why, self._session
+        while True:
+            quorum = self._ask(round_, why, deadline)
+            with session.lock:
+                plan = session.step.enter(quorum)
+                session.error = None
+            round_.plan = plan
+            self._offer(round_, plan)
+            if self._configure(plan):
+                break
+            with session.lock:
+                why = MustAsk(session.step.broken_reason or "the process group could not be built", failed=True)
+            if time.monotonic() > deadline:
+                raise QuorumTimeoutError(f"no usable quorum within {round_.timeout_s:g} s: {why.reason}")
+            log.info("%s: asking again: %s", session.step.settings.replica_id, why.reason)
+            time.sleep(REASK_PAUSE_S)
+        round_.configured.set()
+        if plan.heals and not plan.finish:
+            self._heal(round_, plan)
+
+    def _ask(self, round_: Round, why: MustAsk, deadline: float) -> Quorum:
+        session = self._session
+        with session.lock:
+            ask = session.step.ask(round_.template, why)
+            session.answers.clear()
+        session.control.ask(ask, room=round_.room)
+        with session.changed:
+            while True:
+                if session.fatal is not None:
+                    raise session.fatal
+                if session.closed:
+                    raise LighthouseError("the manager was shut down while it waited for a quorum")
+                quorum = session.answers.pop(ask.seq, None)
+                if quorum is not None:
+                    return quorum
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    break
+                session.changed.wait(left)
+        reason = session.control.last_reason or "the lighthouse gave no reason"
+        raise QuorumTimeoutError(f"no quorum within {round_.timeout_s:g} s (quorum_timeout): {reason}")
+
+    def _configure(self, plan: Plan) -> bool:
+        session = self._session
+        prefix, rank, size, both = self._place(plan)
+        session.watchdog.arm(time.monotonic() + min(session.budget.connect_s, session.budget.timeout_s))
+        try:
+            session.lanes.configure(prefix, session.step.settings.replica_id, rank, size, both=both)
+        except Exception as error:  # noqa: BLE001 - a peer died, a store is gone, an abort came: ask again
+            with session.lock:
+                session.step.break_(f"the process group could not be built: {error}")
+            session.lanes.abort()
+            session.control.break_group(plan.quorum_id, str(error))
+            return False
+        finally:
+            session.watchdog.disarm()
+        with session.lock:
+            return session.step.configured(plan.quorum_id)
+
+    def _offer(self, round_: Round, plan: Plan) -> None:
+        self._healing.close()
+        holder = plan.replica_rank not in plan.healing and not plan.excluded
+        if not plan.healing or not holder:
+            return
+        if round_.state is not None:
+            self._healing.offer(plan, round_.state, self._session.budget.timeout_s)
+        if round_.buckets is not None and any(m.open_attempt >= 0 for m in plan.quorum.members):
+            self._healing.offer_buckets(*round_.buckets)
+
+    def _heal(self, round_: Round, plan: Plan) -> None:
+        session = self._session
+        name = session.step.settings.replica_id
+        with session.lock:
+            if session.step.phase is Phase.BROKEN:
+                return
+        try:
+            received = self._healing.receive(plan, round_.in_place)
+        except HealError as error:
+            round_.heal_error = error
+            log.warning("%s: healing failed, asking again: %s", name, error)
+            with session.lock:
+                session.step.heal_failed(plan.quorum_id, str(error))
+            return
+        with session.lock:
+            if not session.step.healed(plan.quorum_id) or session.step.phase is Phase.BROKEN:
+                return
+            round_.received = received
+        log.info(
+            "%s: received %s: %.1f MB in %.3f s from %d donors", name, plan.target, received.bytes / 1e6,
+            received.seconds, len(received.donors),
+        )  # fmt: skip
+
+    def _prefetch(self, round_: Round) -> None:
+        session = self._session
+        rank = session.step.settings.group_rank
+        donors = [addresses[rank] for _, addresses in session.peers if len(addresses) > rank]
+        self._healing.prefetch(donors, round_.in_place, self._void)
+
+    def _void(self) -> None:
+        with self._session.lock:
+            self._session.step.tear()

@@ -1,0 +1,174 @@
+"""What the threads of one Manager share: the step machine and its lock, the lanes, the link to the group and lighthouse.
+
+How it works. Every protocol decision is `step.Step`'s; this class calls it under `lock`, and performs what follows
+*after* releasing it (decide, release, act): abort the lanes, tell the other ranks, wake who waits. It is the
+`LeaseHandler` of the control link.
+
+Threads (the map stands in manager.py): the training thread, the lease thread (all `on_*`), the quorum worker, the
+watchdog. Invariant: nothing blocks while `lock` is held, and `lock` is the only one held when calling `step`.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from ft_core.errors import CollectiveError
+from ft_core.quorum import Quorum
+from ft_core.settings import TimeBudget
+from ft_core.step import Step
+from ft_core.watchdog import Watchdog
+
+if TYPE_CHECKING:
+    from ft_core.group_server import Control
+    from ft_core.lanes import Lanes
+    from ft_core.membership import Hello
+
+log = logging.getLogger("ft_core")
+MAX_ANSWERS = 4
+"""Quorum answers kept until the worker takes them: there is one open ask at a time."""
+MAX_STORY = 32
+"""Events kept to tell in an error message how it came to this."""
+
+
+class Session:
+    """Shared state of one rank; see the module's text."""
+
+    def __init__(self, step: Step, lanes: Lanes, budget: TimeBudget, hello: Callable[[], Hello]) -> None:
+        self.step = step
+        self.lanes = lanes
+        self.budget = budget
+        self.lock = threading.RLock()
+        self.changed = threading.Condition(self.lock)
+        """Notified when an answer arrived, the rank broke, or the session ended."""
+        self.control: Control
+        self.watchdog = Watchdog(step.settings.replica_id, self._overdue)
+        self.answers: dict[int, Quorum] = {}
+        self.fatal: Exception | None = None
+        """The lighthouse refused us for good, or the job is finished."""
+        self.closed = False
+        self.error: Exception | None = None
+        """What went wrong in the current attempt, for `Manager.errored`."""
+        self.peers: tuple[tuple[str, tuple[str, ...]], ...] = ()
+        """(replica_id, heal addresses per rank) of the running members, known before we join: for prefetch."""
+        self.drain_reason = ""
+        self.paused: dict[str, float] = {}
+        """Peers that announced to be busy, and until when (monotonic s); bounded by the members of the quorum."""
+        self.kill: Callable[[str], None] | None = None
+        self.cancel_heal: Callable[[], None] = lambda: None
+        self._hello = hello
+
+    def __repr__(self) -> str:
+        return f"Session({self.step!r}, {'closed' if self.closed else 'open'})"
+
+    # ------------------------------------------------------------ failures
+
+    def fail(self, error: BaseException) -> None:
+        """A collective of the current quorum failed here: this rank is broken, and everybody learns it at once."""
+        with self.lock:
+            quorum_id = self.step.plan.quorum_id if self.step.plan else 0
+            broke = self.step.break_(str(error) or type(error).__name__, keep_gradients=True)
+            if self.error is None:
+                self.error = error if isinstance(error, Exception) else CollectiveError(str(error))
+        if broke:
+            self._broken(quorum_id, str(error))
+
+    def _broken(self, quorum_id: int, reason: str) -> None:
+        log.info("%s: leaving quorum %#x: %s", self.step.settings.replica_id, quorum_id, reason)
+        self.lanes.abort()
+        self.cancel_heal()
+        self.control.break_group(quorum_id, reason)
+        with self.changed:
+            self.changed.notify_all()
+
+    def _lost(self, quorum_id: int, reason: str) -> None:
+        with self.lock:
+            abort = self.step.lost(quorum_id, reason)
+            if abort and self.error is None:
+                self.error = CollectiveError(reason)
+        if abort:
+            self._broken(quorum_id, reason)
+
+    def _overdue(self) -> float | None:
+        """Watchdog thread: a collective or a configure has waited for `timeout_s`."""
+        now = time.monotonic()
+        with self.lock:
+            until = max(self.paused.values(), default=0.0)
+            if until > now:
+                return until + self.budget.timeout_s
+        self.fail(
+            CollectiveError(
+                f"a peer did not take part in a collective within timeout={self.budget.timeout_s:g} s "
+                "(if it legitimately takes long, wrap that part in manager.pause(reason, max_s))"
+            )
+        )
+        return None
+
+    # ------------------------------------------------------------ LeaseHandler (lease thread)
+
+    def hello(self) -> Hello:
+        """What to present when the lease is (re-)opened."""
+        return self._hello()
+
+    def on_welcome(self, peers: tuple[tuple[str, tuple[str, ...]], ...]) -> None:
+        """The lease is open; `peers` are the running members."""
+        with self.changed:
+            self.peers = peers
+            self.changed.notify_all()
+
+    def on_quorum(self, seq: int, quorum: Quorum) -> None:
+        """An ask was answered."""
+        with self.changed:
+            while len(self.answers) >= MAX_ANSWERS:
+                self.answers.pop(next(iter(self.answers)))
+            self.answers[seq] = quorum
+            self.paused.clear()
+            self.changed.notify_all()
+
+    def on_reason(self, reason: str) -> None:
+        """There is no quorum yet."""
+        log.info("%s: no quorum yet: %s", self.step.settings.replica_id, reason)
+
+    def on_change_pending(self, quorum_id: int, reason: str) -> None:
+        """Somebody wants to join or leave."""
+        with self.lock:
+            self.step.want_change(quorum_id, reason)
+
+    def on_member_lost(self, quorum_id: int, lost: tuple[str, ...]) -> None:
+        """Members of the quorum are gone."""
+        self._lost(quorum_id, f"lost {', '.join(lost)}")
+
+    def on_paused(self, quorum_id: int, replica_id: str, for_s: float) -> None:
+        """A peer announces to be busy for at most `for_s` (0: it is back)."""
+        with self.lock:
+            if self.step.plan is None or self.step.plan.quorum_id != quorum_id:
+                return
+            if for_s > 0:
+                self.paused[replica_id] = time.monotonic() + for_s
+            else:
+                self.paused.pop(replica_id, None)
+
+    def on_superseded(self, quorum_id: int) -> None:
+        """The others have formed a newer quorum without us."""
+        self._lost(quorum_id, "the other replicas have formed a newer quorum")
+
+    def on_refused(self, error: Exception) -> None:
+        """Final: the lighthouse will not have us."""
+        with self.changed:
+            self.fatal = self.fatal or error
+            self.changed.notify_all()
+        self.fail(error)
+
+    def on_drain(self, reason: str) -> None:
+        """An operator asks this replica to leave at the next boundary."""
+        with self.lock:
+            self.drain_reason = reason or "drain requested"
+
+    def on_kill(self, reason: str) -> None:
+        """An operator asks this process to end."""
+        log.warning("%s: asked to end by the lighthouse: %s", self.step.settings.replica_id, reason)
+        if self.kill is not None:
+            self.kill(reason)

@@ -1,0 +1,547 @@
+"""One rank's side of the protocol: what an attempt at a step is, and what its fence decides. Pure: no clock, no I/O.
+
+Theory of operation. A member enters a quorum (`enter`), its process group is configured (`configured`), and attempts at a
+step follow each other: collectives are launched (`launching`), the fence goes out last (`slots`) and comes back as a
+sum over all members (`judge`). The verdict is a function of that sum alone, so all members reach the same one; a member
+that cannot follow it is *broken* (R0): it launches nothing more in this quorum and asks for a new one. `settle` applies a
+verdict. Between attempts `boundary` says whether to go on in the quorum or to ask for the next.
+
+The fence is FENCE_SLOTS float32 numbers; every slot is a small integer (at most 16 bits), so sums over up to 256
+members are exact. Slots carry: the weight of the gradient in two digits, who contributed, the flags, the number of
+members and a 64-bit tag of everything that has to be equal (version, lineage, quorum, attempt, layout, user collectives)
+in four pieces. A tag sum other than n times mine means that somebody is in another attempt: broken.
+
+Invariants: `version` names the state this rank holds (VOID while it must not be used); `base` is the state the current
+attempt builds on, equal on all members; version == base unless this member is behind; a verdict, once reached, is never
+undone by a later abort or push.
+
+Ownership: the Manager calls it under its own lock; nothing here is thread safe.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from enum import Enum
+
+from ft_core.assignment import Plan, WorldSizeMode, plan
+from ft_core.quorum import VOID, Ask, Quorum, Version
+
+FENCE_SLOTS = 16
+(
+    WEIGHT_LOW,
+    WEIGHT_HIGH,
+    FAILED,
+    CHANGE,
+    NO_LEASE,
+    EXHAUSTED,
+    READY,
+    STOP,
+    TAG0,
+    TAG1,
+    TAG2,
+    TAG3,
+    COUNT,
+    CONTRIBUTED,
+    PARITY,
+    SPARE,
+) = range(FENCE_SLOTS)
+DIGIT = 1 << 16
+MAX_WEIGHT = DIGIT * DIGIT - 1
+
+
+class Phase(Enum):
+    """Where a rank is in its current quorum."""
+
+    OUTSIDE = "outside"
+    """In no quorum yet."""
+    ENTERED = "entered"
+    """The quorum is known, the process group is being configured."""
+    OPEN = "open"
+    """Nothing of the attempt has been launched."""
+    LAUNCHED = "launched"
+    FENCED = "fenced"
+    """The verdict of the attempt is latched and waits to be settled."""
+    BROKEN = "broken"
+
+
+class Heal(Enum):
+    """What became of the state this rank is to receive in this quorum."""
+
+    NONE = "none"
+    PENDING = "pending"
+    READY = "ready"
+    """Received and verified, not applied yet."""
+    ABANDONED = "abandoned"
+
+
+class Outcome(Enum):
+    """What a fence decided."""
+
+    COMMIT = "commit"
+    VETO = "veto"
+    """Everybody skips the step; nothing is rebuilt."""
+    BROKEN = "broken"
+    """This member cannot follow the verdict; it leaves the quorum and asks for another."""
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What this rank learnt from the fence of one attempt."""
+
+    quorum_id: int
+    attempt: int
+    outcome: Outcome
+    reason: str = ""
+    weight: int = 0
+    """Sum of the weights of all gradients in the sum: the divisor (R10)."""
+    contributors: int = 0
+    change: bool = False
+    """Everybody asks for a new quorum at the next boundary."""
+    healed: bool = False
+    """All planned heals were ready: roles switch at the next attempt (R10)."""
+    exhausted: bool = False
+    """Every member is out of data: stop (R16)."""
+    stop: bool = False
+    """Some member asked everybody to stop at this step."""
+
+
+@dataclass(frozen=True, slots=True)
+class Go:
+    """Stay in the current quorum: no message is sent."""
+
+
+@dataclass(frozen=True, slots=True)
+class MustAsk:
+    """Ask for a new quorum; `failed`: the data plane of the old one is broken."""
+
+    reason: str
+    failed: bool
+
+
+@dataclass(frozen=True, slots=True)
+class MemberRules:
+    """Switches for the simulation: each rule of DESIGN 3.9 that lives here can be turned off to show that it is needed."""
+
+    r0_verdict: bool = True
+    r0_tag: bool = True
+    r3_autonomy: bool = True
+    r4_aligned: bool = True
+    r7_void: bool = True
+    r10_divisor: bool = True
+    r10_ready: bool = True
+    r11_no_veto: bool = True
+    r15_stale: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class StepSettings:
+    """What a rank's steps are run with. Durations in seconds."""
+
+    replica_id: str
+    group_rank: int = 0
+    group_world_size: int = 1
+    min_replicas: int = 1
+    mode: WorldSizeMode = WorldSizeMode.DYNAMIC
+    autonomy_s: float = 600.0
+    orphan_s: float = 900.0
+    max_retries: int | None = None
+    rules: MemberRules = MemberRules()
+
+
+RETRY_SLACK = 2
+"""R11: a member whose own failures veto the step gives up first; the others wait this many more vetoes."""
+
+
+def fold_lineage(lineage: int, quorum_id: int, attempt: int, members: Sequence[str]) -> int:
+    """The lineage after a commit: a hash over the whole history of quorums, attempts and members. 63 bits."""
+    text = struct.pack("<QQQ", lineage & (2**64 - 1), quorum_id, attempt) + "\0".join(members).encode()
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1
+
+
+class Step:
+    """The protocol state of one rank. See the module's theory of operation."""
+
+    def __init__(self, settings: StepSettings, *, lineage: int, now: float) -> None:
+        self.settings = settings
+        self.version = Version(0, 0)
+        self.lineage = lineage
+        self.stable = VOID
+        self.batches_committed = 0
+        self.phase = Phase.OUTSIDE
+        self.plan: Plan | None = None
+        self.attempt = 0
+        self.base = Version(0, 0)
+        self.base_lineage = lineage
+        self.heal = Heal.NONE
+        self.roles_switched = False
+        self.layout = 0
+        self.broken_reason = ""
+        self.soft_error = ""
+        self.change_wanted = ""
+        self.leaving = False
+        self.stop_wanted = False
+        self.exhausted = False
+        self.weight: int | None = None
+        """Weight of this member's gradient; None: 1."""
+        self.user_ops = 0
+        """User collectives launched in this quorum: part of the tag, so a skipped one cannot pair with a later one."""
+        self.lease_acked_at = now
+        self.launched_at = now
+        self.verdict: Verdict | None = None
+        self.ask_next: str = ""
+        self.highest_id = 0
+        self.open_attempt = -1
+        """Attempt of the left quorum whose reduced gradients were kept (R5)."""
+        self.own_failures = 0
+        self.vetoes = 0
+        self.asks = 0
+
+    def __repr__(self) -> str:
+        quorum = f"{self.plan.quorum_id:#x}.{self.attempt}" if self.plan else "none"
+        extra = f", {self.broken_reason}" if self.phase is Phase.BROKEN else ""
+        return f"Step({self.version}, quorum={quorum}, {self.phase.value}, heal={self.heal.value}{extra})"
+
+    # ------------------------------------------------------------ roles
+
+    @property
+    def quorum(self) -> Quorum | None:
+        """The quorum this rank is in."""
+        return self.plan.quorum if self.plan else None
+
+    @property
+    def participants(self) -> tuple[int, ...]:
+        """replica_ranks whose gradients are planned to count in the current attempt."""
+        if self.plan is None:
+            return ()
+        return self.plan.participants_healed if self.roles_switched else self.plan.participants
+
+    @property
+    def participating(self) -> bool:
+        """This member's gradient is planned to count in the current attempt."""
+        return self.plan is not None and self.plan.replica_rank in self.participants
+
+    @property
+    def contributes(self) -> bool:
+        """This member's gradient really goes into the sum (else zeros do)."""
+        return (
+            self.participating
+            and not self.soft_error
+            and not self.exhausted
+            and self.heal in (Heal.NONE, Heal.READY)
+            and self.version == self.base
+        )
+
+    @property
+    def behind(self) -> bool:
+        """This member does not hold the state the attempt builds on."""
+        return self.version != self.base or self.lineage != self.base_lineage
+
+    # ------------------------------------------------------------ boundary
+
+    def boundary(self) -> Go | MustAsk:
+        """At a step boundary (start_quorum): stay in the quorum, or ask for the next one."""
+        if self.plan is None:
+            return MustAsk("joining", failed=False)
+        if self.settings.rules.r4_aligned:
+            if self.phase is Phase.LAUNCHED:
+                self.break_("start_quorum was called while collectives of the last attempt had no completed fence")
+            if self.phase is Phase.FENCED:
+                self.break_("the last attempt was agreed by everybody but should_commit was not called for it")
+        elif self.phase in (Phase.LAUNCHED, Phase.FENCED):
+            self.phase = Phase.OPEN
+        if self.phase is Phase.BROKEN:
+            return MustAsk(self.broken_reason, failed=True)
+        if self.phase is Phase.ENTERED:
+            self.break_("the process group was never configured")
+            return MustAsk(self.broken_reason, failed=True)
+        if self.ask_next:
+            return MustAsk(self.ask_next, failed=False)
+        return Go()
+
+    def ask(self, template: Ask, why: MustAsk) -> Ask:
+        """Complete an ask. `template` carries the addresses and flags that are not this machine's business."""
+        self.asks += 1
+        return replace(
+            template,
+            replica_id=self.settings.replica_id,
+            seq=self.asks,
+            version=self.version,
+            lineage=self.lineage,
+            quorum_id=self.plan.quorum_id if self.plan else 0,
+            failed=why.failed,
+            reason=why.reason,
+            min_replicas=self.settings.min_replicas,
+            group_world_size=self.settings.group_world_size,
+            layout=self.layout,
+            open_attempt=self.open_attempt if why.failed else -1,
+            commit_failures=self.vetoes,
+        )
+
+    def enter(self, quorum: Quorum) -> Plan:
+        """A new quorum was announced. Returns this rank's plan; the process group is to be configured next."""
+        lineage_after = None
+        if self.open_attempt >= 0 and self.plan is not None:
+            lineage_after = fold_lineage(self.lineage, self.plan.quorum_id, self.open_attempt, self.plan.quorum.ids)
+        new = plan(
+            quorum,
+            self.settings.replica_id,
+            mode=self.settings.mode,
+            min_replicas=self.settings.min_replicas,
+            lineage_after=lineage_after,
+        )
+        self.plan = new
+        self.highest_id = max(self.highest_id, quorum.quorum_id)
+        self.phase = Phase.ENTERED
+        self.attempt = 0
+        self.base, self.base_lineage = new.target, new.target_lineage
+        self.heal = Heal.PENDING if new.heals else Heal.NONE
+        if not new.heals and not new.excluded:
+            self.lineage = new.target_lineage  # differs only at step 0 without init_sync, where lineages mean nothing
+        self.roles_switched = False
+        self.ask_next = self.change_wanted = self.broken_reason = self.soft_error = ""
+        self.verdict = None
+        self.user_ops = 0
+        self.vetoes = 0
+        return new
+
+    def configured(self, quorum_id: int) -> bool:
+        """The process group of `quorum_id` is up. False if that quorum is not the current one any more."""
+        if self.plan is None or self.plan.quorum_id != quorum_id or self.phase is not Phase.ENTERED:
+            return False
+        self.phase = Phase.OPEN
+        self.open_attempt = -1
+        return True
+
+    # ------------------------------------------------------------ events within a quorum
+
+    def break_(self, reason: str, *, keep_gradients: bool = False) -> bool:
+        """This rank cannot follow its quorum any more (R0). False if a latched verdict stands, or it was broken already."""
+        if self.phase in (Phase.BROKEN, Phase.OUTSIDE):
+            return False
+        self.open_attempt = self.attempt if keep_gradients and self.phase is Phase.LAUNCHED and not self.behind else -1
+        self.phase = Phase.BROKEN
+        self.broken_reason = reason
+        self.verdict = None
+        return True
+
+    def lost(self, quorum_id: int, reason: str) -> bool:
+        """A push says that a member of `quorum_id` is gone. True if the data plane has to be aborted now.
+
+        A completed verdict is latched (R0): it is settled first, and the next boundary asks.
+        """
+        if self.settings.rules.r15_stale and (self.plan is None or self.plan.quorum_id != quorum_id):
+            return False
+        if self.phase is Phase.FENCED and self.settings.rules.r0_verdict:
+            self.ask_next = self.ask_next or reason
+            return False
+        return self.break_(reason, keep_gradients=True)
+
+    def want_change(self, quorum_id: int, reason: str) -> None:
+        """Somebody wants to join or leave: raise the flag in the next fence."""
+        if self.plan is not None and self.plan.quorum_id == quorum_id:
+            self.change_wanted = self.change_wanted or reason
+
+    def fail_softly(self, reason: str) -> None:
+        """A failure that leaves the collectives usable: zeros and a veto for this attempt."""
+        self.soft_error = self.soft_error or reason
+
+    def healed(self, quorum_id: int) -> bool:
+        """The planned state was received and verified. False if it was planned for another quorum (R7)."""
+        if self.plan is None or self.plan.quorum_id != quorum_id or self.heal is not Heal.PENDING:
+            return False
+        self.heal = Heal.READY
+        return True
+
+    def heal_applied(self) -> None:
+        """The received state has been loaded: this rank holds `base` now."""
+        assert self.heal is Heal.READY
+        self.heal = Heal.NONE
+        self.version, self.lineage = self.base, self.base_lineage
+        self.open_attempt = -1
+
+    def heal_failed(self, quorum_id: int, reason: str) -> None:
+        """No donor could be received from in time: weight zero and change-wanted, never a veto (R11)."""
+        if self.plan is None or self.plan.quorum_id != quorum_id or self.heal is not Heal.PENDING:
+            return
+        self.heal = Heal.ABANDONED
+        self.change_wanted = self.change_wanted or f"healing failed: {reason}"
+
+    def tear(self) -> None:
+        """R7, R13: this rank's state is being overwritten or was left half-written; it is nobody's donor."""
+        if self.settings.rules.r7_void:
+            self.version = VOID
+
+    def restore(self, version: Version, lineage: int, batches: int) -> None:
+        """Adopt what a checkpoint says."""
+        self.version, self.lineage, self.batches_committed = version, lineage, batches
+
+    # ------------------------------------------------------------ the attempt
+
+    def launching(self, now: float) -> bool:
+        """A gradient collective of this attempt is about to be launched. False: nothing may be launched.
+
+        Several backward passes in one attempt launch several rounds, each with a fence; the last one counts.
+        """
+        if self.phase in (Phase.OPEN, Phase.FENCED):
+            self.phase = Phase.LAUNCHED
+            self.verdict = None
+            self.launched_at = now
+        return self.phase is Phase.LAUNCHED
+
+    def launching_user_op(self) -> bool:
+        """A user's collective is about to be launched. False: nothing may be launched."""
+        if self.phase not in (Phase.OPEN, Phase.LAUNCHED, Phase.FENCED):
+            return False
+        self.user_ops += 1
+        return True
+
+    def tag(self) -> int:
+        """64 bits over everything that has to be equal on all members of this attempt."""
+        assert self.plan is not None
+        text = struct.pack(
+            "<qQQQqQQ",
+            self.base.step, self.base.epoch, self.base_lineage & (2**64 - 1), self.plan.quorum_id, self.attempt,
+            self.layout & (2**64 - 1), self.user_ops,
+        )  # fmt: skip
+        return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
+
+    def slots(self, now: float) -> list[float]:
+        """What this member puts into the fence."""
+        weight = (1 if self.weight is None else self.weight) if self.contributes else 0
+        tag = self.tag()
+        out = [0.0] * FENCE_SLOTS
+        out[WEIGHT_LOW], out[WEIGHT_HIGH] = float(weight % DIGIT), float(weight // DIGIT)
+        failing = bool(self.soft_error) and not (self.settings.rules.r11_no_veto and self.behind)
+        if not self.settings.rules.r11_no_veto and self.heal is Heal.ABANDONED:
+            failing = True
+        out[FAILED] = float(failing)
+        out[CHANGE] = float(bool(self.change_wanted or self.ask_next) or self.leaving)
+        out[NO_LEASE] = float(now - self.lease_acked_at > self.settings.autonomy_s)
+        out[EXHAUSTED] = float(self.exhausted)
+        ready = self.plan is not None and self.plan.heals and not self.plan.heals_first and not self.roles_switched
+        out[READY] = float(ready and self.heal is not Heal.PENDING and self.heal is not Heal.ABANDONED)
+        out[STOP] = float(self.stop_wanted)
+        for piece in range(4):
+            out[TAG0 + piece] = float((tag >> (16 * piece)) & 0xFFFF)
+        out[COUNT] = 1.0
+        out[CONTRIBUTED] = float(weight > 0)
+        return out
+
+    def judge(self, sums: Sequence[float], now: float) -> Verdict:
+        """The fence has completed with these sums: reach the verdict and latch it."""
+        assert self.plan is not None
+        if self.verdict is not None and self.phase is Phase.FENCED:
+            return self.verdict
+        if self.phase is Phase.BROKEN:
+            return Verdict(self.plan.quorum_id, self.attempt, Outcome.BROKEN, self.broken_reason)
+        verdict = self._judge(sums, now)
+        if verdict.outcome is Outcome.BROKEN:
+            self.break_(verdict.reason)
+        else:
+            self.phase = Phase.FENCED
+            self.verdict = verdict
+            if not self.behind:
+                self.stable = max(self.stable, self.base)
+        return verdict
+
+    def _judge(self, sums: Sequence[float], now: float) -> Verdict:
+        assert self.plan is not None
+        rules, n = self.settings.rules, self.plan.size
+
+        def verdict(outcome: Outcome, reason: str = "", **more: object) -> Verdict:
+            assert self.plan is not None
+            return Verdict(self.plan.quorum_id, self.attempt, outcome, reason, **more)  # type: ignore[arg-type]
+
+        values = [round(s) if s == s and abs(s) < 2**53 else -1 for s in sums]
+        tag = self.tag()
+        mine = [n * ((tag >> (16 * piece)) & 0xFFFF) for piece in range(4)]
+        if rules.r0_tag and (values[COUNT] != n or values[TAG0 : TAG3 + 1] != mine):
+            return verdict(Outcome.BROKEN, "the fence shows that a member is in another attempt or holds another state")
+        over = now - self.lease_acked_at > self.settings.autonomy_s
+        if rules.r3_autonomy:
+            margin = self.settings.orphan_s - self.settings.autonomy_s
+            if over and now - self.launched_at > margin:
+                return verdict(Outcome.BROKEN, f"no lighthouse for too long, and the fence took over {margin:g} s")
+            if values[NO_LEASE] == n:
+                return verdict(
+                    Outcome.VETO,
+                    f"no member has had a lease for autonomy_s={self.settings.autonomy_s:g} s: waiting for a lighthouse",
+                    change=values[CHANGE] > 0,
+                )
+        weight = values[WEIGHT_LOW] + values[WEIGHT_HIGH] * DIGIT
+        more = {
+            "weight": weight,
+            "contributors": values[CONTRIBUTED],
+            "change": values[CHANGE] > 0,
+            "healed": values[READY] == self.plan.ready_expected or not rules.r10_ready,
+            "exhausted": values[EXHAUSTED] == n,
+            "stop": values[STOP] > 0,
+        }
+        if values[FAILED]:
+            return verdict(Outcome.VETO, self.soft_error or f"{values[FAILED]} of {n} members failed in this step", **more)
+        if weight == 0:
+            reason = "every member is out of data" if values[EXHAUSTED] == n else "no member contributed a gradient"
+            return verdict(Outcome.VETO, reason, **more)
+        return verdict(Outcome.COMMIT, **more)
+
+    def settle(self, verdict: Verdict) -> bool:
+        """Apply the (group's) verdict on the latched attempt. Returns True if the optimizer is to be stepped.
+
+        A healing member must have called `heal_applied` before (commit or veto), unless its heal was abandoned.
+        """
+        if verdict.outcome is Outcome.BROKEN:
+            self.break_(verdict.reason)
+        if self.phase is not Phase.FENCED or self.plan is None:
+            self.own_failures += 1
+            self.soft_error = ""
+            return False
+        commit = verdict.outcome is Outcome.COMMIT
+        current = not self.behind
+        if commit:
+            self.base_lineage = fold_lineage(self.base_lineage, self.plan.quorum_id, self.attempt, self.plan.quorum.ids)
+            self.base = Version(self.base.step + 1, self.plan.quorum_id)
+            if current:
+                self.version, self.lineage = self.base, self.base_lineage
+                self.batches_committed += verdict.contributors
+            else:
+                self.ask_next = self.ask_next or "left behind by a commit"
+        if commit and current:
+            self.own_failures = self.vetoes = 0
+        else:
+            self.vetoes += 1
+            self.own_failures = self.own_failures + 1 if self.soft_error else 0
+        if verdict.healed and self.plan.ready_expected:
+            self.roles_switched = True
+        if verdict.change:
+            self.ask_next = self.ask_next or self.change_wanted or "a member asked for a change of membership"
+        self.attempt += 1
+        self.soft_error = ""
+        self.verdict = None
+        self.phase = Phase.OPEN
+        return commit and current
+
+    def finished(self, plan_: Plan) -> None:
+        """R5: the reduced gradients of the open attempt were fetched; this rank now commits what it could not follow."""
+        assert plan_.finish
+        assert self.plan is plan_
+        self.version, self.lineage = plan_.target, plan_.target_lineage
+        self.heal = Heal.NONE
+        self.own_failures = self.vetoes = 0
+
+    def divisor(self, verdict: Verdict) -> int:
+        """What the sum of the gradients is divided by: what really went into it (R10), never what was planned."""
+        return verdict.weight if self.settings.rules.r10_divisor else len(self.participants)
+
+    def gave_up(self) -> str:
+        """Why this member must stop retrying (max_retries), or ''."""
+        limit = self.settings.max_retries
+        if limit is None:
+            return ""
+        if self.own_failures > limit:
+            return f"{self.own_failures} attempts in a row failed on this replica (max_retries={limit})"
+        if self.vetoes > limit + RETRY_SLACK:
+            return f"{self.vetoes} attempts in a row were not committed (max_retries={limit})"
+        return ""

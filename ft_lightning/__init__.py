@@ -1,0 +1,1 @@
+"""Lightning front end of ft_core."""

@@ -1,0 +1,1 @@
+"""Tests mirror the packages; what several of them share is in `tests.fakes`."""

@@ -1,0 +1,1 @@
+"""Tests of ft_core.ddp and of what it is made of."""

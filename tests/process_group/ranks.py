@@ -1,0 +1,216 @@
+"""Several ranks of one group: in threads of this process, or in real processes that can be killed.
+
+Processes are forked from a clean server process that has torch imported (20 ms each instead of 1.5 s). A worker holds
+named process groups and does what it is told over a pipe, one call after the other: `worker.call(function, ...)` for the
+answer, `worker.start(...)` and `worker.answer()` to let several run at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import multiprocessing.connection
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from ft_core.process_group import ProcessGroupGloo
+
+T = TypeVar("T")
+ANSWER_S = 30.0
+GROUP_TIMEOUT = timedelta(seconds=20)
+
+
+class Store:
+    """A TCPStore server in this process that hands out fresh prefixes."""
+
+    def __init__(self) -> None:
+        self.server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self._count = 0
+
+    def fresh(self) -> str:
+        self._count += 1
+        return f"127.0.0.1:{self.server.port}/test/{self._count}"
+
+
+def in_threads(count: int, do: Callable[[int], T]) -> list[T]:
+    """Run `do(rank)` for each rank at once; raises the first error."""
+    results: list[Any] = [None] * count
+    errors: list[BaseException] = []
+
+    def run(rank: int) -> None:
+        try:
+            results[rank] = do(rank)
+        except BaseException as error:  # noqa: BLE001 - raised below
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(ANSWER_S)
+        assert not thread.is_alive(), "a rank is stuck"
+    if errors:
+        raise errors[0]
+    return results
+
+
+def configure_all(groups: list[Any], store_addr: str) -> None:
+    in_threads(len(groups), lambda rank: groups[rank].configure(store_addr, f"replica{rank}", rank, len(groups)))
+
+
+@contextlib.contextmanager
+def gloo_groups(count: int, store: Store, timeout: timedelta = GROUP_TIMEOUT) -> Iterator[list[ProcessGroupGloo]]:
+    groups = [ProcessGroupGloo(timeout) for _ in range(count)]
+    try:
+        configure_all(groups, store.fresh())
+        yield groups
+    finally:
+        for group in groups:
+            group.shutdown()
+
+
+def wait_until(true: Callable[[], bool], timeout_s: float = 10.0) -> bool:
+    """Poll for what has no event to wait on; whether it came true."""
+    deadline = time.monotonic() + timeout_s
+    while not true():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.001)
+    return True
+
+
+# --------------------------------------------------------------------------------------------------------- in a worker
+
+_groups: dict[str, ProcessGroupGloo] = {}
+_works: dict[str, Any] = {}
+_kept: list[Any] = []
+
+
+def configure(name: str, store_addr: str, rank: int, world_size: int) -> float:
+    group = _groups.setdefault(name, ProcessGroupGloo(GROUP_TIMEOUT))
+    begin = time.perf_counter()
+    group.configure(store_addr, f"replica{rank}", rank, world_size)
+    group.allreduce([torch.ones(4)]).wait()
+    return time.perf_counter() - begin
+
+
+def allreduce(name: str, numel: int = 4) -> float:
+    tensor = torch.ones(numel)
+    _groups[name].allreduce([tensor]).wait()
+    return float(tensor[0])
+
+
+def launch(name: str, numel: int = 1000) -> None:
+    _works[name] = _groups[name].allreduce([torch.ones(numel)])
+
+
+def wait_for_failure(name: str) -> tuple[float, str]:
+    """Wait for the launched work to fail: when (the system-wide monotonic clock), and how."""
+    try:
+        _works[name].wait()
+    except RuntimeError as error:
+        return time.monotonic(), type(error).__name__
+    return time.monotonic(), "no error"
+
+
+def abort(name: str) -> tuple[float, float]:
+    """Abort; when it began and how long it took."""
+    begin = time.monotonic()
+    _groups[name].abort()
+    return begin, time.monotonic() - begin
+
+
+def errored(name: str) -> str:
+    return type(_groups[name].errored()).__name__
+
+
+def fork_idle_child() -> int:
+    """Fork a child that does nothing until the test kills it, as a DataLoader worker between two batches; its pid."""
+    read, write = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        os.write(write, b"x")  # the at-fork handlers have run
+        signal.pause()
+        os._exit(0)
+    os.read(read, 1)
+    os.close(read)
+    os.close(write)
+    return pid
+
+
+def _serve(pipe: multiprocessing.connection.Connection) -> None:
+    torch.set_num_threads(1)
+    while True:
+        try:
+            do, arguments = pipe.recv()
+        except EOFError:
+            return
+        try:
+            pipe.send((True, do(*arguments)))
+        except Exception as error:  # noqa: BLE001 - shown by the test
+            pipe.send((False, repr(error)))
+
+
+# -------------------------------------------------------------------------------------------------------- in the test
+
+
+class Worker:
+    """A real process."""
+
+    def __init__(self) -> None:
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["tests.process_group.ranks"])
+        self._pipe, theirs = context.Pipe()
+        self._process = context.Process(target=_serve, args=(theirs,), daemon=True)
+        self._process.start()
+        theirs.close()
+        self.pid = self._process.pid
+        assert self.pid is not None
+
+    def start(self, do: Callable[..., Any], *arguments: Any) -> None:
+        self._pipe.send((do, arguments))
+
+    def answer(self, timeout_s: float = ANSWER_S) -> Any:
+        assert self._pipe.poll(timeout_s), "the worker does not answer"
+        good, value = self._pipe.recv()
+        assert good, value
+        return value
+
+    def call(self, do: Callable[..., Any], *arguments: Any) -> Any:
+        self.start(do, *arguments)
+        return self.answer()
+
+    def signal(self, number: signal.Signals) -> None:
+        assert self.pid is not None
+        os.kill(self.pid, number)
+
+    def end(self) -> None:
+        self._process.kill()
+        self._process.join(5)
+        self._pipe.close()
+
+
+@contextlib.contextmanager
+def workers(count: int) -> Iterator[list[Worker]]:
+    started: list[Worker] = []
+    try:
+        started.extend(Worker() for _ in range(count))
+        yield started
+    finally:
+        for worker in started:
+            worker.end()
+
+
+def call_all(ranks: list[Worker], do: Callable[..., Any], argument: Callable[[int], tuple[Any, ...]]) -> list[Any]:
+    """Run `do(*argument(i))` in all at once and return the answers."""
+    for index, worker in enumerate(ranks):
+        worker.start(do, *argument(index))
+    return [worker.answer() for worker in ranks]

@@ -1,0 +1,103 @@
+"""Real processes, really killed. Bounds are far above what is measured (1-15 ms) and far below any timeout (20 s)."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+import pytest
+
+from tests.process_group import ranks
+from tests.process_group.ranks import Store, Worker, call_all, workers
+
+pytestmark = pytest.mark.process
+
+AT_ONCE_S = 0.5
+
+
+def form(members: list[Worker], store: Store) -> list[float]:
+    address = store.fresh()
+    return call_all(members, ranks.configure, lambda rank: ("main", address, rank, len(members)))
+
+
+def leave_pending(members: list[Worker]) -> None:
+    """Every member has an allreduce running that cannot end, and waits for it."""
+    call_all(members, ranks.launch, lambda _: ("main",))
+    for member in members:
+        member.start(ranks.wait_for_failure, "main")
+
+
+def test_one_abort_ends_every_survivors_wait_and_the_rest_goes_on(store: Store) -> None:
+    with workers(4) as members:
+        form(members, store)
+        victim, survivors = members[1], [members[0], members[2], members[3]]
+        aborting, waiting = members[0], [members[2], members[3]]
+        call_all(survivors, ranks.launch, lambda _: ("main",))
+        for member in waiting:
+            member.start(ranks.wait_for_failure, "main")
+        victim.signal(signal.SIGKILL)
+        begin, took_s = aborting.call(ranks.abort, "main")
+        ends = [member.answer() for member in waiting] + [aborting.call(ranks.wait_for_failure, "main")]
+        assert took_s < AT_ONCE_S
+        for end, error in ends:
+            assert error == "CollectiveError"
+            assert end - begin < AT_ONCE_S
+        assert all(member.call(ranks.errored, "main") == "CollectiveError" for member in survivors)
+        form(survivors, store)
+        assert call_all(survivors, ranks.allreduce, lambda _: ("main",)) == [3.0] * 3
+
+
+def test_an_abort_ends_the_waits_of_living_peers_too(store: Store) -> None:
+    with workers(3) as members:
+        form(members, store)
+        leave_pending(members[:2])  # the third never joins
+        begin, _ = members[2].call(ranks.abort, "main")
+        for member in members[:2]:
+            end, error = member.answer()
+            assert error == "CollectiveError"
+            assert end - begin < AT_ONCE_S
+
+
+def test_a_frozen_peer_does_not_hold_up_an_abort(store: Store) -> None:
+    with workers(3) as members:
+        form(members, store)
+        call_all(members[:2], ranks.launch, lambda _: ("main",))
+        members[2].signal(signal.SIGSTOP)
+        for member in members[:2]:
+            begin, _ = member.call(ranks.abort, "main")
+            end, error = member.call(ranks.wait_for_failure, "main")
+            assert error == "CollectiveError"
+            assert end - begin < AT_ONCE_S
+        form(members[:2], store)
+        members[2].signal(signal.SIGCONT)
+        assert call_all(members[:2], ranks.allreduce, lambda _: ("main",)) == [2.0] * 2
+
+
+def test_a_killed_process_is_noticed_though_its_forked_child_lives(store: Store) -> None:
+    with workers(2) as members:
+        form(members, store)
+        child = members[1].call(ranks.fork_idle_child)
+        try:
+            # The child has not touched the connection: the group still works.
+            assert call_all(members, ranks.allreduce, lambda _: ("main",)) == [2.0] * 2
+            leave_pending(members[:1])
+            begin = time.monotonic()
+            members[1].signal(signal.SIGKILL)
+            end, error = members[0].answer()
+            assert error == "CollectiveError"
+            assert end - begin < AT_ONCE_S
+            os.kill(child, 0)  # it was alive all the time
+        finally:
+            os.kill(child, signal.SIGKILL)
+
+
+def test_two_lanes_in_each_process_are_independent(store: Store) -> None:
+    with workers(2) as members:
+        form(members, store)
+        address = store.fresh()
+        call_all(members, ranks.configure, lambda rank: ("other", address, rank, 2))
+        leave_pending(members[:1])
+        members[1].call(ranks.abort, "main")
+        assert members[0].answer()[1] == "CollectiveError"
+        assert call_all(members, ranks.allreduce, lambda _: ("other",)) == [2.0] * 2

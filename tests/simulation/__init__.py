@@ -1,0 +1,1 @@
+"""A seeded, deterministic cluster simulation of the pure control plane (see `cluster`)."""

@@ -1,0 +1,47 @@
+"""Run seeds: `python -m tests.simulation --seed N --trace`, or `--seeds 2000 [--start N]`."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections import Counter
+
+from tests.simulation.cluster import Config, simulate
+
+
+def main() -> int:
+    """Entry point."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seed", type=int)
+    parser.add_argument("--seeds", type=int, default=200)
+    parser.add_argument("--start", type=int, default=0)
+    parser.add_argument("--trace", action="store_true", help="print the whole transcript, not its last 60 lines")
+    parser.add_argument("--keep-going", action="store_true")
+    args = parser.parse_args()
+    if args.seed is not None:
+        result = simulate(args.seed)
+        print(Config.draw(args.seed))
+        print(result.world.transcript(0 if args.trace else 60))
+        print(result.violation or "every invariant held", dict(result.world.history.remainder))
+        return result.violation is not None
+    began, found, remainder = time.perf_counter(), Counter[str](), Counter[str]()
+    events = commits = finishes = heals = 0
+    for seed in range(args.start, args.start + args.seeds):
+        world = (result := simulate(seed)).world
+        events, commits = events + world.events, commits + world.history.commits
+        finishes, heals = finishes + world.history.finishes, heals + world.history.heals
+        remainder.update(world.history.remainder)
+        if result.violation:
+            found[result.violation.rule] += 1
+            print(f"seed {seed}: {result.violation}")
+            if not args.keep_going:
+                print(world.transcript(60))
+                break
+    took = time.perf_counter() - began
+    print(f"{args.seeds} seeds in {took:.1f} s ({args.seeds / took:.0f}/s), {events} events, {commits} commits, "
+          f"{heals} heals, {finishes} finishes; violations {dict(found)}; remainder {dict(remainder)}")  # fmt: skip
+    return bool(found)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,1280 @@
+"""A whole cluster in one process: the real pure modules under a fake clock and a fake network, driven by a seed.
+
+How it works. `World` owns the clock, one event queue and one random generator; a run is a pure function of (seed, config).
+`Lighthouse` hosts a real `membership.Room` and can be restarted; a `Group` is one replica group, its `Rank`s run a real
+`step.Step` each through ask, configure, heal, forward, launch, fence and settle, and agree through `group.Votes`; a `Conn`
+is one lease stream (in order, but lossy at its end); a `Ring` is the data plane of one group rank in one quorum. An
+operation completes for a member when all members have launched it; if somebody aborts before all have received it, the
+dice decide who does (two generals). A frozen process does nothing; what arrives meanwhile is handled when it thaws.
+
+A run has a safety phase with faults, then a liveness phase: faults stop, everything is brought back, and everybody has to
+commit again within a bound. `history` checks DESIGN 4's invariants at each event; this file never looks inside a verdict.
+"""
+
+from __future__ import annotations
+
+import heapq
+import random
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from ft_core import membership as room_events
+from ft_core.assignment import WorldSizeMode
+from ft_core.group import Mismatch, Votes, merge_asks
+from ft_core.membership import QuorumIds, Room
+from ft_core.quorum import VOID, Ask, NotReady, Quorum, Rules, Version, View, decide
+from ft_core.settings import LighthouseSettings
+from ft_core.step import FENCE_SLOTS, Go, Heal, MemberRules, Outcome, Phase, Step, StepSettings, Verdict
+from tests.simulation.history import History, Violation
+
+FAULTS = (
+    "kill", "freeze", "cut_lighthouse", "cut_peers", "cut_all", "blip", "lighthouse", "slow", "late", "soft", "leave",
+    "pause", "duplicate", "configure", "heal", "skip", "turbulence", "hidden",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Config:
+    """One run's parameters. Durations in simulated seconds, scaled down from the real ones."""
+
+    groups: int = 3
+    ranks: int = 1
+    min_replicas: int = 1
+    expected: int = 0
+    faults: tuple[str, ...] = ()
+    fault_every_s: float = 1.0
+    safety_s: float = 12.0
+    liveness_bound_s: float = 30.0
+    forward_s: float = 0.2
+    liveness_s: float = 1.0
+    grace_s: float = 0.1
+    join_s: float = 1.0
+    connect_s: float = 1.0
+    timeout_s: float = 2.5
+    heal_s: float = 0.8
+    autonomy_s: float = 3.0
+    orphan_s: float = 5.0
+    boot_window_s: float = 0.5
+    progress_s: float = 0.25
+    reconnect_s: float = 0.15
+    heals_before_forward: bool = False
+    fixed_with_spares: bool = False
+    allow_heal: bool = True
+    finish_at: int = 0
+    """Ranks run out of data at this step; 0: never."""
+    supervised: bool = True
+    bad_group: int = -1
+    """A group whose heals never succeed."""
+    member_rules: MemberRules = MemberRules()
+    room_rules: Rules = Rules()
+    unique_ids: bool = True
+
+    @staticmethod
+    def draw(seed: int, **fixed: Any) -> Config:
+        """A configuration for a seed: which faults may come together is itself random. `fixed` overrides fields."""
+        rng = random.Random(seed * 7919 + 1)
+        groups = rng.choice((2, 3, 3, 4))
+        count = rng.choice((1, 2, 3, 4, len(FAULTS)))
+        values: dict[str, Any] = {
+            "groups": groups,
+            "ranks": 2 if rng.random() < 0.2 else 1,
+            "min_replicas": rng.randint(1, groups - 1) if rng.random() < 0.5 else 1,
+            "expected": groups if rng.random() < 0.5 else 0,
+            "faults": tuple(sorted(rng.sample(FAULTS, count))),
+            "fault_every_s": rng.choice((0.5, 1.0, 2.0)),
+            "heals_before_forward": rng.random() < 0.2,
+            "fixed_with_spares": rng.random() < 0.15,
+            "forward_s": rng.choice((0.1, 0.2, 0.4)),
+            "finish_at": rng.choice((15, 30)) if rng.random() < 0.1 else 0,
+            "supervised": rng.random() < 0.6,
+        }
+        values.update(fixed)
+        return Config(**values)
+
+
+# ---------------------------------------------------------------- the world
+
+
+class World:
+    """Clock, event queue, dice, transcript, and the list of everything."""
+
+    def __init__(self, seed: int, config: Config) -> None:
+        self.seed = seed
+        self.config = config
+        self.rng = random.Random(seed)
+        self.now = 0.0
+        self.events = 0
+        self.calm = False
+        self.boots = 0
+        self.story: list[tuple[float, str, tuple[object, ...]]] = []
+        self.history = History(self)
+        self.groups: dict[str, Group] = {}
+        self.active: dict[str, Group] = {}
+        self.rings: dict[tuple[int, int], Ring] = {}
+        self.incarnations = [0] * config.groups
+        self.lighthouse: Lighthouse | None = None
+        self._queue: list[tuple[float, int, Group | None, Callable[..., None], tuple[Any, ...]]] = []
+        self._count = 0
+
+    @property
+    def room(self) -> Room | None:
+        """The room of the running lighthouse."""
+        return self.lighthouse.room if self.lighthouse else None
+
+    def say(self, text: str, *args: object) -> None:
+        """Add a line to the transcript; formatted only if somebody reads it."""
+        self.story.append((self.now, text, args))
+
+    def transcript(self, last: int = 0) -> str:
+        """The story so far, or its last lines."""
+        return "\n".join(f"{t:8.3f}  {text % args if args else text}" for t, text, args in self.story[-last:])
+
+    def at(self, delay: float, owner: Group | None, fn: Callable[..., None], *args: Any) -> None:
+        """Call `fn` after `delay`; if `owner` is frozen then, when it thaws; if it is dead, never."""
+        self._count += 1
+        heapq.heappush(self._queue, (self.now + delay, self._count, owner, fn, args))
+
+    def between(self, low: float, high: float) -> float:
+        """A random duration."""
+        return low + (high - low) * self.rng.random()
+
+    def run(self) -> None:
+        """Run the safety phase, then the liveness phase. Raises Violation."""
+        config = self.config
+        self.start_lighthouse()
+        for number in range(config.groups):
+            self.spawn(number)
+        if config.faults:
+            self.at(self.between(0.3, 2 * config.fault_every_s), None, self._fault)
+        self._until(config.safety_s)
+        self._calm_down()
+        goal = {rid: (0, g.commits) for rid, g in self.active.items()}
+        bound = self.now + config.liveness_bound_s
+        while self.now < bound and not self._all_well(goal):
+            self._until(min(self.now + 0.5, bound))
+        if not self._all_well(goal):
+            stuck = [repr(g) for rid, g in self.active.items() if g.commits < goal.get(rid, (0, 0))[1] + 2]
+            raise Violation(
+                "I7",
+                f"no commits within {config.liveness_bound_s:g} s after the faults ended: {', '.join(stuck)}; "
+                f"the lighthouse says {self.room.reason if self.room else 'nothing'!r}",
+            )
+        self.check_bounds()
+
+    def _all_well(self, goal: dict[str, tuple[int, int]]) -> bool:
+        alive = [g for g in self.active.values() if not g.done]
+        if self.config.finish_at or not self.config.allow_heal:
+            alive = [g for g in alive if not g.behind_for_good()]
+        if len(alive) < self.config.min_replicas:
+            return True
+        return all(g.commits >= goal.get(g.rid, (0, 0))[1] + 2 for g in alive)
+
+    def check_bounds(self) -> None:
+        """I9: everything has a bound."""
+        room = self.room
+        if room and len(room.records) > 4 * len(self.groups) + 4:
+            raise Violation("I9", f"{len(room.records)} records for {len(self.groups)} replicas")
+        if len(self.rings) > 100_000:
+            raise Violation("I9", "rings")
+
+    def _until(self, end: float) -> None:
+        queue = self._queue
+        while queue and queue[0][0] <= end:
+            self.now, _, owner, fn, args = heapq.heappop(queue)
+            self.events += 1
+            if owner is not None:
+                if not owner.alive:
+                    continue
+                if owner.frozen:
+                    owner.deferred.append((fn, args))
+                    continue
+            fn(*args)
+        self.now = end
+
+    # ------------------------------------------------------------ processes come and go
+
+    def start_lighthouse(self) -> None:
+        """Start a lighthouse that remembers nothing; its clock may have gone back a little."""
+        self.boots += 1
+        boot = 1000 + int(self.now) + (self.rng.randint(-8, 2) if self.boots > 1 else 0)
+        self.lighthouse = Lighthouse(self, boot)
+        self.say("the lighthouse starts (boot %d, number %d)", boot, self.boots)
+
+    def stop_lighthouse(self) -> None:
+        """Kill the lighthouse; clients notice soon."""
+        lighthouse, self.lighthouse = self.lighthouse, None
+        assert lighthouse is not None
+        self.say("the lighthouse is killed")
+        for group in self.groups.values():
+            if group.alive and group.conn is not None:
+                self.at(self.between(0.0, 0.03), group, group.conn_lost, group.conn)
+
+    def spawn(self, number: int) -> Group:
+        """Start a new incarnation of a group."""
+        self.incarnations[number] += 1
+        group = Group(self, number, self.incarnations[number])
+        self.groups[group.rid] = self.active[group.rid] = group
+        self.say("%s starts", group.rid)
+        self.at(self.between(0.01, 0.2), group, group.start)
+        return group
+
+    def living(self, number: int) -> list[Group]:
+        """The living processes of a name."""
+        return [g for g in self.active.values() if g.number == number]
+
+    # ------------------------------------------------------------ faults
+
+    def _fault(self) -> None:
+        if self.calm:
+            return
+        kind = self.rng.choice(self.config.faults)
+        groups = [g for g in self.active.values() if not g.done]
+        if kind in ("lighthouse", "turbulence") or groups:
+            getattr(self, f"_fault_{kind}", self._fault_inject)(kind, self.rng.choice(groups) if groups else None)
+        self.at(self.rng.expovariate(1 / self.config.fault_every_s), None, self._fault)
+
+    def _how_long(self) -> float:
+        return self.between(0.05, 1.5) if self.rng.random() < 0.6 else self.between(1.5, 8.0)
+
+    def _fault_inject(self, kind: str, group: Group) -> None:
+        group.injected.add(kind)
+
+    def _fault_kill(self, _: str, group: Group) -> None:
+        group.die("is killed", hidden="hidden" in self.config.faults and self.rng.random() < 0.5)
+        self.at(self.between(0.02, 3.0), None, self._restart, group.number)
+
+    def _restart(self, number: int) -> None:
+        if not self.living(number) and not self.calm:
+            self.spawn(number)
+
+    def _fault_freeze(self, _: str, group: Group) -> None:
+        if not group.frozen:
+            group.freeze()
+            self.at(self._how_long(), None, group.thaw)
+
+    def _fault_duplicate(self, _: str, group: Group) -> None:
+        """A scheduler believes a frozen or cut-off process lost and starts another."""
+        if (group.frozen or group.cut_lighthouse) and len(self.living(group.number)) == 1:
+            self.say("the scheduler gives up on %s", group.rid)
+            self.spawn(group.number)
+        elif not group.frozen:
+            self._fault_freeze("", group)
+            self.at(self.between(0.1, 2.0), None, self._fault_duplicate, "", group)
+
+    def _fault_cut_lighthouse(self, _: str, group: Group) -> None:
+        self._cut(group, lighthouse=True, peers=False)
+
+    def _fault_cut_peers(self, _: str, group: Group) -> None:
+        self._cut(group, lighthouse=False, peers=True)
+
+    def _fault_cut_all(self, _: str, group: Group) -> None:
+        self._cut(group, lighthouse=True, peers=True)
+
+    def _cut(self, group: Group, *, lighthouse: bool, peers: bool) -> None:
+        if group.cut_lighthouse or group.cut_peers:
+            return
+        what = "everything" if lighthouse and peers else "the lighthouse" if lighthouse else "its peers"
+        self.say("%s is cut off from %s", group.rid, what)
+        group.cut_peers = peers
+        if lighthouse:
+            group.set_cut(True)
+        self.at(self._how_long(), None, self._mend, group)
+
+    def _mend(self, group: Group) -> None:
+        if group.alive and (group.cut_lighthouse or group.cut_peers):
+            self.say("%s is connected again", group.rid)
+            group.cut_peers = False
+            group.set_cut(False)
+            self.recheck()
+
+    def _fault_blip(self, _: str, group: Group) -> None:
+        if group.conn is not None and not group.cut_lighthouse and not group.frozen:
+            self.say("the lease stream of %s breaks", group.rid)
+            group.conn.break_()
+
+    def _fault_turbulence(self, _: str, __: Group | None) -> None:
+        if self.lighthouse is None:
+            return
+        self.say("all lease streams break")
+        for group in list(self.active.values()):
+            if group.conn is not None and not group.cut_lighthouse and not group.frozen:
+                group.conn.break_()
+        self.at(0.02, None, self._turbulence, self.lighthouse)
+
+    def _turbulence(self, lighthouse: Lighthouse) -> None:
+        if lighthouse is self.lighthouse:
+            lighthouse.handle(room_events.Turbulence())
+
+    def _fault_lighthouse(self, _: str, __: Group | None) -> None:
+        if self.lighthouse is not None:
+            self.stop_lighthouse()
+            self.at(self._how_long(), None, self._lighthouse_back)
+
+    def _lighthouse_back(self) -> None:
+        if self.lighthouse is None:
+            self.start_lighthouse()
+
+    def _fault_slow(self, _: str, group: Group) -> None:
+        group.slow_until = self.now + self._how_long()
+
+    def _fault_leave(self, _: str, group: Group) -> None:
+        if len(self.active) > self.config.min_replicas and not group.leaving:
+            self.say("%s is asked to drain", group.rid)
+            group.leaving = True
+            for rank in group.ranks:
+                rank.step.leaving = True
+            self.at(self.between(0.5, 4.0), None, self._restart, group.number)
+
+    def _calm_down(self) -> None:
+        self.say("-------- the faults end; everything is brought back --------")
+        self.calm = True
+        for group in list(self.active.values()):
+            group.injected.clear()
+            group.slow_until = 0.0
+            if group.cut_lighthouse or group.cut_peers:
+                self._mend(group)
+            if group.frozen:
+                group.thaw()
+        if self.lighthouse is None:
+            self.start_lighthouse()
+        for number in range(self.config.groups):
+            if not self.living(number):
+                self.spawn(number)
+
+    # ------------------------------------------------------------ reachability
+
+    def connected(self, one: Group, other: Group) -> bool:
+        """Can packets pass between two replicas?"""
+        return one is other or not (one.cut_peers or other.cut_peers)
+
+    def recheck(self) -> None:
+        """A partition or freeze ended: operations that were stuck may go on."""
+        for ring in list(self.rings.values()):
+            if not ring.dead:
+                ring.recheck()
+
+
+# ---------------------------------------------------------------- the lighthouse
+
+
+class Lighthouse:
+    """The shell around a Room: performs its effects on the lease streams."""
+
+    def __init__(self, world: World, boot: int) -> None:
+        self.world = world
+        config = world.config
+        ids = QuorumIds(
+            boot, world.rng.randrange(1 << 16), deque(world.rng.randrange(1 << 16) for _ in range(8)),
+            unique=config.unique_ids,
+        )  # fmt: skip
+        settings = LighthouseSettings(
+            min_replicas=1, join_timeout_s=0.1, boot_window_s=config.boot_window_s, grace_s=config.grace_s
+        )
+        self.room = Room("job", settings, ids, boot_at=world.now)
+        self.room.rules = config.room_rules
+        self.conns: dict[str, Conn] = {}
+        self._wake_at = -1.0
+
+    def handle(self, event: room_events.Event) -> None:
+        """One event in, all effects out."""
+        world = self.world
+        for effect in self.room.handle(event, world.now):
+            self._perform(effect)
+        wake = self.room.next_at
+        if wake is not None and (wake < self._wake_at or self._wake_at <= world.now):
+            self._wake_at = wake
+            world.at(max(0.0, wake - world.now), None, self._tick, wake)
+
+    def _tick(self, wake: float) -> None:
+        if self.world.lighthouse is self and wake == self._wake_at:
+            self._wake_at = -1.0
+            self.handle(room_events.Tick())
+
+    def _perform(self, effect: room_events.Effect) -> None:
+        if isinstance(effect, room_events.Announce):
+            self.world.history.formed_or_repeated(effect.quorum, self.world.boots, self.room)
+            for replica_id, seq in effect.to:
+                self._push(replica_id, ("quorum", seq, effect.quorum))
+        elif isinstance(effect, room_events.Note):
+            self.world.say("lighthouse: %s", effect.text)
+        elif isinstance(effect, room_events.Explain):
+            self.world.say("lighthouse to %s: %s", ", ".join(effect.to), effect.reason)
+        elif isinstance(effect, room_events.Superseded):
+            self._push(effect.to, ("lost", effect.quorum_id, "superseded"))
+        elif isinstance(effect, room_events.MemberLost):
+            for replica_id in effect.to:
+                self._push(replica_id, ("lost", effect.quorum_id, f"{', '.join(effect.lost)} is lost"))
+        elif isinstance(effect, room_events.ChangePending):
+            for replica_id in effect.to:
+                self._push(replica_id, ("change", effect.quorum_id, effect.reason))
+        elif isinstance(effect, room_events.Paused):
+            for replica_id in effect.to:
+                self._push(replica_id, ("paused", effect.quorum_id, effect.for_s))
+        elif isinstance(effect, room_events.Refuse):
+            self._push(effect.to, ("refused", effect.finished, effect.reason))
+
+    def _push(self, replica_id: str, message: tuple[Any, ...]) -> None:
+        conn = self.conns.get(replica_id)
+        if conn is not None:
+            conn.push(message)
+
+
+class Conn:
+    """One lease stream: ordered both ways; messages under way are lost when it breaks."""
+
+    def __init__(self, group: Group, lighthouse: Lighthouse, generation: int) -> None:
+        self.world = group.world
+        self.group = group
+        self.lighthouse = lighthouse
+        self.generation = generation
+        self.client_open = self.server_open = True
+        self.heard_at = self.world.now
+        self.held: list[tuple[Callable[..., None], tuple[Any, ...]]] = []
+        self._up_at = self._down_at = 0.0
+
+    def send(self, event: room_events.Event, sent_at: float) -> None:
+        """Client to lighthouse."""
+        if self.client_open:
+            self._up_at = max(self._up_at, self.world.now + self.world.between(0.001, 0.02))
+            self.world.at(self._up_at - self.world.now, None, self._arrive, event, sent_at)
+
+    def _arrive(self, event: room_events.Event, sent_at: float) -> None:
+        if not self.server_open or self.world.lighthouse is not self.lighthouse:
+            return
+        if self.group.cut_lighthouse:
+            self.held.append((self._arrive, (event, sent_at)))
+            return
+        self.heard_at = self.world.now
+        if isinstance(event, room_events.Hello):
+            self.lighthouse.conns[self.group.rid] = self
+            self.group.unleased_since = None
+        self.lighthouse.handle(event)
+        if isinstance(event, room_events.Hello | room_events.Progress):
+            self.push(("ack", sent_at))
+        elif isinstance(event, room_events.Left):
+            self.server_open = False
+
+    def push(self, message: tuple[Any, ...]) -> None:
+        """Lighthouse to client."""
+        if self.server_open:
+            self._down_at = max(self._down_at, self.world.now + self.world.between(0.001, 0.02))
+            self.world.at(self._down_at - self.world.now, self.group, self._deliver, message)
+
+    def _deliver(self, message: tuple[Any, ...]) -> None:
+        if not self.client_open or self.group.conn is not self:
+            return
+        if self.group.cut_lighthouse:
+            self.held.append((self._deliver, (message,)))
+            return
+        self.group.on_push(message)
+
+    def release(self) -> None:
+        """A partition ended: TCP sends again what was held up, if the connection still stands."""
+        held, self.held = self.held, []
+        for fn, args in held:
+            fn(*args)
+
+    def break_(self) -> None:
+        """The connection breaks; both ends notice, each in its own time."""
+        world = self.world
+        self.client_open = False
+        world.at(world.between(0.001, 0.03), None, self.end)
+        world.at(world.between(0.001, 0.02), self.group, self.group.conn_lost, self)
+
+    def end(self) -> None:
+        """The lighthouse's end of the stream ends."""
+        if not self.server_open:
+            return
+        self.server_open = False
+        if self.lighthouse.conns.get(self.group.rid) is self and self.group.unleased_since is None:
+            self.group.unleased_since = self.world.now
+        if self.world.lighthouse is self.lighthouse:
+            silence = self.world.now - self.heard_at
+            self.lighthouse.handle(room_events.LeaseEnded(self.group.rid, self.generation, silence))
+
+
+# ---------------------------------------------------------------- a replica group
+
+
+class Group:
+    """One incarnation of a replica group: its lease, its group server, its ranks."""
+
+    def __init__(self, world: World, number: int, incarnation: int) -> None:
+        self.world = world
+        self.number = number
+        self.name = "abcdefgh"[number]
+        self.rid = f"{self.name}:{incarnation}"
+        self.key = number * 1000 + incarnation
+        self.incarnation = incarnation
+        self.alive = True
+        self.done = False
+        self.frozen = False
+        self.cut_lighthouse = self.cut_peers = False
+        self.leaving = False
+        self.deferred: list[tuple[Callable[..., None], tuple[Any, ...]]] = []
+        self.injected: set[str] = set()
+        self.slow_until = 0.0
+        self.peer_busy_until = 0.0
+        self.busy_until = 0.0
+        self.commits = 0
+        self.unleased_since: float | None = world.now
+        self.excused_at = self.presumed_gone_at = -1.0
+        self.boot_excuse = 0
+        self.conn: Conn | None = None
+        self._generation = 0
+        self._open_ask: Ask | None = None
+        self._asks: dict[int, Ask] = {}
+        self.votes = Votes(world.config.ranks)
+        self.ranks: list[Rank] = []
+
+    def __repr__(self) -> str:
+        state = "frozen" if self.frozen else "alive" if self.alive else "dead"
+        asks = f", asking seq {self._open_ask.seq}" if self._open_ask else ""
+        return f"{self.rid} ({state}{asks}, {', '.join(repr(r.step) for r in self.ranks)})"
+
+    # ------------------------------------------------------------ life
+
+    def start(self) -> None:
+        """The process is up."""
+        config = self.world.config
+        for index in range(config.ranks):
+            settings = StepSettings(
+                replica_id=self.rid, group_rank=index, group_world_size=config.ranks, min_replicas=config.min_replicas,
+                mode=WorldSizeMode.FIXED_WITH_SPARES if config.fixed_with_spares else WorldSizeMode.DYNAMIC,
+                autonomy_s=config.autonomy_s, orphan_s=config.orphan_s, rules=config.member_rules,
+            )  # fmt: skip
+            step = Step(settings, lineage=self.world.rng.getrandbits(62), now=self.world.now)
+            step.leaving = self.leaving
+            self.ranks.append(Rank(self, index, step))
+        self.connect()
+        self.world.at(self.world.between(0.0, 0.1), self, self._progress)
+        for rank in self.ranks:
+            self.world.at(self.world.between(0.01, 0.15), self, rank.boundary)
+
+    def die(self, how: str, *, hidden: bool = False) -> None:
+        """The process ends without a word."""
+        world = self.world
+        if not self.alive:
+            return
+        self.alive = False
+        world.active.pop(self.rid, None)
+        world.say("%s %s%s", self.rid, how, " (its sockets stay open in a forked child)" if hidden else "")
+        if self.conn is not None and not self.cut_lighthouse:
+            world.at(world.between(0.001, 0.02), None, self.conn.end)
+        for rank in self.ranks:
+            rank.leave_ring(hidden=hidden)
+        if world.config.supervised and how == "is killed":
+            word = self.rid if world.rng.random() < 0.5 else self.name
+            world.at(world.between(0.01, 0.6), None, self._supervisor, word)
+
+    def _supervisor(self, word: str) -> None:
+        lighthouse = self.world.lighthouse
+        if lighthouse is not None:
+            self.world.say("the supervisor reports the end of %s", word)
+            lighthouse.handle(room_events.Ended(word))
+
+    def freeze(self) -> None:
+        """SIGSTOP."""
+        self.world.say("%s is frozen", self.rid)
+        self.frozen = True
+        if self.conn is not None:
+            self.world.at(self.world.config.liveness_s, None, self._missed, self.conn, True)
+
+    def thaw(self) -> None:
+        """SIGCONT: what arrived meanwhile is handled now."""
+        if not self.alive or not self.frozen:
+            return
+        self.world.say("%s is thawed", self.rid)
+        self.frozen = False
+        deferred, self.deferred = self.deferred, []
+        for position, (fn, args) in enumerate(deferred):
+            self.world.at(position * 1e-6, self, fn, *args)
+        if self.conn is not None and not self.conn.server_open:
+            self.world.at(self.world.between(0.0, 0.01), self, self.conn_lost, self.conn)
+        self.world.recheck()
+
+    def set_cut(self, cut: bool) -> None:
+        """Packets to and from the lighthouse are dropped, or pass again."""
+        self.cut_lighthouse = cut
+        if self.conn is None:
+            return
+        if cut:
+            self.world.at(self.world.config.liveness_s, None, self._missed, self.conn, False)
+        else:
+            self.conn.release()
+            if not self.conn.server_open:
+                self.world.at(0.001, self, self.conn_lost, self.conn)
+
+    def _missed(self, conn: Conn, by_freeze: bool) -> None:
+        """Keepalives went unanswered for a liveness timeout."""
+        still = self.frozen if by_freeze else self.cut_lighthouse
+        if still and self.alive and self.world.now - conn.heard_at >= self.world.config.liveness_s - 1e-9:
+            conn.end()
+            if not by_freeze:
+                self.world.at(0.001, self, self.conn_lost, conn)
+        elif still and self.alive and conn.server_open:
+            left = self.world.config.liveness_s - (self.world.now - conn.heard_at)
+            self.world.at(max(left, 0.001), None, self._missed, conn, by_freeze)
+
+    # ------------------------------------------------------------ the lease
+
+    def connect(self) -> None:
+        """Open a lease stream; tried again until it works."""
+        world = self.world
+        if self.conn is not None and self.conn.client_open:
+            return
+        lighthouse = world.lighthouse
+        if lighthouse is None or self.cut_lighthouse:
+            world.at(world.between(0.3, 1.0) * world.config.reconnect_s, self, self.connect)
+            return
+        self._generation += 1
+        self.conn = Conn(self, lighthouse, self._generation)
+        self.conn.send(self.hello(), world.now)
+        if self._open_ask is not None:
+            self.conn.send(room_events.Asked(self._open_ask, self._generation), world.now)
+
+    def conn_lost(self, conn: Conn) -> None:
+        """The client sees its stream end."""
+        if conn is self.conn:
+            conn.client_open = False
+            self.world.at(self.world.between(0.0, 0.03), self, self.connect)
+
+    def hello(self) -> room_events.Hello:
+        """What this group presents when it (re-)opens its lease."""
+        config, step = self.world.config, self.ranks[0].step
+        quorum = step.quorum
+        versions = {rank.step.version for rank in self.ranks}
+        return room_events.Hello(
+            self.rid, self.name, self._generation, self.incarnation,
+            version=step.version if len(versions) == 1 else VOID,
+            stable=self.stable(), highest_id=max(rank.step.highest_id for rank in self.ranks),
+            quorum_id=quorum.quorum_id if quorum else 0, members=quorum.ids if quorum else (),
+            expected=config.expected, min_replicas=config.min_replicas, group_world_size=config.ranks,
+            join_s=config.join_s, liveness_s=config.liveness_s, orphan_s=config.orphan_s,
+        )  # fmt: skip
+
+    def stable(self) -> Version:
+        """The newest version every rank knows to be held by its whole quorum."""
+        return min(rank.step.stable for rank in self.ranks)
+
+    def _progress(self) -> None:
+        world = self.world
+        if self.done:
+            return
+        if self.conn is not None and self.conn.client_open:
+            step = self.ranks[0].step
+            paused = max(0.0, self.busy_until - world.now)
+            event = room_events.Progress(
+                self.rid, self._generation, max(step.version.step, 0), step.phase.value, self.stable(), paused
+            )
+            self.conn.send(event, world.now)
+        world.at(world.config.progress_s * world.between(0.8, 1.0), self, self._progress)
+
+    def on_push(self, message: tuple[Any, ...]) -> None:
+        """Something arrived from the lighthouse."""
+        kind = message[0]
+        if kind == "ack":
+            for rank in self.ranks:
+                rank.step.lease_acked_at = max(rank.step.lease_acked_at, message[1])
+        elif kind == "quorum":
+            _, seq, quorum = message
+            if self._open_ask is not None and self._open_ask.seq == seq:
+                self._open_ask = None
+                self._asks.clear()
+                for rank in self.ranks:
+                    self.world.at(self.world.between(0.0, 0.01), self, rank.enter, quorum)
+        elif kind == "lost":
+            for rank in self.ranks:
+                rank.lost(message[1], message[2])
+        elif kind == "change":
+            for rank in self.ranks:
+                rank.step.want_change(message[1], message[2])
+        elif kind == "paused":
+            self.peer_busy_until = max(self.peer_busy_until, self.world.now + message[2])
+        elif kind == "refused":
+            self.world.say("%s is refused: %s", self.rid, message[2])
+            self.stop()
+
+    # ------------------------------------------------------------ the group server
+
+    def submit(self, index: int, ask: Ask) -> None:
+        """A rank asks. The others are told (any rank that leaves the quorum makes the group leave it)."""
+        self._asks[index] = ask
+        for rank in self.ranks:
+            if rank.index != index and rank.index not in self._asks:
+                rank.lost(ask.quorum_id, f"rank {index} of this group asks for a new quorum: {ask.reason}")
+        merged = merge_asks(self._asks, len(self.ranks))
+        if isinstance(merged, Mismatch):
+            raise Violation("sim", merged.reason)
+        if merged is None:
+            return
+        self._open_ask = merged
+        self.world.say(
+            "%s asks (seq %d) at %s, leaving %#x%s: %s", self.rid, merged.seq, merged.version, merged.quorum_id,
+            ", failed" if merged.failed else "", merged.reason,
+        )  # fmt: skip
+        if self.conn is not None and self.conn.client_open:
+            self.conn.send(room_events.Asked(merged, self._generation), self.world.now)
+
+    def vote(self, index: int, verdict: Verdict) -> None:
+        """A rank's verdict; when the group's is decided, every rank settles."""
+        result = self.votes.cast(index, verdict)
+        if len(self.votes._open) > 8:
+            raise Violation("I9", "votes")
+        if result is None:
+            return
+        for rank in self.ranks:
+            step = rank.step
+            if step.plan is not None and (step.plan.quorum_id, step.attempt) == (result.quorum_id, result.attempt):
+                self.world.at(self.world.between(0.0, 0.002), self, rank.settle, result)
+
+    def goodbye(self, why: str, *, agreed: bool, finished: bool) -> None:
+        """Leave on purpose."""
+        if self.done:
+            return
+        self.world.say("%s leaves: %s", self.rid, why)
+        if self.conn is not None:
+            event = room_events.Left(
+                self.rid, self._generation, why, finished, self.ranks[0].step.version, agreed
+            )
+            self.conn.send(event, self.world.now)
+        self.stop()
+
+    def stop(self) -> None:
+        """End the process; its sockets stay open a little longer (R16)."""
+        self.done = True
+        for rank in self.ranks:
+            rank.token += 1
+        self.world.at(0.3, None, self.die, "has ended")
+
+    def behind_for_good(self) -> bool:
+        """Excluded with allow_heal=False."""
+        return any(rank.step.plan is not None and rank.step.plan.excluded for rank in self.ranks)
+
+
+# ---------------------------------------------------------------- a rank
+
+
+class Rank:
+    """One rank's training loop around a real Step."""
+
+    def __init__(self, group: Group, index: int, step: Step) -> None:
+        self.world = group.world
+        self.group = group
+        self.index = index
+        self.step = step
+        self.name = group.rid if group.world.config.ranks == 1 else f"{group.rid}/{index}"
+        self.state = hash((1, group.key, index))
+        self.received: int | None = None
+        self.ring: Ring | None = None
+        self.token = 0
+        """Which training-thread activity is current: a timer with an older one is void."""
+        self.waiting_to_launch = self.waiting_for_heal = False
+        self.asking = False
+        self.kept: tuple[int, int, Version, Any, int, int] | None = None
+        """Reduced gradients of the last commit: quorum, attempt, version after, gradients, divisor, state after."""
+        self.pending: tuple[tuple[tuple[int, int], ...], int] | None = None
+        self.last_step = 0
+        self.was_torn = False
+        self.vetoes_in_a_row = 0
+
+    # ------------------------------------------------------------ start_quorum
+
+    def boundary(self) -> None:
+        """start_quorum()."""
+        group, step = self.group, self.step
+        if group.done or self.asking:
+            return
+        self.token += 1
+        self.waiting_to_launch = self.waiting_for_heal = False
+        if self.world.config.finish_at and step.version.step >= self.world.config.finish_at:
+            step.exhausted = True
+        decision = step.boundary()
+        if isinstance(decision, Go):
+            self._forward()
+            return
+        if decision.failed:
+            self.leave_ring()
+            self._vote_broken()
+        if group.leaving and (self.index == 0 or step.plan is None):
+            group.goodbye("drained", agreed=not decision.failed, finished=False)
+            return
+        self.asking = True
+        group.submit(self.index, step.ask(Ask("", 0, **self._template()), decision))
+
+    def _template(self) -> dict[str, Any]:
+        config = self.world.config
+        return {"heals_before_forward": config.heals_before_forward, "allow_heal": config.allow_heal}
+
+    def enter(self, quorum: Quorum) -> None:
+        """The answer to the ask."""
+        if self.group.done:
+            return
+        self.leave_ring()
+        self.token += 1
+        self.asking = False
+        self.world.history.entered(self.group, quorum, self.step.highest_id)
+        plan = self.step.enter(quorum)
+        self.received = None
+        self.waiting_to_launch = self.waiting_for_heal = False
+        self.world.say(
+            "%s enters %#x as rank %d of %d at %s%s%s", self.name, quorum.quorum_id, plan.replica_rank, plan.size,
+            plan.target, ", heals" if plan.heals else "", " (finish)" if plan.finish else "",
+        )  # fmt: skip
+        world = self.world
+        if "configure" in self.group.injected:
+            self.group.injected.discard("configure")
+            world.at(world.between(0.01, 0.5), self.group, self._configure_failed, self.token, "injected")
+            return
+        world.at(world.between(0.001, 0.01), self.group, self._configure, self.token)
+
+    def _configure(self, token: int) -> None:
+        if token != self.token or self.step.phase is not Phase.ENTERED:
+            if token == self.token:
+                self.boundary()
+            return
+        assert self.step.plan is not None
+        key = (self.step.plan.quorum_id, self.index)
+        ring = self.world.rings.get(key)
+        if ring is None:
+            ring = self.world.rings[key] = Ring(self.world, self.step.plan.quorum, self.index)
+        self.ring = ring
+        self.world.at(self.world.config.connect_s, self.group, self._configure_failed, token, "connect timeout")
+        ring.arrive(self)
+
+    def _configure_failed(self, token: int, why: str) -> None:
+        if token == self.token and self.step.phase is Phase.ENTERED:
+            self.world.say("%s cannot configure: %s", self.name, why)
+            self.step.break_(f"configure: {why}")
+            self.boundary()
+
+    def configured(self, ring: Ring) -> None:
+        """The process group is up."""
+        if self.ring is not ring or self.group.done:
+            return
+        if not self.step.configured(ring.quorum.quorum_id):
+            if self.step.phase is Phase.BROKEN and not self.asking:
+                self.boundary()
+            return
+        plan = self.step.plan
+        assert plan is not None
+        if self.step.heal is Heal.PENDING:
+            self._start_heal()
+        if self.step.heal is Heal.PENDING and (plan.heals_first or self.world.config.heals_before_forward):
+            self.waiting_for_heal = True
+        else:
+            self._forward()
+
+    # ------------------------------------------------------------ healing
+
+    def _start_heal(self) -> None:
+        step, plan = self.step, self.step.plan
+        assert plan is not None
+        sync = plan.heals_first or self.world.config.heals_before_forward
+        worthless = step.version.step <= 0
+        in_place = not plan.finish and (worthless or len(plan.donors) >= 2) and (sync or worthless)
+        in_place = in_place and (sync or step.version == VOID)
+        if in_place:
+            step.tear()
+            self.was_torn = True
+            self.state = -abs(hash((2, self.group.key, plan.quorum_id)))
+        self.world.at(self.world.config.heal_s, self.group, self._heal_deadline, plan.quorum_id)
+        self._try_donor(plan.quorum_id, 0, plan.finish)
+
+    def _heal_deadline(self, quorum_id: int) -> None:
+        self.step.heal_failed(quorum_id, "too slow")
+        self._heal_over(quorum_id)
+
+    def _try_donor(self, quorum_id: int, position: int, finish: bool) -> None:
+        plan = self.step.plan
+        if plan is None or plan.quorum_id != quorum_id or self.step.heal is not Heal.PENDING:
+            return
+        if position >= len(plan.donors):
+            if finish:
+                self._try_donor(quorum_id, 0, False)
+                return
+            self.step.heal_failed(quorum_id, "no donor left")
+            self._heal_over(quorum_id)
+            return
+        donor = plan.quorum.members[plan.donors[position]].replica_id
+        delay = self.world.between(0.005, 0.05) if self.world.rng.random() < 0.8 else self.world.between(0.05, 0.6)
+        self.world.at(delay, self.group, self._from_donor, quorum_id, position, finish, donor)
+
+    def _from_donor(self, quorum_id: int, position: int, finish: bool, donor_id: str) -> None:
+        plan, world = self.step.plan, self.world
+        if plan is None or plan.quorum_id != quorum_id or self.step.heal is not Heal.PENDING:
+            return
+        donor = world.groups[donor_id]
+        theirs = donor.ranks[self.index].step if donor.ranks else None
+        usable = (
+            donor.alive and not donor.frozen and world.connected(self.group, donor) and theirs is not None
+            and theirs.plan is not None and theirs.plan.quorum_id == quorum_id and theirs.version == plan.target
+            and "heal" not in self.group.injected and self.group.number != world.config.bad_group
+        )  # fmt: skip
+        if "heal" in self.group.injected and world.rng.random() < 0.5:
+            self.group.injected.discard("heal")
+        if not usable:
+            world.at(0.02, self.group, self._try_donor, quorum_id, position + 1, finish)
+            return
+        source = donor.ranks[self.index]
+        if finish:
+            kept = source.kept
+            if kept is None or kept[2] != plan.target:
+                world.at(0.01, self.group, self._try_donor, quorum_id, position + 1, finish)
+                return
+            before = self.state
+            self.state = hash((3, before, kept[3], kept[4]))
+            self.step.finished(plan)
+            self.kept = kept
+            world.history.finishes += 1
+            world.say("%s finishes the step it could not follow with %s's gradients", self.name, donor_id)
+            self.group.commits += not self.index
+            world.history.committed(self, before, kept[3], kept[4])
+        else:
+            self.received = source.state
+            self.step.healed(quorum_id)
+        self._heal_over(quorum_id)
+
+    def _heal_over(self, quorum_id: int) -> None:
+        plan = self.step.plan
+        if plan is None or plan.quorum_id != quorum_id or self.step.heal is Heal.PENDING:
+            return
+        if self.waiting_for_heal:
+            self.waiting_for_heal = False
+            self._apply()
+            self._forward()
+        elif self.waiting_to_launch:
+            self.waiting_to_launch = False
+            self._launch(self.token)
+
+    def _apply(self) -> None:
+        if self.step.heal is Heal.READY:
+            assert self.received is not None
+            self.state, self.received = self.received, None
+            self.step.heal_applied()
+            self.world.history.heals += 1
+            self.world.history.holds(self, self.step.version, self.state)
+            self.world.say("%s is healed at %s", self.name, self.step.version)
+
+    # ------------------------------------------------------------ the attempt
+
+    def _forward(self) -> None:
+        world, group = self.world, self.group
+        length = world.config.forward_s * world.between(0.5, 1.5)
+        if world.now < group.slow_until:
+            length *= 8
+        if "pause" in group.injected and not self.index:
+            group.injected.discard("pause")
+            length += world.between(0.5, 4.0)
+            group.busy_until = world.now + length
+            world.say("%s pauses for %.1f s", group.rid, length)
+        if "soft" in group.injected and not world.rng.randrange(len(group.ranks)):
+            group.injected.discard("soft")
+            self.step.fail_softly("a NaN was found")
+        world.at(length, group, self._launch, self.token)
+
+    def _launch(self, token: int) -> None:
+        if token != self.token:
+            return
+        step, world = self.step, self.world
+        if step.heal is Heal.PENDING and step.phase is not Phase.BROKEN:
+            self.waiting_to_launch = True
+            return
+        if not step.launching(world.now) or self.ring is None:
+            self.boundary()
+            return
+        payload = (
+            step.slots(world.now), self.group.key, self.state if step.contributes else None,
+            (step.attempt, step.base),
+        )  # fmt: skip
+        op = self.ring.launch(self, payload)
+        self._watchdog(token, op)
+        if "skip" in self.group.injected:
+            self.group.injected.discard("skip")
+            world.say("%s: the training script starts the next step without should_commit", self.name)
+            world.at(world.between(0.001, 0.05), self.group, self._skip, token)
+        if "late" in self.group.injected and world.rng.random() < 0.6:
+            self.group.injected.discard("late")
+            late = self._late_bucket if world.rng.random() < 0.6 else self._late_soft
+            world.at(world.between(0.0, 0.05), self.group, late, token, step.attempt)
+
+    def _skip(self, token: int) -> None:
+        if token == self.token and self.step.phase is Phase.LAUNCHED:
+            self.boundary()
+
+    def _late_bucket(self, token: int, attempt: int) -> None:
+        """A bucket of this attempt fails after the fence was launched: this member alone cannot follow."""
+        if token == self.token and self.step.attempt == attempt and not self.group.done:
+            self.world.say("%s: a bucket fails late", self.name)
+            if self.world.config.member_rules.r0_verdict:
+                self.step.break_("a bucket failed")
+                self._ask_at_once()
+            else:
+                self.step.fail_softly("a bucket failed")
+
+    def _late_soft(self, token: int, attempt: int) -> None:
+        if token == self.token and self.step.attempt == attempt:
+            self.world.say("%s: report_error after the fence was launched", self.name)
+            self.step.fail_softly("reported late")
+
+    def _watchdog(self, token: int, op: Op) -> None:
+        until = max(self.world.config.timeout_s, self.group.peer_busy_until - self.world.now)
+        self.world.at(until, self.group, self._timed_out, token, op)
+
+    def _timed_out(self, token: int, op: Op) -> None:
+        if token != self.token or self.step.phase is not Phase.LAUNCHED:
+            return
+        if self.group.peer_busy_until > self.world.now:
+            self._watchdog(token, op)
+        else:
+            self.op_failed(op, "collective timeout")
+
+    def op_failed(self, op: Op, why: str) -> None:
+        """The data plane reports an error."""
+        if self.step.phase is Phase.LAUNCHED and self.ring is op.ring and not self.group.done:
+            self.world.say("%s: %s", self.name, why)
+            self.step.break_(why, keep_gradients=len(op.launched) == len(op.ring.ids))
+            self._ask_at_once()
+
+    def lost(self, quorum_id: int, reason: str) -> None:
+        """A push from the lighthouse or from another rank of the group."""
+        if self.step.lost(quorum_id, reason):
+            self.world.say("%s aborts: %s", self.name, reason)
+            self._ask_at_once()
+
+    def _ask_at_once(self) -> None:
+        """A broken rank aborts; if it is waiting it asks from inside should_commit, else when its forward ends."""
+        self.leave_ring()
+        self._vote_broken()
+        if not self.asking:
+            self.token += 1
+            self.world.at(self.world.between(0.001, 0.01), self.group, self._ask_later, self.token)
+
+    def _vote_broken(self) -> None:
+        plan = self.step.plan
+        if plan is not None and len(self.group.ranks) > 1:
+            verdict = Verdict(plan.quorum_id, self.step.attempt, Outcome.BROKEN, self.step.broken_reason)
+            self.group.vote(self.index, verdict)
+
+    def _ask_later(self, token: int) -> None:
+        if token == self.token:
+            self.boundary()
+
+    def fence_done(self, op: Op) -> None:
+        """The fence arrived."""
+        step, world = self.step, self.world
+        if self.ring is not op.ring or step.phase is not Phase.LAUNCHED or self.group.done:
+            return
+        op.check_aligned()
+        verdict = step.judge(op.sums(), world.now)
+        if verdict.outcome is Outcome.BROKEN:
+            world.say("%s: %s", self.name, verdict.reason)
+            self._ask_at_once()
+            return
+        if not step.behind:
+            world.history.publish(self)
+        gradients = tuple((key, state) for _, key, state, _ in op.payloads() if state is not None)
+        self.pending = (gradients, step.divisor(verdict))
+        if verdict.outcome is Outcome.COMMIT:
+            world.history.check_roles(self, op, verdict)
+        self.group.vote(self.index, verdict)
+
+    def settle(self, verdict: Verdict) -> None:
+        """should_commit() has the group's verdict."""
+        step, world = self.step, self.world
+        if self.group.done or step.plan is None or (step.plan.quorum_id, step.attempt) != (
+            verdict.quorum_id, verdict.attempt
+        ):  # fmt: skip
+            return
+        if step.phase is Phase.FENCED and verdict.outcome is not Outcome.BROKEN:
+            self._apply()
+        broken_before = step.phase is Phase.BROKEN
+        attempt, before = step.attempt, self.state
+        if step.settle(verdict):
+            assert self.pending is not None
+            gradients, divisor = self.pending
+            self.state = hash((3, before, gradients, divisor))
+            self.kept = (verdict.quorum_id, attempt, step.version, gradients, divisor, self.state)
+            self.group.commits += not self.index
+            world.say("%s commits %s (%d gradients)", self.name, step.version, len(gradients))
+            world.history.committed(self, before, gradients, divisor)
+        if broken_before:
+            return
+        if step.phase is Phase.BROKEN:
+            self._ask_at_once()
+            return
+        if verdict.exhausted or (step.exhausted and len(step.plan.quorum.members) == 1):
+            self.group.goodbye("out of data", agreed=True, finished=True)
+            return
+        if verdict.outcome is Outcome.VETO:
+            world.say("%s: not committed: %s", self.name, verdict.reason)
+        self.token += 1
+        world.at(world.between(0.0, 0.003), self.group, self._ask_later, self.token)
+
+    def leave_ring(self, *, hidden: bool = False) -> None:
+        """Abort and drop the process group."""
+        ring, self.ring = self.ring, None
+        if ring is not None:
+            ring.leave(self, hidden=hidden)
+
+
+# ---------------------------------------------------------------- the data plane
+
+
+Payload = tuple[list[float], int, "int | None", tuple[int, Version]]
+
+
+class Op:
+    """One collective of a ring: the last bucket with the fence in its tail."""
+
+    def __init__(self, ring: Ring) -> None:
+        self.ring = ring
+        self.launched: dict[int, tuple[Rank, Payload]] = {}
+        self.started = False
+        self.reached: set[int] = set()
+        self._sums: list[float] | None = None
+
+    def payloads(self) -> list[Payload]:
+        """In rank order."""
+        return [self.launched[position][1] for position in range(len(self.ring.ids))]
+
+    def sums(self) -> list[float]:
+        """What an allreduce of the fence gives."""
+        if self._sums is None:
+            columns = zip(*(p[0] for p in self.payloads()), strict=True)
+            self._sums = [sum(column) for column in columns]
+            assert len(self._sums) == FENCE_SLOTS
+        return self._sums
+
+    def check_aligned(self) -> None:
+        """Gloo mixes misaligned buckets silently, or kills the process if their sizes differ."""
+        if len({p[3][0] for p in self.payloads()}) > 1:
+            raise Violation("I4", "collectives of different attempts were paired with each other")
+
+
+class Ring:
+    """The process group of one group rank in one quorum."""
+
+    def __init__(self, world: World, quorum: Quorum, index: int) -> None:
+        self.world = world
+        self.quorum = quorum
+        self.index = index
+        self.ids = quorum.ids
+        self.arrived: dict[int, Rank] = {}
+        self.left: set[int] = set()
+        self.up = False
+        self.ops: list[Op] = []
+        self.position: dict[int, int] = {}
+
+    @property
+    def dead(self) -> bool:
+        """Nobody will use it again."""
+        return len(self.left) == len(self.ids)
+
+    def _where(self, rank: Rank) -> int:
+        return self.ids.index(rank.group.rid)
+
+    def _passable(self, ranks: list[Rank]) -> bool:
+        cut = sum(rank.group.cut_peers for rank in ranks)
+        return (cut == 0 or len(ranks) == 1) and not any(rank.group.frozen for rank in ranks)
+
+    def arrive(self, rank: Rank) -> None:
+        """A member configures."""
+        self.arrived[self._where(rank)] = rank
+        self.position[self._where(rank)] = 0
+        self.recheck()
+
+    def recheck(self) -> None:
+        """See what can go on."""
+        world = self.world
+        if not self.up:
+            if len(self.arrived) == len(self.ids) and not self.left and self._passable(list(self.arrived.values())):
+                self.up = True
+                for rank in self.arrived.values():
+                    world.at(world.between(0.001, 0.02), rank.group, rank.configured, self)
+            return
+        if self.ops and not self.ops[-1].started:
+            self._try(self.ops[-1])
+
+    def launch(self, rank: Rank, payload: Payload) -> Op:
+        """A member launches its next operation."""
+        where = self._where(rank)
+        number = self.position[where]
+        self.position[where] += 1
+        while len(self.ops) <= number:
+            self.ops.append(Op(self))
+        op = self.ops[number]
+        op.launched[where] = (rank, payload)
+        self._try(op)
+        return op
+
+    def _try(self, op: Op) -> None:
+        world = self.world
+        if op.started:
+            return
+        if self.left:
+            for rank, _ in op.launched.values():
+                self._fail_soon(op, rank)
+            return
+        if len(op.launched) < len(self.ids) or not self._passable([rank for rank, _ in op.launched.values()]):
+            return
+        op.started = True
+        for where, (rank, _) in op.launched.items():
+            world.at(world.between(0.001, 0.015), rank.group, self._deliver, op, where)
+
+    def _deliver(self, op: Op, where: int) -> None:
+        rank = op.launched[where][0]
+        if self.left and self.world.rng.random() < 0.5:
+            rank.op_failed(op, "a peer left while the last collective was under way")
+            return
+        op.reached.add(where)
+        rank.fence_done(op)
+
+    def _fail_soon(self, op: Op, rank: Rank) -> None:
+        self.world.at(
+            self.world.between(0.001, 0.02), rank.group, rank.op_failed, op, "a peer closed its connection"
+        )
+
+    def leave(self, rank: Rank, *, hidden: bool) -> None:
+        """A member aborts, or dies. `hidden`: a forked child keeps its sockets open, so nobody notices."""
+        where = self._where(rank)
+        if where in self.left:
+            return
+        self.left.add(where)
+        if self.dead:
+            self.world.rings.pop((self.quorum.quorum_id, self.index), None)
+        if hidden:
+            return
+        for op in self.ops[-2:]:
+            if not op.started:
+                for other, _ in op.launched.values():
+                    if other is not rank:
+                        self._fail_soon(op, other)
+
+
+# ---------------------------------------------------------------- running
+
+
+@dataclass(slots=True)
+class Result:
+    """What became of one seed."""
+
+    seed: int
+    violation: Violation | None
+    world: World = field(repr=False)
+
+
+def simulate(seed: int, config: Config | None = None) -> Result:
+    """Run one seed to its end or to its first violation."""
+    world = World(seed, config or Config.draw(seed))
+    try:
+        world.run()
+    except Violation as violation:
+        world.say("VIOLATION %s", violation)
+        return Result(seed, violation, world)
+    return Result(seed, None, world)
+
+
+__all__ = ["FAULTS", "Config", "NotReady", "Result", "View", "World", "decide", "simulate"]

@@ -1,0 +1,165 @@
+"""What really happened, against which the protocol's claims are checked (DESIGN 4). Nothing here is known to a replica.
+
+A state is an integer: a hash of the whole history that led to it. The protocol sees only versions; `History` sees both.
+Every check runs at the event that could break it, so a violation is found at once, not at the end of the run.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from ft_core.quorum import VOID, Quorum, Version
+from ft_core.step import EXHAUSTED, Verdict
+
+if TYPE_CHECKING:
+    from ft_core.membership import Room
+    from tests.simulation.cluster import Group, Op, Rank, World
+
+
+class Violation(AssertionError):
+    """An invariant does not hold; `rule` is its number in DESIGN 4."""
+
+    def __init__(self, rule: str, text: str) -> None:
+        super().__init__(f"{rule}: {text}")
+        self.rule = rule
+
+
+@dataclass(slots=True)
+class Published:
+    """A step that some replica saw held by a whole quorum."""
+
+    at: float
+    boot: int
+
+
+@dataclass(slots=True)
+class History:
+    """The truth about one run."""
+
+    world: World
+    parent: dict[int, tuple[int, int]] = field(default_factory=dict)
+    """state -> (the state it was made from, its step)."""
+    held: dict[tuple[int, Version], int] = field(default_factory=dict)
+    """(group rank, version) -> the state that goes by that name."""
+    members: dict[int, tuple[str, ...]] = field(default_factory=dict)
+    last_id: dict[int, int] = field(default_factory=dict)
+    published: dict[int, dict[int, Published]] = field(default_factory=dict)
+    remainder: Counter[str] = field(default_factory=Counter)
+    """What DESIGN documents as not prevented: counted, never a failure."""
+    commits: int = 0
+    finishes: int = 0
+    heals: int = 0
+
+    def formed(self, quorum: Quorum, boot: int) -> None:
+        """The lighthouse formed a quorum (I2)."""
+        known = self.members.setdefault(quorum.quorum_id, quorum.ids)
+        if known != quorum.ids:
+            raise Violation("I2", f"id {quorum.quorum_id:#x} names {known} and {quorum.ids}")
+        if quorum.quorum_id <= self.last_id.get(boot, 0):
+            raise Violation("I2", f"id {quorum.quorum_id:#x} is not above the last one of this lighthouse")
+        self.last_id[boot] = quorum.quorum_id
+        world = self.world
+        for group in world.groups.values():
+            if not group.alive or group.rid in quorum.ids:
+                continue
+            record = world.room.records.get(group.rid) if world.room else None
+            if group.unleased_since is not None and world.now - group.unleased_since >= world.config.orphan_s - 1e-9:
+                group.excused_at = world.now
+            elif record is not None and record.life.value == "gone":
+                group.presumed_gone_at = world.now
+
+    def formed_or_repeated(self, quorum: Quorum, boot: int, room: Room) -> None:
+        """An announcement: of a quorum just formed, or once more of an old one (R14)."""
+        if quorum.quorum_id in self.members and room.last_quorum is not quorum:
+            if self.members[quorum.quorum_id] != quorum.ids:
+                raise Violation("I2", f"id {quorum.quorum_id:#x} names two member lists")
+        elif self.last_id.get(boot) != quorum.quorum_id or self.members[quorum.quorum_id] != quorum.ids:
+            self.formed(quorum, boot)
+
+    def check_roles(self, rank: Rank, op: Op, verdict: Verdict) -> None:
+        """I4: at a commit, whoever was planned to take part did, unless it was out of data."""
+        payloads = op.payloads()
+        if verdict.contributors != sum(p[2] is not None for p in payloads):
+            raise Violation("I5", f"{rank.name} counts {verdict.contributors} contributors")
+        plan = rank.step.plan
+        assert plan is not None
+        for planned in rank.step.participants:
+            failed_first_heal = planned in plan.healing and not rank.step.roles_switched  # R11: zeros, never a veto
+            if payloads[planned][2] is None and not payloads[planned][0][EXHAUSTED] and not failed_first_heal:
+                raise Violation("I4", f"{rank.name} commits without the gradient of participant {planned}")
+
+    def entered(self, group: Group, quorum: Quorum, highest: int) -> None:
+        """A replica entered a quorum (I2)."""
+        if quorum.quorum_id <= highest:
+            raise Violation("I2", f"{group.rid} went from quorum {highest:#x} back to {quorum.quorum_id:#x}")
+        if group.rid not in quorum.ids:
+            raise Violation("I2", f"{group.rid} entered a quorum it is not in")
+
+    def holds(self, rank: Rank, version: Version, state: int) -> None:
+        """A replica claims to hold `version` (I1)."""
+        if version.step <= 0:
+            return
+        known = self.held.setdefault((rank.index, version), state)
+        if known != state:
+            raise Violation("I1", f"{rank.name} holds another state under {version} of {version.epoch:#x} than others")
+
+    def committed(self, rank: Rank, before: int, gradients: tuple[tuple[int, int], ...], divisor: int) -> None:
+        """A replica applied a committed step (I1, I4, I5, I6)."""
+        step = rank.step
+        self.commits += 1
+        self.parent[rank.state] = (before, step.version.step)
+        self.holds(rank, step.version, rank.state)
+        if divisor != len(gradients):
+            raise Violation("I5", f"{rank.name} divides a sum of {len(gradients)} gradients by {divisor}")
+        for member, source in gradients:
+            if source != before:
+                raise Violation("I4", f"{rank.name} applied a gradient of member {member} taken at another state")
+        if step.version.step <= rank.last_step:
+            if rank.was_torn:
+                self.remainder["I6: the donors of an interrupted in-place heal all died"] += 1
+            else:
+                raise Violation("I6", f"{rank.name} committed step {rank.last_step}, now {step.version.step}")
+        rank.last_step = step.version.step
+        rank.was_torn = False
+
+    def publish(self, rank: Rank) -> None:
+        """A fence completed at the state this rank holds: every member of the quorum holds it (I3)."""
+        if rank.index or rank.step.version == VOID:
+            return
+        world, number, state = self.world, rank.step.version.step, rank.state
+        at_step = self.published.setdefault(number, {})
+        if state in at_step:
+            return
+        at_step[state] = Published(world.now, world.boots)
+        if number == 0:
+            return
+        for other, published in at_step.items():
+            if other != state:
+                self._published_twice(rank, number, other, published)
+
+    def _published_twice(self, rank: Rank, number: int, other: int, published: Published) -> None:
+        world = self.world
+        for group in world.groups.values():
+            if not group.alive or not group.ranks or group is rank.group or not self._descends(group.ranks[0], other):
+                continue
+            if group.excused_at >= published.at:
+                self.remainder["I3: rolled back after orphan_s"] += 1
+            elif published.boot != world.boots or (group.boot_excuse and group.boot_excuse >= published.boot):
+                self.remainder["I3: a restart of the lighthouse combined with a freeze or loss"] += 1
+            elif group.presumed_gone_at >= published.at:
+                self.remainder["I3: a closed lease was not re-opened within the grace"] += 1
+            else:
+                raise Violation(
+                    "I3", f"{rank.name} publishes step {number} again, though {group.rid} still holds the first one"
+                )
+
+    def _descends(self, rank: Rank, state: int) -> bool:
+        at: int | None = rank.state
+        while at is not None:
+            if at == state:
+                return True
+            link = self.parent.get(at)
+            at = link[0] if link else None
+        return False
