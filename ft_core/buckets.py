@@ -61,9 +61,8 @@ _NOT_CONTRIBUTING = torch.zeros(())
 class Bucketer:
     """The carrier of one module: see the head of this file, and `ft_core.carrier.Carrier` for the public methods.
 
-    `names` and `parameters` are the trained ones, in the order of `layout.trained`; `devices` are indexed by the
-    layout's device numbers; `buffer_owners` are the (module, key) pairs of `layout.buffers`; `module` is asked for the
-    storages of its buffers only.
+    `parameters` in the order of `layout.trained`; `devices` by the layout's device numbers; `buffer_owners` are the
+    (module, key) pairs of `layout.buffers`; `module` is only asked for the storages of its buffers.
     """
 
     def __init__(
@@ -199,10 +198,10 @@ class Bucketer:
                     "backward() on a DistributedDataParallel module, but no step was started: call "
                     "optimizer.zero_grad() of ft_core's OptimizerWrapper, or manager.start_quorum(), before backward()"
                 )
-            if not self._start(attempt):
-                return False
-            queue_callback(self._end_of_backward)
-            return True
+            started = self._start(attempt)
+            if started:
+                queue_callback(self._end_of_backward)
+            return started
 
     def _start(self, attempt: Attempt) -> bool:
         """Reset all round state; False if the attempt is broken, then there is no round."""

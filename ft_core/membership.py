@@ -279,8 +279,13 @@ class Record:
     accused: bool = False
     """A member of its quorum reported a failed collective: a second witness, its grace is over (DESIGN 3.2)."""
     told_lost: bool = False
+    agreed: bool = False
+    """It said goodbye after a fence that announced it: nobody has to abort because of it (R16)."""
+    worded: bool = False
+    """GONE only by a supervisor's word, with its stream still open."""
     heard_at: float = 0.0
     committed: bool = False
+    """A fence completed at a state it held: it is not crash-looping."""
 
 
 class Room:
@@ -299,6 +304,8 @@ class Room:
         self._adopted = False
         self._boot_at = boot_at
         self._boot_until = boot_at + settings.boot_window_s
+        self._turbulent_until = boot_at
+        """Until then no closed connection counts as a death (R15)."""
         self._layout: tuple[int, tuple[str, ...], str] | None = None
         self._pending: frozenset[str] = frozenset()
         """Who was waiting when change-pending was last pushed for the current quorum: pushed once per set."""
@@ -352,6 +359,8 @@ class Room:
         self._ids.observe(hello.highest_id)
         self._ids.observe(hello.version.epoch)
         record = self.records.get(hello.replica_id)
+        if record is not None and record.hello.incarnation == hello.incarnation and hello.generation < record.generation:
+            return  # an older stream of the same process, overtaken on its way here (R15)
         refusal = self._refusal(hello, record)
         if refusal:
             out.append(refusal)
@@ -364,15 +373,31 @@ class Room:
             record.admitted_at = self._debounce(hello.name, now)
             self.records[hello.replica_id] = record
         else:
+            if record.generation >= 0 and record.hello.incarnation != hello.incarnation:
+                # Another process under the same id: what was asked and answered before is not its business.
+                record.ask = record.answered = None
+                record.committed = False
             record.hello, record.generation = hello, hello.generation
             record.stable = max(record.stable, hello.stable)
             if record.life is not Life.UP:
                 record.life, record.since = Life.UP, now
         record.heard_at = now
-        record.accused = record.told_lost = False
+        record.accused = record.told_lost = record.agreed = False
+        self._push_again(hello.replica_id)
         if self._layout is None and hello.layout:
             self._layout = (hello.layout, hello.layout_lines, hello.replica_id)
         self._present(hello, record, now, out)
+
+    def _push_again(self, replica_id: str) -> None:
+        """What was pushed while a member had no lease is lost to it: have it pushed once more (pushes are idempotent)."""
+        current = self._current
+        if current is None or replica_id not in current.members:
+            return
+        self._pending = frozenset()
+        for member in current.members:
+            record = self.records.get(member)
+            if record is not None and not record.agreed:
+                record.told_lost = False
 
     def _refusal(self, hello: Hello, record: Record | None) -> Refuse | None:
         if self.closed and (record is None or record.life is Life.GONE) and hello.quorum_id == 0:
@@ -402,7 +427,7 @@ class Room:
             if hello.replica_id not in hello.members:
                 return
             ended = any(certainly_gone(self.records.get(i)) and i in self.records for i in hello.members)
-            self._current = Current(hello.quorum_id, hello.members, ended)
+            self._current = Current(hello.quorum_id, hello.members, ended, now)
             self._adopted = True
             self._pending = frozenset()
             for replica_id in hello.members:
@@ -436,10 +461,10 @@ class Room:
         record = self.records.get(event.replica_id)
         if record is None or record.generation != event.generation:
             return
-        record.heard_at = now
+        self._alive(record, now)
         record.step, record.phase = event.step, event.phase
         record.stable = max(record.stable, event.stable)
-        record.committed = record.committed or event.step > 0
+        record.committed = record.committed or event.stable > VOID
         if event.heal_addresses:
             record.hello = replace(record.hello, heal_addresses=event.heal_addresses)
         was = record.paused_until
@@ -450,12 +475,20 @@ class Room:
             if peers:
                 out.append(Paused(peers, current.quorum_id, event.replica_id, event.paused_s))
 
+    def _alive(self, record: Record, now: float) -> None:
+        """A word on the newest stream. If a supervisor reported the end of that name, it meant an earlier process (R15)."""
+        record.heard_at = now
+        if record.life is Life.GONE and record.worded:
+            record.life, record.since, record.worded = Life.UP, now, False
+
     def _on_asked(self, event: Asked, now: float, out: list[Effect]) -> None:
         ask = event.ask
         record = self.records.get(ask.replica_id)
-        if record is None or record.generation != event.generation or record.life is not Life.UP:
+        if record is None or record.generation != event.generation:
             return
-        record.heard_at = now
+        self._alive(record, now)
+        if record.life is not Life.UP:
+            return
         if record.answered and record.answered[0] == ask.seq:
             out.append(Announce(record.answered[1], ((ask.replica_id, ask.seq),)))
             return
@@ -467,7 +500,7 @@ class Room:
         record.step = max(ask.version.step, 0)
         current = self._current
         if current and ask.replica_id in current.members and ask.quorum_id >= current.quorum_id:
-            self._end_current()
+            self._end_current(now)
             if ask.failed:
                 for replica_id in current.members:
                     peer = self.records.get(replica_id)
@@ -480,7 +513,8 @@ class Room:
             return
         record.life, record.since, record.ask = Life.GONE, now, None
         record.stable = VOID
-        record.told_lost = event.agreed
+        record.told_lost = record.agreed = event.agreed
+        record.generation = -1  # nothing that is still under way on this stream brings it back
         out.append(Note(f"{event.replica_id} left: {event.reason}"))
         if event.finished:
             self.closed = (
@@ -491,14 +525,14 @@ class Room:
     def _on_ended(self, event: Ended, now: float, out: list[Effect]) -> None:
         for replica_id, record in self.records.items():
             if event.replica_id in (replica_id, record.hello.name) and record.life is not Life.GONE:
+                record.worded = record.life is Life.UP
                 record.life, record.since, record.ask = Life.GONE, now, None
+                self._count_crash(record, now)
                 out.append(Note(f"{replica_id} ended, says its supervisor"))
 
     def _on_turbulence(self, now: float, out: list[Effect]) -> None:
         self._boot_until = max(self._boot_until, now + self._settings.boot_window_s)
-        for record in self.records.values():
-            if record.life in (Life.CLOSED, Life.MISSED):
-                record.life = Life.UNKNOWN
+        self._turbulent_until = self._boot_until
         out.append(Note("most connections dropped together: waiting for them to come back before believing any death"))
 
     # ------------------------------------------------------------ consequences
@@ -518,6 +552,7 @@ class Room:
             if outcome.at is not None:
                 times.append(outcome.at)
         self._push_pending(now, times, out)
+        times.extend(r.admitted_at for r in self.records.values() if r.ask is not None)
         self.next_at = min((t for t in times if t > now), default=None)
 
     def _age(self, now: float, times: list[float], out: list[Effect]) -> None:
@@ -529,15 +564,13 @@ class Room:
                     record.life, record.since = Life.GONE, now
                 else:
                     times.append(until)
-            if record.life is Life.UNKNOWN and record.generation >= 0 and now >= self._boot_until:
-                record.life, record.since = Life.CLOSED, now
             if record.life is Life.UNKNOWN:
                 times.append(self._boot_until)
                 if record.accused and now >= self._boot_until:
                     record.life, record.since = Life.MISSED, now
             if record.life is Life.CLOSED:
-                over = record.since + self._settings.grace_s
-                if record.accused or now >= over:
+                over = max(record.since + self._settings.grace_s, self._turbulent_until)
+                if now >= over or (record.accused and now >= self._turbulent_until):
                     record.life, record.since = Life.GONE, now
                     self._count_crash(record, now)
                     out.append(Note(f"{replica_id} is gone (its last word: step {record.step}, {record.phase or 'start'})"))
@@ -546,8 +579,12 @@ class Room:
             member = self._current is not None and replica_id in self._current.members
             if record.life is Life.GONE:
                 if member:
-                    self._end_current()
+                    self._end_current(now)
                 elif now - record.since > CRASH_WINDOW_S:
+                    del self.records[replica_id]
+            elif record.life in (Life.MISSED, Life.UNKNOWN) and not member:
+                # Nothing waits for it any more (R1, R2); if it ever returns it says hello.
+                if now - record.since > max(CRASH_WINDOW_S, record.hello.orphan_s):
                     del self.records[replica_id]
 
     def _announce_losses(self, out: list[Effect]) -> None:
@@ -614,7 +651,6 @@ class Room:
             i for i, r in self.records.items() if r.ask is not None and r.life is Life.UP and i not in current.members
             and not r.ask.shrink_only
         )  # fmt: skip
-        times.extend(self.records[i].admitted_at for i in waiting if self.records[i].admitted_at > now)
         ready = frozenset(i for i in waiting if self.records[i].admitted_at <= now)
         if ready - self._pending:
             self._pending = ready
@@ -625,9 +661,9 @@ class Room:
 
     # ------------------------------------------------------------ helpers
 
-    def _end_current(self) -> None:
+    def _end_current(self, now: float) -> None:
         if self._current is not None and not self._current.ended:
-            self._current = replace(self._current, ended=True)
+            self._current = replace(self._current, ended=True, ended_at=now)
 
     def _up(self, ids: object) -> tuple[str, ...]:
         names = [i for i in ids]  # type: ignore[attr-defined]  # noqa: C416

@@ -151,6 +151,7 @@ class Current:
     members: tuple[str, ...]
     ended: bool
     """A member asked after it, said goodbye, or is certainly gone."""
+    ended_at: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -327,6 +328,9 @@ def _stragglers(view: View, candidates: Mapping[str, Seen]) -> NotReady | None:
     """Wait a bounded time for living members of the old quorum, and for announced newcomers when there is none."""
     first = min(s.asked_at for s in candidates.values())
     members = view.current.members if view.current else ()
+    if view.current is not None:
+        # A newcomer may have asked long ago: the members' time to arrive starts when their quorum ended.
+        first = max(first, view.current.ended_at)
     waiting: list[Seen] = []
     until = 0.0
     for replica_id in members:

@@ -198,6 +198,10 @@ class Step:
         self.own_failures = 0
         self.vetoes = 0
         self.asks = 0
+        self._error_sent = False
+        """The soft error was there when the fence's slots were taken."""
+        self._early: dict[str, tuple[int, str]] = {}
+        """Pushes about a quorum that is announced but not entered yet: newest id per kind."""
 
     def __repr__(self) -> str:
         quorum = f"{self.plan.quorum_id:#x}.{self.attempt}" if self.plan else "none"
@@ -281,7 +285,10 @@ class Step:
         )
 
     def enter(self, quorum: Quorum) -> Plan:
-        """A new quorum was announced. Returns this rank's plan; the process group is to be configured next."""
+        """A new quorum was announced. Returns this rank's plan; the process group is to be configured next.
+
+        Unless `phase` is BROKEN afterwards: a push said meanwhile that the quorum is over, so ask again.
+        """
         lineage_after = None
         if self.open_attempt >= 0 and self.plan is not None:
             lineage_after = fold_lineage(self.lineage, self.plan.quorum_id, self.open_attempt, self.plan.quorum.ids)
@@ -305,6 +312,11 @@ class Step:
         self.verdict = None
         self.user_ops = 0
         self.vetoes = 0
+        early, self._early = self._early, {}
+        if "change" in early:
+            self.want_change(*early["change"])
+        if "lost" in early:
+            self.lost(*early["lost"])
         return new
 
     def configured(self, quorum_id: int) -> bool:
@@ -333,6 +345,7 @@ class Step:
         A completed verdict is latched (R0): it is settled first, and the next boundary asks.
         """
         if self.settings.rules.r15_stale and (self.plan is None or self.plan.quorum_id != quorum_id):
+            self._remember("lost", quorum_id, reason)
             return False
         if self.phase is Phase.FENCED and self.settings.rules.r0_verdict:
             self.ask_next = self.ask_next or reason
@@ -343,9 +356,19 @@ class Step:
         """Somebody wants to join or leave: raise the flag in the next fence."""
         if self.plan is not None and self.plan.quorum_id == quorum_id:
             self.change_wanted = self.change_wanted or reason
+        else:
+            self._remember("change", quorum_id, reason)
+
+    def _remember(self, kind: str, quorum_id: int, reason: str) -> None:
+        """A push can overtake the thread that is about to enter the quorum it is about."""
+        if quorum_id > self.highest_id and quorum_id >= self._early.get(kind, (0, ""))[0]:
+            self._early[kind] = (quorum_id, reason)
 
     def fail_softly(self, reason: str) -> None:
-        """A failure that leaves the collectives usable: zeros and a veto for this attempt."""
+        """A failure that leaves the collectives usable: zeros and a veto for this attempt.
+
+        Reported after the fence was launched it can't veto the others: then this member is broken at `settle` (R0).
+        """
         self.soft_error = self.soft_error or reason
 
     def healed(self, quorum_id: int) -> bool:
@@ -414,6 +437,7 @@ class Step:
         tag = self.tag()
         out = [0.0] * FENCE_SLOTS
         out[WEIGHT_LOW], out[WEIGHT_HIGH] = float(weight % DIGIT), float(weight // DIGIT)
+        self._error_sent = bool(self.soft_error)
         failing = bool(self.soft_error) and not (self.settings.rules.r11_no_veto and self.behind)
         if not self.settings.rules.r11_no_veto and self.heal is Heal.ABANDONED:
             failing = True
@@ -494,6 +518,11 @@ class Step:
         """
         if verdict.outcome is Outcome.BROKEN:
             self.break_(verdict.reason)
+        elif verdict.outcome is Outcome.COMMIT and self.soft_error and not self._error_sent:
+            if self.settings.rules.r0_verdict:
+                self.break_(f"reported too late to veto the others: {self.soft_error}")
+            else:
+                verdict = replace(verdict, outcome=Outcome.VETO)
         if self.phase is not Phase.FENCED or self.plan is None:
             self.own_failures += 1
             self.soft_error = ""

@@ -1,65 +1,31 @@
-"""The receiver's side of healing: streams state from several donors at once, verifies it, puts it in place.
+"""The receiver's side of healing: what a healing replica calls.
 
-`fetch` gets the consistent state offered under a tag. One thread per connection pulls work from a shared queue; an item
-is a range to receive, or a batch of checksums to compare (when a prefetch left something to compare with; the ranges
-that differ then join the queue). Every donor works at its own pace, so a slow one simply does less. When a donor dies,
-closes its offer or sends something that does not verify, what it had goes back to the queue for the others; only when
-none is left is the fetch a `HealError`, which names what happened at each.
+`fetch` gets the consistent state offered under a tag, from several donors at once, verified, straight into place. A donor
+that dies, closes its offer or sends something that does not verify is replaced by the others (`session`).
 
 `prefetch` copies a *live* state, whose tensors change while they are read, ahead of joining. Its result may be torn;
 what counts is that most of it will not change: `fetch(have=...)` compares checksums and transfers what differs.
 
-Invariants
-- A range is owned by one worker from taking to finishing, so memory has one writer.
-- Nothing counts as received unless its trailer says that the donor's offer was open when its last byte was read, and
-  its checksum matches what lies in memory here (prefetch: only the former is waived).
-- When fetch returns or raises, no thread will write into the caller's tensors any more.
-
-Threads: the caller waits on `_Session.changed`; workers `ft-heal-fetch-<i>` are daemons that end with the call. Sockets
-are truly blocking with kernel timeouts (one recv per range, without the GIL); the caller ends them by cutting them.
+Threads: both block the caller; see `session` for the workers.
 """
 
 from __future__ import annotations
 
-import logging
-import socket
-import struct
 import threading
-import time
-from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Final
-from urllib.parse import quote, unquote, urlsplit
+from urllib.parse import quote
 
-from ft_core.checkpointing import auth
-from ft_core.checkpointing.http_server import TRAILER, TRAILER_OK
-from ft_core.checkpointing.layout import parse_manifest
-from ft_core.checkpointing.memory import checksum
-from ft_core.checkpointing.receive_plan import Prefetched, ReceivePlan
-from ft_core.checkpointing.sockets import cut, set_timeouts, track
-from ft_core.errors import ConfigError, HealError
-
-logger = logging.getLogger(__name__)
+from ft_core.checkpointing.donor_connection import DonorConnection, Refused, explain
+from ft_core.checkpointing.receive_plan import Prefetched
+from ft_core.checkpointing.session import Session
+from ft_core.errors import HealError
 
 DEADLINE_S: Final = 60.0
 IDLE_S: Final = 5.0
 """Default for how long a donor may send nothing before its work goes to the others."""
-CONNECT_S_MAX: Final = 5.0
-PIPELINE: Final = 2
-"""Requests in flight per connection: hides one round trip without hoarding work."""
-CONNECTIONS_WITH_ONE_DONOR: Final = 2
-"""One stream does not fill the wire: sender and receiver would take turns."""
-FAILURES_MAX: Final = 2
-"""Failures of a connection in a row, without progress between them, before the donor is given up."""
-FAILURES_TOTAL_MAX: Final = 8
-"""Failures of a connection altogether: a donor may not send one good range between bad ones for ever."""
-HEAD_BYTES_MAX: Final = 8192
-MANIFEST_BYTES_MAX: Final = 256 << 20
 BLOB_BYTES_MAX: Final = 64 << 20
-SUM_BATCHES_PER_DONOR: Final = 4
-CANCEL_POLL_S: Final = 0.02
-JOIN_S: Final = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +61,7 @@ def fetch(
     Waits for donors that have not offered `tag` yet. `idle_s` bounds every wait for bytes, `deadline_s` the whole call.
     Raises `HealError` naming what failed at each donor.
     """
-    session = _Session(donors, f"state {tag!r}", token, deadline_s, idle_s, cancel, into, have, only)
+    session = Session(donors, f"state {tag!r}", token, deadline_s, idle_s, cancel, into, have, only)
     try:
         plan = session.run(f"/state/{quote(tag, safe='')}/manifest")
     except HealError:
@@ -119,7 +85,7 @@ def prefetch(
 
     Returns what arrived, also if donors failed or time ran out meanwhile; `HealError` only if no donor answered at all.
     """
-    session = _Session(donors, "live state", token, deadline_s, idle_s, cancel, into, None, None, live=True)
+    session = Session(donors, "live state", token, deadline_s, idle_s, cancel, into, None, None, live=True)
     try:
         plan = session.run("/prefetch")
     except HealError:
@@ -134,442 +100,16 @@ def prefetch(
 
 def get_blob(address: str, name: str, *, token: str | None = None, timeout_s: float = IDLE_S) -> bytes | None:
     """What the replica at `address` registered with `add_blob(name)`; None if it has nothing there."""
-    connection = _Connection(address, token)
+    connection = DonorConnection(address, token)
     try:
         connection.open(timeout_s, timeout_s)
         connection.request(f"/blob/{quote(name, safe='')}")
         return bytes(connection.small_body(BLOB_BYTES_MAX)[0])
-    except _Refused as e:
+    except Refused as e:
         if e.status == 404:
             return None
         raise HealError(f"{address}: {e}") from e
     except (OSError, HealError) as e:
-        raise HealError(f"{address}: {_explain(e)}") from e
+        raise HealError(f"{address}: {explain(e)}") from e
     finally:
         connection.close()
-
-
-class _Refused(HealError):
-    """The donor answered, and will not serve this; asking it again is useless."""
-
-    def __init__(self, status: int, text: str) -> None:
-        super().__init__(text)
-        self.status = status
-
-
-@dataclass(frozen=True, slots=True)
-class _Item:
-    """Work: receive range `first`, or (count > 0) compare the checksums of `count` ranges from `first` on."""
-
-    first: int
-    count: int = 0
-
-    def target(self, tag: str) -> str:
-        if self.count:
-            return f"/state/{quote(tag, safe='')}/sums?first={self.first}&count={self.count}"
-        return f"/state/{quote(tag, safe='')}/range/{self.first}"
-
-
-class _Connection:
-    """One HTTP connection to a donor. `close()` may be called from any thread; everything else by one worker."""
-
-    def __init__(self, address: str, token: str | None) -> None:
-        parts = urlsplit(address if "//" in address else f"//{address}")
-        try:
-            host, port = parts.hostname, parts.port
-        except ValueError as e:
-            raise ConfigError(f"donor address must be http://host:port, got {address!r}") from e
-        if host is None or port is None or parts.scheme not in ("", "http"):
-            raise ConfigError(f"donor address must be http://host:port, got {address!r}")
-        self.address = address
-        self._host, self._port, self._token = host, port, token
-        self._buffer = bytearray()
-        self._lock = threading.Lock()
-        self._sock: socket.socket | None = None
-        self._closed = False
-
-    def open(self, connect_s: float, idle_s: float) -> None:
-        """Connect; tries every address the host name has."""
-        error: OSError = OSError(f"{self._host} has no address")
-        end = time.monotonic() + connect_s
-        for family, kind, proto, _, where in socket.getaddrinfo(self._host, self._port, type=socket.SOCK_STREAM):
-            sock = socket.socket(family, kind, proto)
-            with self._lock:
-                if self._closed:
-                    sock.close()
-                    raise OSError("cancelled")
-                self._sock = sock
-            track(sock)
-            try:
-                sock.settimeout(max(0.001, end - time.monotonic()))
-                sock.connect(where)
-                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                self.set_idle(idle_s)
-            except OSError as e:
-                error = e
-                sock.close()
-                continue
-            return
-        raise error
-
-    def set_idle(self, idle_s: float) -> None:
-        """From now on, give up after `idle_s` without a byte."""
-        set_timeouts(self._live_socket(), receive_s=idle_s, send_s=idle_s)
-
-    def close(self) -> None:
-        """End the connection, waking whoever blocks on it."""
-        with self._lock:
-            self._closed = True
-            sock, self._sock = self._sock, None
-        if sock is not None:
-            cut(sock)
-            sock.close()
-
-    def _live_socket(self) -> socket.socket:
-        sock = self._sock
-        if sock is None:
-            raise OSError("connection closed")
-        return sock
-
-    def request(self, target: str) -> None:
-        """Send one GET."""
-        lines = [f"GET {target} HTTP/1.1", f"Host: {self._host}:{self._port}"]
-        if self._token is not None:
-            lines.append(f"Authorization: {auth.sign(self._token, 'GET', target)}")
-        self._live_socket().sendall("\r\n".join([*lines, "", ""]).encode("ascii"))
-
-    def head(self) -> tuple[int, dict[str, str]]:
-        """Read a response head: body length and headers. Any status but 200 is raised as `_Refused`."""
-        while (stop := self._buffer.find(b"\r\n\r\n")) < 0:
-            if len(self._buffer) > HEAD_BYTES_MAX:
-                raise HealError("the answer is not of the healing protocol")
-            data = self._live_socket().recv(HEAD_BYTES_MAX)
-            if not data:
-                raise OSError("the donor closed the connection")
-            self._buffer += data
-        lines = bytes(self._buffer[:stop]).decode("latin-1").split("\r\n")
-        del self._buffer[: stop + 4]
-        fields = (line.partition(":") for line in lines[1:])
-        headers = {name.strip().lower(): value.strip() for name, _, value in fields}
-        try:
-            status, length = int(lines[0].split(" ")[1]), int(headers["content-length"])
-        except (ValueError, IndexError, KeyError) as e:
-            raise HealError("the answer is not of the healing protocol") from e
-        if status != 200:
-            text = bytearray(min(max(length, 0), HEAD_BYTES_MAX))
-            self.receive(memoryview(text))
-            raise _Refused(status, f"{status}: {text.decode('utf-8', 'replace').strip()}")
-        if length < TRAILER.size:
-            raise HealError("the answer is too short")
-        return length - TRAILER.size, headers
-
-    def receive(self, target: memoryview) -> None:
-        """Fill `target`."""
-        ready = min(len(self._buffer), len(target))
-        if ready:
-            target[:ready] = self._buffer[:ready]
-            del self._buffer[:ready]
-        while ready < len(target):
-            got = self._live_socket().recv_into(target[ready:], 0, socket.MSG_WAITALL)
-            if got == 0:
-                raise OSError("the donor closed the connection in the middle of an answer")
-            ready += got
-
-    def trailer(self) -> int:
-        """Read the trailer: the donor's word that the body is of an open offer, and its checksum."""
-        data = bytearray(TRAILER.size)
-        self.receive(memoryview(data))
-        magic, value = TRAILER.unpack(data)
-        if magic != TRAILER_OK:
-            raise HealError("the answer does not end as the healing protocol says")
-        return int(value)
-
-    def small_body(self, limit: int) -> tuple[bytearray, dict[str, str]]:
-        """Read and verify a whole answer."""
-        length, headers = self.head()
-        if length > limit:
-            raise HealError(f"the answer has {length} bytes, the limit is {limit}")
-        body = bytearray(length)
-        self.receive(memoryview(body))
-        if self.trailer() != checksum(body):
-            raise HealError("the checksum of an answer does not match")
-        return body, headers
-
-
-@dataclass(slots=True)
-class _Donor:
-    """What is known about one donor; guarded by the session's lock."""
-
-    address: str
-    workers: int = 0
-    used: bool = False
-    failures: list[str] = field(default_factory=list)  # at most FAILURES_MAX * connections
-
-    def story(self) -> str:
-        return f"{self.address}: {'; then '.join(dict.fromkeys(self.failures)) or 'no answer yet'}"
-
-
-class _Session:
-    """One fetch or prefetch. Everything below `changed` is guarded by it, except `plan`, which is set once."""
-
-    def __init__(
-        self,
-        donors: Sequence[str],
-        what: str,
-        token: str | None,
-        deadline_s: float,
-        idle_s: float,
-        cancel: threading.Event | None,
-        into: object,
-        have: Prefetched | None,
-        only: Callable[[str], bool] | None,
-        *,
-        live: bool = False,
-    ) -> None:
-        addresses = list(dict.fromkeys(donors))
-        if not addresses:
-            raise ConfigError("fetch needs at least one donor")
-        if deadline_s <= 0 or idle_s <= 0:
-            raise ConfigError(f"deadline_s and idle_s must be positive, got {deadline_s} and {idle_s}")
-        self._what, self._token, self._idle_s, self._cancel = what, token, idle_s, cancel
-        self._into, self._have, self._only, self._live = into, have, only, live
-        self._began = time.monotonic()
-        self._end = self._began + deadline_s
-        self._manifest_target = ""
-        self.changed = threading.Condition()
-        self.plan: ReceivePlan | None = None
-        self.bytes = 0
-        self._donors = [_Donor(address) for address in addresses]
-        self._queue: deque[_Item] = deque()
-        self._outstanding = 0
-        self._planning = False
-        self._fatal: HealError | None = None
-        self._stopped = False
-        self._connections: set[_Connection] = set()
-        for donor in self._donors:
-            _Connection(donor.address, None)  # a bad address is the caller's mistake: say so before anything starts
-
-    def elapsed_s(self) -> float:
-        return time.monotonic() - self._began
-
-    def donors_used(self) -> tuple[str, ...]:
-        with self.changed:
-            return tuple(donor.address for donor in self._donors if donor.used)
-
-    # -- the caller's thread
-
-    def run(self, manifest_target: str) -> ReceivePlan:
-        """Do the work; returns the filled plan or raises."""
-        self._manifest_target = manifest_target
-        each = CONNECTIONS_WITH_ONE_DONOR if len(self._donors) == 1 else 1
-        threads: list[threading.Thread] = []
-        for donor in self._donors * each:
-            donor.workers += 1
-            name = f"ft-heal-fetch-{len(threads)}"
-            threads.append(threading.Thread(target=self._work, args=(donor,), name=name, daemon=True))
-        try:
-            for thread in threads:
-                thread.start()
-            self._wait()
-        finally:
-            with self.changed:
-                self._stopped = True
-                connections = list(self._connections)
-                self.changed.notify_all()
-            for connection in connections:
-                connection.close()
-            end = time.monotonic() + JOIN_S
-            for thread in threads:
-                # A worker still resolving a name may outlive this; it finds the session stopped and touches nothing.
-                if thread.ident is not None:
-                    thread.join(max(0.0, end - time.monotonic()))
-        assert self.plan is not None
-        return self.plan
-
-    def _wait(self) -> None:
-        with self.changed:
-            while not self._done():
-                if self._fatal is not None:
-                    raise self._fatal
-                if not any(donor.workers for donor in self._donors):
-                    raise HealError(self._failed("could not be received from any donor"))
-                if self._cancel is not None and self._cancel.is_set():
-                    raise HealError(self._failed("was not received: cancelled"))
-                left = self._end - time.monotonic()
-                if left <= 0:
-                    raise HealError(self._failed(f"was not complete after {self.elapsed_s():.1f} s"))
-                self.changed.wait(left if self._cancel is None else min(left, CANCEL_POLL_S))
-
-    def _done(self) -> bool:
-        return self.plan is not None and not self._queue and not self._outstanding
-
-    def _failed(self, text: str) -> str:
-        return f"{self._what} {text} ({self.bytes} bytes arrived): {' | '.join(d.story() for d in self._donors)}"
-
-    # -- workers
-
-    def _work(self, donor: _Donor) -> None:
-        failures = total = 0
-        try:
-            while failures < FAILURES_MAX and total < FAILURES_TOTAL_MAX and not self._stopped:
-                connection = _Connection(donor.address, self._token)
-                with self.changed:
-                    self._connections.add(connection)
-                progress = [0]
-                try:
-                    self._converse(donor, connection, progress)
-                    return
-                except Exception as e:
-                    failures = 1 if progress[0] else failures + 1
-                    total += 1
-                    with self.changed:
-                        if not self._stopped:
-                            donor.failures.append(_explain(e))
-                            del donor.failures[: -2 * FAILURES_MAX]
-                    if isinstance(e, _Refused):
-                        return
-                    if not isinstance(e, (OSError, HealError)):
-                        logger.exception("healing from %s failed unexpectedly", donor.address)
-                        return
-                finally:
-                    connection.close()
-                    with self.changed:
-                        self._connections.discard(connection)
-        finally:
-            with self.changed:
-                donor.workers -= 1
-                self.changed.notify_all()
-
-    def _converse(self, donor: _Donor, connection: _Connection, progress: list[int]) -> None:
-        left = max(0.001, self._end - time.monotonic())
-        connection.open(min(left, CONNECT_S_MAX), left)
-        tag, plan = self._agree(connection)
-        connection.set_idle(min(self._idle_s, max(0.001, self._end - time.monotonic())))
-        inflight: deque[_Item] = deque()
-        try:
-            while True:
-                while len(inflight) < PIPELINE:
-                    item = self._take(wait=not inflight)
-                    if item is None:
-                        break
-                    inflight.append(item)
-                    connection.request(item.target(tag))
-                if not inflight:
-                    return
-                more = self._receive(connection, plan, inflight[0])
-                inflight.popleft()
-                self._finish(donor, more)
-                progress[0] += 1
-        finally:
-            with self.changed:
-                self._queue.extendleft(inflight)
-                self._outstanding -= len(inflight)
-                self.changed.notify_all()
-
-    def _agree(self, connection: _Connection) -> tuple[str, ReceivePlan]:
-        """Get the donor's manifest; the first to arrive becomes the plan, all others must be cut alike."""
-        wait_ms = max(1, int((self._end - time.monotonic()) * 1000) - 50)
-        connection.request(f"{self._manifest_target}?wait_ms={wait_ms}")
-        body, headers = connection.small_body(MANIFEST_BYTES_MAX)
-        tag, digest = unquote(headers.get("x-ft-tag", "")), headers.get("x-ft-layout", "")
-        with self.changed:
-            while self._planning:
-                self.changed.wait()
-            plan = self.plan
-            self._planning = plan is None
-        if plan is None:
-            try:
-                manifest = parse_manifest(body)
-                plan = self._make_plan(manifest)
-            finally:
-                with self.changed:
-                    self._planning = False
-                    self.changed.notify_all()
-        if digest != plan.manifest.digest:
-            raise _Refused(409, "its state has other tensors (key paths, dtypes or shapes) than the first donor's")
-        return tag, plan
-
-    def _make_plan(self, manifest: Any) -> ReceivePlan:
-        if self._stopped:
-            raise OSError("cancelled")
-        try:
-            plan = ReceivePlan(manifest, self._into, self._have, self._only)
-        except HealError as e:
-            with self.changed:
-                self._fatal = e  # our own memory or `into`: no other donor can help
-            raise
-        compare = [i for i in plan.needed if plan.known[i] is not None]
-        batch = max(1, -(-len(compare) // (SUM_BATCHES_PER_DONOR * len(self._donors))))
-        items = [_Item(first, count) for first, count in _runs(compare, batch)]
-        items += [_Item(i) for i in plan.needed if plan.known[i] is None]
-        with self.changed:
-            self._queue.extend(items)
-            self.plan = plan
-        return plan
-
-    def _take(self, *, wait: bool) -> _Item | None:
-        """The next item; None if there is none now or, with `wait`, if all work is done."""
-        with self.changed:
-            while not self._queue and wait and self._outstanding and not self._stopped:
-                self.changed.wait()
-            if self._stopped or not self._queue:
-                return None
-            self._outstanding += 1
-            return self._queue.popleft()
-
-    def _receive(self, connection: _Connection, plan: ReceivePlan, item: _Item) -> list[_Item]:
-        """Read the answer to `item`; returns the work that follows from it."""
-        length, _ = connection.head()
-        if item.count:
-            body = bytearray(4 * item.count)
-            if length != len(body):
-                raise HealError(f"{item.count} checksums came as {length} bytes")
-            connection.receive(memoryview(body))
-            if connection.trailer() != checksum(body):
-                raise HealError("the checksum of an answer does not match")
-            theirs = struct.unpack(f"<{item.count}I", body)
-            return [_Item(i) for i, value in enumerate(theirs, item.first) if plan.known[i] != value]
-        target = plan.target(item.first)
-        if length != len(target):
-            raise HealError(f"range {item.first} has {length} bytes instead of {len(target)}")
-        with self.changed:
-            if self._stopped:
-                raise OSError("cancelled")
-            plan.forget(item.first)
-        connection.receive(target)
-        value = checksum(target)
-        if connection.trailer() != value and not self._live:
-            raise HealError(f"the checksum of range {item.first} does not match")
-        with self.changed:
-            self.bytes += length
-            plan.arrived(item.first, value)
-        return []
-
-    def _finish(self, donor: _Donor, more: list[_Item]) -> None:
-        with self.changed:
-            donor.used = True
-            self._queue.extend(more)
-            self._outstanding -= 1
-            if more or not self._outstanding:
-                self.changed.notify_all()
-
-
-def _runs(indices: list[int], longest: int) -> list[tuple[int, int]]:
-    """Consecutive indices as (first, count), none longer than `longest`."""
-    runs: list[tuple[int, int]] = []
-    for index in indices:
-        if runs and runs[-1][0] + runs[-1][1] == index and runs[-1][1] < longest:
-            runs[-1] = (runs[-1][0], runs[-1][1] + 1)
-        else:
-            runs.append((index, 1))
-    return runs
-
-
-def _explain(error: Exception) -> str:
-    if isinstance(error, BlockingIOError):
-        return "sent nothing for longer than idle_s"
-    if isinstance(error, TimeoutError):
-        return "could not be connected to in time"
-    if isinstance(error, OSError):
-        return error.strerror or str(error) or repr(error)
-    return str(error) or repr(error)

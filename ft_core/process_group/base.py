@@ -24,6 +24,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
+from torch._C._distributed_c10d import (
+    AllToAllOptions,
+    AllgatherOptions,
+    AllreduceCoalescedOptions,
+    AllreduceOptions,
+    BarrierOptions,
+    BroadcastOptions,
+    GatherOptions,
+    ReduceOptions,
+    ReduceScatterOptions,
+    ScatterOptions,
+)
 from torch.distributed import ReduceOp, Work
 
 from ft_core.errors import ConfigError, UsageError
@@ -153,23 +165,23 @@ class ProcessGroup(dist.ProcessGroup):
 
     def allreduce(self, tensors: torch.Tensor | Tensors, opts: Any = None) -> Work:
         """Reduce each tensor over all ranks, in place. `opts`: AllreduceOptions, or a ReduceOp (SUM by default)."""
-        return self._launch("allreduce", _several(tensors), _with_op(dist.AllreduceOptions, opts))
+        return self._launch("allreduce", _several(tensors), _with_op(AllreduceOptions, opts))
 
     def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> Work:
         """Reduce the tensors over all ranks as one, in place."""
-        return self._launch("allreduce_coalesced", list(tensors), _with_op(dist.AllreduceCoalescedOptions, opts))
+        return self._launch("allreduce_coalesced", list(tensors), _with_op(AllreduceCoalescedOptions, opts))
 
     def allgather(self, output_tensors: TensorLists, input_tensor: Tensors, opts: Any = None) -> Work:
         """Collect every rank's `input_tensor[0]` into `output_tensors[0][rank]`."""
-        return self._launch("allgather", output_tensors, input_tensor, opts or dist.AllgatherOptions())
+        return self._launch("allgather", output_tensors, input_tensor, opts or AllgatherOptions())
 
     def allgather_coalesced(self, output_lists: TensorLists, input_list: Tensors, opts: Any = None) -> Work:
         """Collect every rank's list of tensors into `output_lists[rank]`."""
-        return self._launch("allgather_coalesced", output_lists, input_list, opts or dist.AllgatherOptions())
+        return self._launch("allgather_coalesced", output_lists, input_list, opts or AllgatherOptions())
 
     def allgather_into_tensor_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Work:
         """Collect every rank's `inputs[i]` into `outputs[i]`, `size()` times as long, for each i."""
-        return self._launch("allgather_into_tensor_coalesced", outputs, inputs, opts or dist.AllgatherOptions())
+        return self._launch("allgather_into_tensor_coalesced", outputs, inputs, opts or AllgatherOptions())
 
     def all_gather_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Work:
         """Do `allgather_into_tensor_coalesced`, under torch's newer name."""
@@ -177,7 +189,7 @@ class ProcessGroup(dist.ProcessGroup):
 
     def _allgather_base(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> Work:  # noqa: A002
         """Collect every rank's `input` into one `output`, `size()` times as long."""
-        return self._launch("_allgather_base", output, input, opts or dist.AllgatherOptions())
+        return self._launch("_allgather_base", output, input, opts or AllgatherOptions())
 
     def all_gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> Work:  # noqa: A002
         """Do `_allgather_base`, under torch's newer name."""
@@ -193,7 +205,7 @@ class ProcessGroup(dist.ProcessGroup):
     ) -> Work:
         """Send part j of `input` to rank j and receive rank j's part into part j of `output`; equal parts by default."""
         splits = (output_split_sizes or [], input_split_sizes or [])
-        return self._launch("alltoall_base", output, input, *splits, opts or dist.AllToAllOptions())
+        return self._launch("alltoall_base", output, input, *splits, opts or AllToAllOptions())
 
     def all_to_all_single(
         self,
@@ -208,41 +220,41 @@ class ProcessGroup(dist.ProcessGroup):
 
     def alltoall(self, output_tensors: Tensors, input_tensors: Tensors, opts: Any = None) -> Work:
         """Send `input_tensors[j]` to rank j and receive its tensor into `output_tensors[j]`."""
-        return self._launch("alltoall", output_tensors, input_tensors, opts or dist.AllToAllOptions())
+        return self._launch("alltoall", output_tensors, input_tensors, opts or AllToAllOptions())
 
     def barrier(self, opts: Any = None) -> Work:
         """Complete once every rank called it."""
-        return self._launch("barrier", opts or dist.BarrierOptions())
+        return self._launch("barrier", opts or BarrierOptions())
 
     def broadcast(self, tensor_list: torch.Tensor | Tensors, opts: Any = None) -> Work:
         """Copy rank `opts.rootRank`'s tensor to all, in place."""
-        return self._launch("broadcast", _several(tensor_list), opts or dist.BroadcastOptions())
+        return self._launch("broadcast", _several(tensor_list), opts or BroadcastOptions())
 
     def broadcast_one(self, tensor: torch.Tensor, root: int) -> Work:
         """Copy rank `root`'s tensor to all, in place."""
-        opts = dist.BroadcastOptions()
+        opts = BroadcastOptions()
         opts.rootRank = root
         return self.broadcast([tensor], opts)
 
     def gather(self, output_tensors: TensorLists, input_tensors: Tensors, opts: Any = None) -> Work:
         """Collect every rank's `input_tensors[0]` into rank `opts.rootRank`'s `output_tensors[0][rank]`."""
-        return self._launch("gather", output_tensors, input_tensors, opts or dist.GatherOptions())
+        return self._launch("gather", output_tensors, input_tensors, opts or GatherOptions())
 
     def scatter(self, output_tensors: Tensors, input_tensors: TensorLists, opts: Any = None) -> Work:
         """Send rank `opts.rootRank`'s `input_tensors[0][j]` to rank j's `output_tensors[0]`."""
-        return self._launch("scatter", output_tensors, input_tensors, opts or dist.ScatterOptions())
+        return self._launch("scatter", output_tensors, input_tensors, opts or ScatterOptions())
 
     def reduce(self, tensors: torch.Tensor | Tensors, opts: Any = None) -> Work:
         """Reduce each tensor over all ranks; only rank `opts.rootRank` gets the result."""
-        return self._launch("reduce", _several(tensors), _with_op(dist.ReduceOptions, opts))
+        return self._launch("reduce", _several(tensors), _with_op(ReduceOptions, opts))
 
     def reduce_scatter(self, output_tensors: Tensors, input_tensors: TensorLists, opts: Any = None) -> Work:
         """Reduce `input_tensors[0][j]` over all ranks into rank j's `output_tensors[0]`."""
-        return self._launch("reduce_scatter", output_tensors, input_tensors, _with_op(dist.ReduceScatterOptions, opts))
+        return self._launch("reduce_scatter", output_tensors, input_tensors, _with_op(ReduceScatterOptions, opts))
 
     def reduce_scatter_tensor_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Work:
         """Reduce part j of `inputs[i]` over all ranks into rank j's `outputs[i]`, for each i."""
-        opts = _with_op(dist.ReduceScatterOptions, opts)
+        opts = _with_op(ReduceScatterOptions, opts)
         return self._launch("reduce_scatter_tensor_coalesced", outputs, inputs, opts)
 
     def reduce_scatter_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Work:
@@ -251,7 +263,7 @@ class ProcessGroup(dist.ProcessGroup):
 
     def _reduce_scatter_base(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> Work:  # noqa: A002
         """Reduce part j of `input` over all ranks into rank j's `output`."""
-        return self._launch("_reduce_scatter_base", output, input, _with_op(dist.ReduceScatterOptions, opts))
+        return self._launch("_reduce_scatter_base", output, input, _with_op(ReduceScatterOptions, opts))
 
     def reduce_scatter_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> Work:  # noqa: A002
         """Do `_reduce_scatter_base`, under torch's newer name."""

@@ -21,6 +21,7 @@ from __future__ import annotations
 import atexit
 import ctypes
 import logging
+import math
 import os
 import re
 import sys
@@ -48,6 +49,8 @@ logger = logging.getLogger(__name__)
 
 MAX_CONNECT_S = 10.0
 """How long connecting to ranks that are all there (their records are in the store) may take."""
+STUCK_S = 0.5
+"""How long a forming thread may take to notice that it should end, before it counts as stuck in a call."""
 MAX_FORMING = 64
 """How many constructors may be running, abandoned ones included, before forming another is refused."""
 MAX_TRACKED_WORKS = 4096
@@ -86,6 +89,8 @@ class Incarnation:
         self._dispatcher: dist.ProcessGroup | None = None
         self._rendezvous: RendezvousStore | None = None
         self._client: StoreClient | None = None
+        self._deadline = time.monotonic() + spec.timeout.total_seconds()
+        self._aborted_at = math.inf
         self._works: deque[Work] = deque(maxlen=MAX_TRACKED_WORKS)
         self._lock = threading.Lock()
         self._settled = threading.Event()  # formed, failed or aborted: wakes form()
@@ -112,7 +117,8 @@ class Incarnation:
         _live.add(self)
         self._thread.start()
         timeout_s = self.spec.timeout.total_seconds()
-        if not self._settled.wait(timeout_s):
+        # The thread itself gives up at the deadline; this is for one that is stuck in a call.
+        if not self._settled.wait(timeout_s + STUCK_S):
             self.abort(CollectiveError(f"{self._who()} did not form within {timeout_s:.1f} s: {self._waiting_for()}"))
         if self._problem is not None and not self.aborted:
             problem = self._problem
@@ -133,25 +139,24 @@ class Incarnation:
                 self.end_connections()
 
     def _construct(self) -> None:
-        spec, deadline = self.spec, time.monotonic() + self.spec.timeout.total_seconds()
-
-        def remaining() -> timedelta:
-            return timedelta(seconds=max(0.001, deadline - time.monotonic()))
-
+        spec = self.spec
         client, prefix = None, ""
         if spec.world_size > 1:
             address, prefix = parse_store_addr(spec.store_addr)
-            client, _ = pool.take(address, remaining().total_seconds())
+            client = pool.take(address, self._deadline - time.monotonic())
         with self._lock:
             if self.aborted:
                 return
             self._client = client
         store = None if client is None else client.store
+        self._rendezvous = RendezvousStore(store, prefix, spec.replica_id, spec.world_size, self._checkpoint)
         options = TorchGloo._Options()
         options._devices = [self._create_device(client)]
         options._timeout = min(spec.timeout, timedelta(seconds=MAX_CONNECT_S))
-        self._rendezvous = RendezvousStore(store, prefix, spec.replica_id, spec.world_size, remaining)
-        backend = TorchGloo(self._rendezvous, spec.rank, spec.world_size, options)
+        try:
+            backend = TorchGloo(self._rendezvous, spec.rank, spec.world_size, options)
+        finally:
+            del options  # an error's traceback must not keep the device and its port alive
         self._held = backend
         self._harden()
         backend.set_timeout(spec.timeout)
@@ -161,6 +166,12 @@ class Incarnation:
                 self.backend = backend
         if client is not None:
             pool.give_back(client)
+
+    def _checkpoint(self) -> None:
+        if self.aborted:
+            raise self.refusal()
+        if time.monotonic() > self._deadline:
+            raise CollectiveError(f"{self._who()} did not form in time: {self._waiting_for()}")
 
     def _create_device(self, client: StoreClient | None) -> Any:
         spec = self.spec
@@ -281,9 +292,7 @@ class Incarnation:
             self.backend = None
             if self.error is None:
                 self.error = reason
-            client, self._client = self._client, None
-        if client is not None:
-            client.cut()
+        self._aborted_at = time.monotonic()
         self.end_connections()
         self._settled.set()
 
@@ -297,6 +306,9 @@ class Incarnation:
         self.abort(CollectiveError(f"{self._who()} was dropped"))
         if self._thread is not None and self._thread.is_alive():
             self.end_connections()  # those that its constructor made meanwhile
+            client = self._client
+            if client is not None and time.monotonic() - self._aborted_at > STUCK_S:
+                client.cut()  # it is stuck in a question to a store that does not answer
             return False
         if any(not work.is_completed() for work in self._works):
             self.end_connections()
@@ -340,9 +352,10 @@ class Incarnation:
         rendezvous = self._rendezvous
         if rendezvous is None:
             return "no connection to the store"
-        if rendezvous.complete:
-            return "all ranks are there, but connecting to them did not finish"
-        return "not all ranks arrived in the store"
+        ranks = [key.rsplit("/", 1)[-1] for key in rendezvous.missing]
+        if ranks:
+            return f"rank {', '.join(ranks)} did not come"
+        return "all ranks are there, but connecting to them did not finish"
 
 
 def _device(kind: str, value: str) -> Any:

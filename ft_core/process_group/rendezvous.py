@@ -2,9 +2,10 @@
 
 Gloo writes a blob (its listening address and the connection's identifiers) under its rank and then asks for every other
 rank's, one at a time. `RendezvousStore` is the Store it is given: the first write publishes the blob together with what
-this project adds (replica, listening endpoint), waits for all ranks' records in one blocking call and fetches them in one
-more; Gloo's own questions are then answered from memory. So forming a group costs two waits on the store however many
+this project adds (replica, listening endpoint), waits until all ranks' records are there and fetches them at once;
+Gloo's own questions are then answered from memory. So forming a group costs a few round trips to the store however many
 ranks it has, and afterwards every rank knows every rank's endpoint, which is what `abort` and at-fork closing go by.
+While it waits it calls `checkpoint`, which raises to end the waiting (aborted, out of time).
 
 Invariants: written once, by Gloo's constructor, on one thread; nothing is asked of the network after that. The endpoint
 is read out of Gloo's own blob by looking up this process's listening sockets in it: never guessed. `listening` is None
@@ -17,6 +18,7 @@ assigned once and may be read from any.
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING
@@ -31,6 +33,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 MAX_HEADER_BYTES = 64 * 1024
+POLL_FIRST_S = 0.0002
+POLL_LAST_S = 0.005
+POLL_GROWTH = 0.05
 
 
 class RendezvousStore(Store):
@@ -42,16 +47,18 @@ class RendezvousStore(Store):
         prefix: str,
         replica_id: str,
         world_size: int,
-        remaining: Callable[[], timedelta],
+        checkpoint: Callable[[], None],
     ) -> None:
         super().__init__()
         self.listening: Endpoint | None = None
         self.peers: frozenset[Endpoint] = frozenset()
+        self.missing: list[str] = []
+        """The keys under which ranks have not published yet."""
         self._store = store  # None where there is nobody to exchange with
         self._prefix = prefix
         self._replica_id = replica_id
         self._world_size = world_size
-        self._remaining = remaining
+        self._checkpoint = checkpoint
         self._blobs: dict[int, bytes] = {}
 
     def set(self, key: str, value: str | bytes) -> None:
@@ -78,23 +85,38 @@ class RendezvousStore(Store):
         """Say that single-key calls are enough."""
         return False
 
-    @property
-    def complete(self) -> bool:
-        """Whether every rank's record is here."""
-        return len(self._blobs) == self._world_size
-
-    def _exchange(self, rank: int, blob: bytes, store: Store) -> None:
+    def _publish(self, rank: int, blob: bytes, store: Store) -> None:
         endpoint = None if self.listening is None else list(self.listening)
         header = json.dumps({"replica_id": self._replica_id, "world_size": self._world_size, "endpoint": endpoint})
-        keys = [f"{self._prefix}/{other}" for other in range(self._world_size)]
-        store.set(keys[rank], header.encode() + b"\n" + blob)  # type: ignore[arg-type]  # bytes work, str is UTF-8
-        others = [key for key in keys if key != keys[rank]]
-        store.wait(others, self._remaining())
+        record = header.encode() + b"\n" + blob
+        store.set(f"{self._prefix}/{rank}", record)  # type: ignore[arg-type]  # bytes work; a str would become UTF-8
+
+    def _exchange(self, rank: int, blob: bytes, store: Store) -> None:
+        self._publish(rank, blob, store)
+        others = [f"{self._prefix}/{other}" for other in range(self._world_size) if other != rank]
+        self.missing = others
+        self._wait_for_missing(store)
         peers: dict[int, Endpoint | None] = {}
         for other, record in zip((int(_rank_in(key)) for key in others), store.multi_get(others), strict=True):
             peers[other], self._blobs[other] = self._read(other, bytes(record))
         self.peers = frozenset(peer for peer in peers.values() if peer is not None)
         self._refuse_mixed_loopback(rank, peers)
+
+    def _wait_for_missing(self, store: Store) -> None:
+        """Ask until all records are there.
+
+        Not `store.wait`: nothing can end that early but cutting its connection, which c10d answers with forty lines on
+        stderr. One question takes 0.1 ms; the pauses between them grow with the time waited.
+        """
+        began = time.monotonic()
+        while not store.check(self.missing):
+            self._checkpoint()
+            pause_s = (time.monotonic() - began) * POLL_GROWTH
+            if pause_s >= POLL_LAST_S:
+                # Now that there is time: which ones, for the error message.
+                self.missing = [key for key in self.missing if not store.check([key])] or self.missing
+            time.sleep(min(POLL_LAST_S, max(POLL_FIRST_S, pause_s)))
+        self.missing = []
 
     def _read(self, rank: int, record: bytes) -> tuple[Endpoint | None, bytes]:
         header, _, blob = record.partition(b"\n")

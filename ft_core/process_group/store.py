@@ -86,14 +86,14 @@ class StorePool:
     def __repr__(self) -> str:
         return f"StorePool({len(self._idle)} idle)"
 
-    def take(self, address: Endpoint, timeout_s: float) -> tuple[StoreClient, bool]:
-        """Return a client of the taker's own, and whether it came from the pool (an older connection)."""
+    def take(self, address: Endpoint, timeout_s: float) -> StoreClient:
+        """Return a client of the taker's own, an idle one if there is one; raises PeerError like `connect`."""
         while True:
             client = self._pop(address)
             if client is None:
-                return connect(address, timeout_s), False
+                return connect(address, timeout_s)
             if client.is_alive():
-                return client, True
+                return client
 
     def give_back(self, client: StoreClient) -> None:
         """Put a client that works, and that nobody uses any more, back."""

@@ -1,6 +1,10 @@
+"""The encoding: everything comes back as itself, or is refused by key path."""
+
 import json
 import math
 import pickle
+import random
+import warnings
 from collections import Counter, OrderedDict, defaultdict, deque, namedtuple
 from typing import Any
 
@@ -102,7 +106,9 @@ def test_every_type_comes_back_as_itself(value: Any) -> None:
 @pytest.mark.parametrize("shape", [(), (0,), (3,), (2, 0, 4), (5, 7)])
 def test_every_dtype_and_shape(name: str, shape: tuple[int, ...]) -> None:
     dtype = DTYPES[name]
-    tensor = torch.empty(shape, dtype=dtype)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch warns of half-supported dtypes; we only move their bytes
+        tensor = torch.empty(shape, dtype=dtype)
     view = byte_view(tensor)
     view[:] = bytes(i % 2 for i in range(len(view)))
     assert same(travel({"t": tensor}), {"t": tensor})
@@ -154,7 +160,7 @@ def test_module_and_optimizer_state_round_trip() -> None:
     optimizer.step()
     scheduler = torch.optim.lr_scheduler.MultiStepLR(optimizer, [1, 2])
     state = {"m": model.state_dict(), "o": optimizer.state_dict(), "s": scheduler.state_dict()}
-    state["rng"] = (torch.get_rng_state(), np.random.get_state(), __import__("random").getstate())  # noqa: NPY002
+    state["rng"] = (torch.get_rng_state(), np.random.get_state(), random.getstate())
     back = travel(state)
     assert same(back, state)
     assert back["m"]._metadata == model.state_dict()._metadata
@@ -180,7 +186,6 @@ Point = namedtuple("Point", "x y")
         ({"optim": {"hook": Foo()}}, ["state['optim']['hook']", "Foo"]),
         ({"f": [1, len]}, ["state['f'][1]", "builtin_function_or_method"]),
         ({"s": torch.eye(2).to_sparse()}, ["state['s']", "sparse"]),
-        ({"q": torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8)}, ["state['q']", "quantized"]),
         ({"m": torch.empty(2, device="meta")}, ["state['m']", "meta"]),
         ({"t": torch.ones(2).as_subclass(MyTensor)}, ["state['t']", "MyTensor", "subclass"]),
         ({"p": Point(1, 2)}, ["state['p']", "Point", "named tuple"]),

@@ -1,3 +1,5 @@
+"""How a state is cut into ranges, and what of a manifest is believed."""
+
 import json
 from typing import Any
 

@@ -1,3 +1,5 @@
+"""Byte views, checksums, and when a remembered checksum is trusted."""
+
 import zlib
 
 import pytest

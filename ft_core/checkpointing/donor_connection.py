@@ -1,0 +1,154 @@
+"""The receiver's end of one HTTP connection to a donor: requests out, verified bodies in.
+
+Two requests may be in flight; answers come in order. What precedes the trailer (`http_wire`) counts for nothing until
+the trailer has been read. Errors: OSError where the network or the donor's process failed, `HealError` where what came is
+not of the protocol, `Refused` where the donor answered that it will not serve this.
+
+Threads: one worker owns the connection; only `cut()`, which wakes it, may be called from others.
+"""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from urllib.parse import urlsplit
+
+from ft_core.checkpointing import auth
+from ft_core.checkpointing.http_wire import HEAD_BYTES_MAX, TRAILER, TRAILER_OK, ByteStream, parse_fields
+from ft_core.checkpointing.memory import checksum
+from ft_core.checkpointing.sockets import cut, set_timeouts, track
+from ft_core.errors import ConfigError, HealError
+
+
+class Refused(HealError):
+    """The donor answered, and will not serve this; asking it again is useless."""
+
+    def __init__(self, status: int, text: str) -> None:
+        super().__init__(text)
+        self.status = status
+
+
+class DonorConnection:
+    """One HTTP connection to a donor; owned by one worker."""
+
+    def __init__(self, address: str, token: str | None) -> None:
+        parts = urlsplit(address if "//" in address else f"//{address}")
+        try:
+            host, port = parts.hostname, parts.port
+        except ValueError as e:
+            raise ConfigError(f"donor address must be http://host:port, got {address!r}") from e
+        if host is None or port is None or parts.scheme not in ("", "http"):
+            raise ConfigError(f"donor address must be http://host:port, got {address!r}")
+        self.address = address
+        self._host, self._port, self._token = host, port, token
+        self._lock = threading.Lock()
+        self._stream: ByteStream | None = None
+        self._cut = False
+
+    def open(self, connect_s: float, idle_s: float) -> None:
+        """Connect; tries every address the host name has."""
+        error: OSError = OSError(f"{self._host} has no address")
+        end = time.monotonic() + connect_s
+        for family, kind, proto, _, where in socket.getaddrinfo(self._host, self._port, type=socket.SOCK_STREAM):
+            self.close()
+            sock = socket.socket(family, kind, proto)
+            with self._lock:
+                self._stream = ByteStream(sock)
+                if self._cut:
+                    raise OSError("cancelled")
+            track(sock)
+            try:
+                sock.settimeout(max(0.001, end - time.monotonic()))
+                sock.connect(where)
+                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                self.set_idle(idle_s)
+            except OSError as e:
+                error = e
+                continue
+            return
+        raise error
+
+    def set_idle(self, idle_s: float) -> None:
+        """From now on, give up after `idle_s` without a byte."""
+        set_timeouts(self._open_stream().sock, receive_s=idle_s, send_s=idle_s)
+
+    def cut(self) -> None:
+        """From any thread: wake the worker, whose calls then fail. It does not close the fd, which the worker may use."""
+        with self._lock:
+            self._cut = True
+            if self._stream is not None:
+                cut(self._stream.sock)
+
+    def close(self) -> None:
+        """Let go of the socket."""
+        with self._lock:
+            stream, self._stream = self._stream, None
+        if stream is not None:
+            cut(stream.sock)
+            stream.sock.close()
+
+    def _open_stream(self) -> ByteStream:
+        assert self._stream is not None
+        return self._stream
+
+    def request(self, target: str) -> None:
+        """Send one GET."""
+        lines = [f"GET {target} HTTP/1.1", f"Host: {self._host}:{self._port}"]
+        if self._token is not None:
+            lines.append(f"Authorization: {auth.sign(self._token, 'GET', target)}")
+        self._open_stream().sock.sendall("\r\n".join([*lines, "", ""]).encode("ascii"))
+
+    def head(self) -> tuple[int, dict[str, str]]:
+        """Read a response head: body length and headers. Any status but 200 is raised as `Refused`."""
+        text = self._open_stream().head()
+        if text == b"":
+            raise OSError("the donor closed the connection")
+        try:
+            lines = (text or b"").decode("latin-1").split("\r\n")
+            fields = parse_fields(lines[1:])
+            status, length = int(lines[0].split(" ")[1]), int(fields["content-length"])
+        except (ValueError, IndexError, KeyError) as e:
+            raise HealError("the answer is not of the healing protocol") from e
+        if status != 200:
+            reason = bytearray(min(max(length, 0), HEAD_BYTES_MAX))
+            self.receive(memoryview(reason))
+            raise Refused(status, f"{status}: {reason.decode('utf-8', 'replace').strip()}")
+        if length < TRAILER.size:
+            raise HealError("the answer is too short")
+        return length - TRAILER.size, fields
+
+    def receive(self, target: memoryview) -> None:
+        """Fill `target`."""
+        self._open_stream().receive(target)
+
+    def trailer(self) -> int:
+        """Read the trailer: the donor's word that the body is of an open offer, and its checksum."""
+        data = bytearray(TRAILER.size)
+        self.receive(memoryview(data))
+        magic, value = TRAILER.unpack(data)
+        if magic != TRAILER_OK:
+            raise HealError("the answer does not end as the healing protocol says")
+        return int(value)
+
+    def small_body(self, limit: int) -> tuple[bytearray, dict[str, str]]:
+        """Read and verify a whole answer."""
+        length, headers = self.head()
+        if length > limit:
+            raise HealError(f"the answer has {length} bytes, the limit is {limit}")
+        body = bytearray(length)
+        self.receive(memoryview(body))
+        if self.trailer() != checksum(body):
+            raise HealError("the checksum of an answer does not match")
+        return body, headers
+
+
+def explain(error: Exception) -> str:
+    """One clause for a log or an error message."""
+    if isinstance(error, BlockingIOError):
+        return "sent nothing for longer than idle_s"
+    if isinstance(error, TimeoutError):
+        return "could not be connected to in time"
+    if isinstance(error, OSError):
+        return error.strerror or str(error) or repr(error)
+    return str(error) or repr(error)

@@ -1,0 +1,209 @@
+"""Which offers are open, and the lock that decides whether bytes that were sent count.
+
+How a donor never serves torn state: tensors are held by reference, and their owner calls `close(tag)` right before
+optimizer.step changes them. close() marks the offer closed under the lock and cuts the connections that are sending
+it. A sender asks under the same lock, *after* its last byte went to the kernel (`sending`), whether the offer is still
+open, and only then sends the trailer. So a trailer proves that every byte was read before close() returned. close()
+never waits for a socket: the lock is only ever held for bookkeeping.
+
+A *live* offer is the same without the guarantee: nobody closes it when its tensors change. There is at most one; it is
+made when a newcomer waits for it (`snapshot_wanted`) and dropped when nobody asked for it for a while.
+
+Threads: any. Everything is guarded by `_changed`'s lock. `snapshot_wanted` is read without it, by the training thread
+at every step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+import time
+from collections.abc import Callable, Container, Iterator
+from typing import Final
+
+from ft_core.checkpointing.http_wire import Cut, Refusal
+from ft_core.checkpointing.offer import Offer
+from ft_core.checkpointing.sockets import cut
+from ft_core.errors import ConfigError, UsageError
+
+OFFERS_MAX: Final = 4
+"""Offers open at once (state, and the reduced buckets of attempts); one more closes the oldest."""
+CLOSED_TAGS_MAX: Final = 64
+WAIT_S_MAX: Final = 60.0
+"""Longest a request may wait for an offer to appear."""
+LIVE_IDLE_S: Final = 10.0
+"""A live offer nobody asked for this long is dropped, so that replaced tensors do not stay alive."""
+LIVE_PREFIX: Final = "live-"
+
+
+class OfferBook:
+    """The offers of one server."""
+
+    def __init__(self) -> None:
+        self.snapshot_wanted = False
+        self._changed = threading.Condition(threading.Lock())
+        self._offers: dict[str, Offer] = {}  # open ones, oldest first, at most OFFERS_MAX
+        self._closed_tags: dict[str, None] = {}  # newest CLOSED_TAGS_MAX, so that a late request learns why
+        self._live: Offer | None = None
+        self._live_count = 0
+        self._waiting_for_live = 0
+        self._stopped = False
+
+    def tags(self) -> list[str]:
+        """Tags of the open offers, oldest first, without the live one."""
+        with self._changed:
+            return list(self._offers)
+
+    def live_tag(self) -> str | None:
+        """Tag of the live offer, if there is one."""
+        with self._changed:
+            return self._live.tag if self._live is not None else None
+
+    # -- the training thread
+
+    def offer(self, tag: str, state: object, copy_storages: Container[int]) -> None:
+        """Capture `state` and open it under `tag`."""
+        if not tag or tag.startswith(LIVE_PREFIX):
+            raise ConfigError(f"offer tag must not be empty or start with {LIVE_PREFIX!r}, got {tag!r}")
+        offer = Offer(tag, state, copy_storages)
+        with self._changed:
+            if self._stopped:
+                raise UsageError("StateServer.offer() after shutdown()")
+            senders = self._drop(tag)
+            while len(self._offers) >= OFFERS_MAX:
+                senders += self._drop(next(iter(self._offers)))
+            self._offers[tag] = offer
+            self._closed_tags.pop(tag, None)
+            self._changed.notify_all()
+        _cut_all(senders)
+
+    def offer_live(self, state: object) -> None:
+        """Capture `state` as it is and as it changes."""
+        with self._changed:
+            self.snapshot_wanted = False  # first, so that a state that cannot be encoded is reported once
+            self._live_count += 1
+            tag = f"{LIVE_PREFIX}{self._live_count}"
+        offer = Offer(tag, state, live=True)
+        with self._changed:
+            if self._stopped:
+                return
+            self.snapshot_wanted = False
+            offer.last_used_s = time.monotonic()
+            self._live = offer
+            self._changed.notify_all()
+
+    def close(self, tags: Container[str] | None = None) -> None:
+        """Close the offers in `tags` (None: all but the live one)."""
+        with self._changed:
+            chosen = [tag for tag in self._offers if tags is None or tag in tags]
+            senders = [sock for tag in chosen for sock in self._drop(tag)]
+        _cut_all(senders)
+
+    def drop_live(self) -> None:
+        """Close the live offer."""
+        with self._changed:
+            live, self._live = self._live, None
+            if live is None:
+                return
+            live.closed = True
+            senders = list(live.sending)
+        _cut_all(senders)
+
+    def stop(self) -> None:
+        """Close everything, for good, and send all waiters away."""
+        with self._changed:
+            self._stopped = True
+            self.snapshot_wanted = False
+            self._changed.notify_all()
+        self.close()
+        self.drop_live()
+
+    def _drop(self, tag: str) -> list[socket.socket]:
+        """Under the lock: close the offer; returns the sockets to cut after releasing it."""
+        offer = self._offers.pop(tag, None)
+        if offer is None:
+            return []
+        offer.closed = True
+        self._closed_tags[tag] = None
+        while len(self._closed_tags) > CLOSED_TAGS_MAX:
+            del self._closed_tags[next(iter(self._closed_tags))]
+        return list(offer.sending)
+
+    # -- connection threads
+
+    def find(self, tag: str, wait_s: float = 0.0) -> Offer:
+        """The open offer `tag`, waiting for it to be made; `Refusal` if it is closed or does not come."""
+        end = time.monotonic() + min(max(wait_s, 0.0), WAIT_S_MAX)
+        with self._changed:
+            while True:
+                live = self._live
+                if live is not None and live.tag == tag:
+                    live.last_used_s = time.monotonic()
+                    return live
+                offer = self._offers.get(tag)
+                if offer is not None:
+                    return offer
+                if tag in self._closed_tags or tag.startswith(LIVE_PREFIX) or self._stopped:
+                    raise Refusal(410, f"the offer {tag!r} was closed: the donor went on to its next step")
+                left = end - time.monotonic()
+                if left <= 0:
+                    raise Refusal(404, f"there is no offer {tag!r} here (open: {', '.join(self._offers) or 'none'})")
+                self._changed.wait(left)
+
+    def wait_for_live(self, wait_s: float) -> Offer:
+        """The live offer, asking the training thread for one; `Refusal` if it does not come."""
+        end = time.monotonic() + min(max(wait_s, 0.0), WAIT_S_MAX)
+        with self._changed:
+            self._waiting_for_live += 1
+            try:
+                while self._live is None:
+                    left = end - time.monotonic()
+                    if left <= 0 or self._stopped:
+                        raise Refusal(404, "no live state within the wait: the donor reached no step boundary")
+                    self.snapshot_wanted = True
+                    self._changed.wait(left)
+                self._live.last_used_s = time.monotonic()
+                return self._live
+            finally:
+                self._waiting_for_live -= 1
+                if not self._waiting_for_live:
+                    self.snapshot_wanted = False
+
+    @contextlib.contextmanager
+    def sending(self, offer: Offer, sock: socket.socket) -> Iterator[Callable[[], None]]:
+        """Registers `sock` to be cut by close(); the yielded function raises `Cut` unless the offer is still open."""
+
+        def seal() -> None:
+            with self._changed:
+                offer.sending.discard(sock)
+                offer.last_used_s = time.monotonic()
+                if offer.closed:
+                    raise Cut
+
+        with self._changed:
+            if offer.closed:
+                raise Cut
+            offer.sending.add(sock)
+        try:
+            yield seal
+        finally:
+            with self._changed:
+                offer.sending.discard(sock)
+
+    def expire_live(self) -> float | None:
+        """Drop the live offer if it is idle; else the seconds until it may be. None if there is none."""
+        with self._changed:
+            if self._live is None:
+                return None
+            left_s = self._live.last_used_s + LIVE_IDLE_S - time.monotonic()
+            if left_s > 0 or self._live.sending:
+                return max(left_s, 0.1)
+            self._live.closed = True
+            self._live = None
+            return None
+
+
+def _cut_all(senders: list[socket.socket]) -> None:
+    for sock in senders:
+        cut(sock)

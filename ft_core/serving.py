@@ -1,0 +1,242 @@
+"""An asyncio gRPC server on a thread of its own, and its streams. Shared by the lighthouse and the group server.
+
+How it works. `LoopServer` runs one event loop in one daemon thread; everything a server decides happens on that loop, so
+its state needs no locks. Other threads hand in work with `post` (fire and forget) or `call` (wait for the result).
+Handlers get and give raw bytes: decoding belongs to `wire`, and a broadcast is encoded once.
+
+`Stream` is one open bidirectional call: reads are awaited by its handler, writes are queued and sent by a task of its own,
+so that a slow reader at the other end never holds up anybody else.
+
+Invariants: a stream's queue is bounded (MAX_QUEUED, MAX_QUEUED_BYTES), beyond that the stream is dropped; `shutdown` is
+idempotent and bounded, after it neither thread nor socket is left.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import contextlib
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+from ft_core.errors import ConfigError
+from ft_core.rpc import Options, Tls, grpc, join_host, server_credentials
+
+MAX_QUEUED = 1024
+MAX_QUEUED_BYTES = 16 << 20
+MAX_RPCS = 8192
+FINISH_S = 2.0
+"""How long a refused or leaving client may take to read its last message."""
+
+_T = TypeVar("_T")
+_log = logging.getLogger(__name__)
+
+
+class StreamDropped(Exception):
+    """The stream was ended from this side: its reader was too slow, or a newer stream replaced it."""
+
+
+class Stream:
+    """One open bidirectional call, used on the server's loop only; created inside its handler."""
+
+    def __init__(self, context: grpc.aio.ServicerContext[bytes, bytes], now: float) -> None:
+        self.heard_at = now
+        self.dropped = ""
+        self._context = context
+        self._queue: deque[bytes] = deque()
+        self._queued_bytes = 0
+        self._wake = asyncio.Event()
+        self._closing = False
+        self._handler = asyncio.current_task()
+        self._writer = asyncio.get_running_loop().create_task(self._write())
+
+    def __repr__(self) -> str:
+        return f"Stream(queued={len(self._queue)}{', dropped: ' + self.dropped if self.dropped else ''})"
+
+    async def read(self) -> bytes | None:
+        """The next message; None at the end. Raises StreamDropped after `drop`."""
+        try:
+            data: Any = await self._context.read()
+        except asyncio.CancelledError:
+            if self.dropped:
+                raise StreamDropped(self.dropped) from None
+            raise
+        return None if data is grpc.aio.EOF else data
+
+    def send(self, data: bytes) -> None:
+        """Queue one message; never blocks."""
+        if self.dropped or self._closing:
+            return
+        self._queue.append(data)
+        self._queued_bytes += len(data)
+        if len(self._queue) > MAX_QUEUED or (self._queued_bytes > MAX_QUEUED_BYTES and len(self._queue) > 1):
+            self.drop(f"reads too slowly: {len(self._queue)} messages were waiting for it")
+            return
+        self._wake.set()
+
+    def drop(self, why: str) -> None:
+        """End the stream now; its handler sees StreamDropped."""
+        if not self.dropped:
+            self.dropped = why
+            self._queue.clear()
+            if self._handler is not None:
+                self._handler.cancel()
+
+    async def finish(self) -> None:
+        """Send what is queued, for at most FINISH_S."""
+        self._closing = True
+        self._wake.set()
+        with contextlib.suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(self._writer, FINISH_S)
+
+    def stop(self) -> None:
+        """End the writer. For the handler's `finally`."""
+        self._writer.cancel()
+
+    async def _write(self) -> None:
+        with contextlib.suppress(grpc.aio.UsageError, grpc.aio.AioRpcError, asyncio.InvalidStateError):
+            while True:
+                while self._queue:
+                    data = self._queue.popleft()
+                    self._queued_bytes -= len(data)
+                    await self._context.write(data)
+                if self._closing:
+                    return
+                await self._wake.wait()
+                self._wake.clear()
+
+
+class LoopServer:
+    """A gRPC server with its own thread and loop."""
+
+    def __init__(self, name: str, options: Options, tls: Tls | None) -> None:
+        self.port = 0
+        self._name = name
+        self._options = options
+        self._tls = tls
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread: threading.Thread | None = None
+        self._stop: asyncio.Event | None = None
+        self._lock = threading.Lock()
+
+    def start(
+        self, host: str, port: int, setting: str, handlers: Mapping[str, Mapping[str, grpc.RpcMethodHandler[bytes, bytes]]]
+    ) -> None:
+        """Listen, and serve from then on.
+
+        Raises:
+            ConfigError: the address cannot be bound; the message names `setting`.
+        """
+        ready: concurrent.futures.Future[int] = concurrent.futures.Future()
+        where = join_host(host, port)
+        self._thread = threading.Thread(target=self._run, args=(where, handlers, ready), name=self._name, daemon=True)
+        self._thread.start()
+        try:
+            self.port = ready.result()
+        except OSError as error:
+            self._thread.join()
+            self._thread = None
+            raise ConfigError(f"{setting}={where!r} cannot be bound: {error}") from None
+        except BaseException:
+            self._thread.join()
+            self._thread = None
+            raise
+
+    def post(self, work: Callable[[], object]) -> bool:
+        """Run `work` on the loop soon. False if the server is not running."""
+        loop = self._loop
+        if loop is None:
+            return False
+        try:
+            loop.call_soon_threadsafe(work)
+        except RuntimeError:  # closed meanwhile
+            return False
+        return True
+
+    def call(self, work: Callable[[], _T], timeout_s: float) -> _T:
+        """Run `work` on the loop and return its result. Raises TimeoutError, or RuntimeError if not running."""
+        done: concurrent.futures.Future[_T] = concurrent.futures.Future()
+
+        def run() -> None:
+            try:
+                done.set_result(work())
+            except BaseException as error:  # noqa: BLE001 - handed to the caller
+                done.set_exception(error)
+
+        if not self.post(run):
+            raise RuntimeError(f"{self._name} is not running")
+        return done.result(timeout_s)
+
+    def shutdown(self, timeout_s: float = 5.0) -> None:
+        """Stop serving, end all streams, join the thread. Idempotent; safe from any thread but the loop's own."""
+        with self._lock:
+            thread, self._thread = self._thread, None
+        if thread is None:
+            return
+        stop = self._stop
+        if stop is not None:
+            self.post(stop.set)
+        thread.join(timeout_s)
+        if thread.is_alive():
+            _log.warning("%s did not end within %.1f s", self._name, timeout_s)
+
+    def _run(
+        self,
+        where: str,
+        handlers: Mapping[str, Mapping[str, grpc.RpcMethodHandler[bytes, bytes]]],
+        ready: concurrent.futures.Future[int],
+    ) -> None:
+        loop = asyncio.new_event_loop()
+        loop.set_exception_handler(_on_loop_error)
+        try:
+            loop.run_until_complete(self._serve(where, handlers, ready))
+        except BaseException as error:  # noqa: BLE001 - reported by start(), or logged
+            if not ready.done():
+                ready.set_exception(error)
+            else:
+                _log.exception("%s failed", self._name)
+        finally:
+            self._loop = None
+            left = asyncio.all_tasks(loop)
+            for task in left:
+                task.cancel()
+            with contextlib.suppress(Exception):
+                loop.run_until_complete(asyncio.gather(*left, return_exceptions=True))
+                loop.run_until_complete(loop.shutdown_asyncgens())
+            loop.close()
+
+    async def _serve(
+        self,
+        where: str,
+        handlers: Mapping[str, Mapping[str, grpc.RpcMethodHandler[bytes, bytes]]],
+        ready: concurrent.futures.Future[int],
+    ) -> None:
+        server = grpc.aio.server(options=self._options, maximum_concurrent_rpcs=MAX_RPCS)
+        for service, methods in handlers.items():
+            server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, dict(methods)),))
+        try:
+            if self._tls is None:
+                port = server.add_insecure_port(where)
+            else:
+                port = server.add_secure_port(where, server_credentials(self._tls))
+        except RuntimeError:
+            port = 0
+        if port == 0:
+            raise OSError("the port is in use by another process, or the address is not one of this machine")
+        self._stop = asyncio.Event()
+        await server.start()
+        self._loop = asyncio.get_running_loop()
+        ready.set_result(port)
+        await self._stop.wait()
+        await server.stop(None)
+
+
+def _on_loop_error(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    # grpc.aio has one wake-up pipe per process: with several loops each is woken for the others' events, and all but one
+    # find the pipe empty. Harmless, and frequent where a test runs a lighthouse and group servers in one process.
+    if isinstance(context.get("exception"), BlockingIOError):
+        return
+    loop.default_exception_handler(context)

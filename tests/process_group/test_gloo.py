@@ -1,0 +1,369 @@
+"""The life cycle of a ProcessGroupGloo: forming, aborting, failing, forming again."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ft_core.errors import CollectiveError, ConfigError, PeerError, UsageError
+from ft_core.process_group import ProcessGroupGloo, incarnation, reaper, rendezvous, sockets
+from ft_core.process_group import store as stores
+from tests.process_group.ranks import GROUP_TIMEOUT, Store, configure_all, gloo_groups, in_threads, wait_until
+
+AT_ONCE_S = 0.5
+
+
+def mine(group: ProcessGroupGloo) -> incarnation.Incarnation:
+    assert group._incarnation is not None
+    return group._incarnation
+
+
+def pending(group: ProcessGroupGloo, numel: int = 1000) -> dist.Work:
+    return group.allreduce([torch.ones(numel)])
+
+
+def test_repr_tells_the_state(store: Store) -> None:
+    group = ProcessGroupGloo()
+    assert repr(group) == "ProcessGroupGloo(unconfigured)"
+    group.configure("", "replica0", 0, 1)
+    assert repr(group).startswith("ProcessGroupGloo(rank 0 of 1, ready, at 127.0.0.1:")
+    assert repr(group).endswith(", 0 in flight)")
+    group.abort()
+    assert repr(group).startswith("ProcessGroupGloo(rank 0 of 1, aborted: abort() was called")
+    group.shutdown()
+    assert repr(group) == "ProcessGroupGloo(shut down)"
+
+
+def test_a_group_of_one_needs_no_store() -> None:
+    group = ProcessGroupGloo()
+    group.configure("nowhere.invalid:1/x", "replica0", 0, 1)
+    tensor = torch.ones(2)
+    group.allreduce([tensor]).wait()
+    assert tensor.tolist() == [1.0, 1.0]
+    assert (group.rank(), group.size()) == (0, 1)
+    group.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("store_addr", "rank", "world_size", "complaint"),
+    [
+        ("127.0.0.1:1/x", 2, 2, "rank=2, world_size=2"),
+        ("127.0.0.1:1/x", -1, 2, "rank=-1"),
+        ("127.0.0.1:1/x", 0, 0, "world_size=0"),
+        ("127.0.0.1/x", 0, 2, "host:port/prefix"),
+        ("127.0.0.1:x/x", 0, 2, "host:port/prefix"),
+        ("127.0.0.1:99999/x", 0, 2, "host:port/prefix"),
+    ],
+)
+def test_configure_refuses_what_cannot_work(store_addr: str, rank: int, world_size: int, complaint: str) -> None:
+    with pytest.raises(ConfigError, match=complaint):
+        ProcessGroupGloo().configure(store_addr, "replica0", rank, world_size)
+
+
+def test_constructor_refuses_what_cannot_work(store: Store) -> None:
+    with pytest.raises(ConfigError, match="timeout="):
+        ProcessGroupGloo(timedelta(0))
+    with pytest.raises(ConfigError, match="one of them"):
+        ProcessGroupGloo(hostname="localhost", interface="lo")
+    for wrong in (ProcessGroupGloo(interface="nosuch0"), ProcessGroupGloo(hostname="203.0.113.77")):
+        with pytest.raises(ConfigError, match=r"nosuch0|203\.0\.113\.77"):
+            wrong.configure(store.fresh(), "replica0", 0, 1)
+
+
+@pytest.mark.parametrize("where", [{"hostname": "127.0.0.1"}, {"interface": "lo"}])
+def test_the_place_to_listen_can_be_chosen(store: Store, where: dict[str, str]) -> None:
+    groups = [ProcessGroupGloo(GROUP_TIMEOUT, **where) for _ in range(2)]
+    configure_all([groups[0], groups[1].sibling()], store.fresh())
+    assert "at 127.0.0.1:" in repr(groups[0])
+    groups[0].shutdown()
+
+
+def test_the_environment_chooses_the_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FT_INTERFACE", "lo")
+    monkeypatch.setenv("FT_HOSTNAME", "203.0.113.77")
+    group = ProcessGroupGloo()
+    group.configure("", "replica0", 0, 1)
+    group.shutdown()
+
+
+def test_calls_out_of_order_are_refused(store: Store) -> None:
+    group = ProcessGroupGloo()
+    with pytest.raises(UsageError, match="configure"):
+        pending(group)
+    group.abort()  # nothing to abort
+    assert group.errored() is None
+    group.shutdown()
+    group.shutdown()
+    with pytest.raises(UsageError, match="after shutdown"):
+        group.configure(store.fresh(), "replica0", 0, 1)
+
+
+def test_abort_ends_pending_work_here_and_on_peers(store: Store) -> None:
+    with gloo_groups(3, store) as groups:
+        works = [pending(groups[0]), pending(groups[1])]
+        begin = time.monotonic()
+        groups[2].abort()
+        for work in works:
+            with pytest.raises(CollectiveError, match="allreduce on the Gloo group of 'replica"):
+                work.wait()
+        assert time.monotonic() - begin < AT_ONCE_S
+
+
+def test_after_an_abort_collectives_raise_until_configured_again(store: Store) -> None:
+    with gloo_groups(2, store) as groups:
+        work = pending(groups[0])
+        groups[0].abort()
+        groups[0].abort()
+        assert isinstance(groups[0].errored(), CollectiveError)
+        with pytest.raises(CollectiveError, match=r"abort\(\) was called"):
+            pending(groups[0])
+        with pytest.raises(CollectiveError):
+            groups[0].barrier()
+        configure_all(groups, store.fresh())
+        assert [group.errored() for group in groups] == [None, None]
+        with pytest.raises(CollectiveError):
+            work.wait()  # of the group before: it stays failed, and does not touch the new one
+        assert [group.errored() for group in groups] == [None, None]
+        in_threads(2, lambda rank: pending(groups[rank]).wait())
+
+
+def test_a_failure_nobody_waited_for_shows_in_errored(store: Store) -> None:
+    with gloo_groups(2, store) as groups:
+        work = pending(groups[0])
+        groups[1].abort()
+        assert wait_until(lambda: groups[0].errored() is not None)
+        assert isinstance(work.exception(), CollectiveError)
+        assert not work.is_success()
+        assert "failed" in repr(work)
+
+
+def test_a_failure_shows_in_the_future(store: Store) -> None:
+    with gloo_groups(2, store) as groups:
+        future = pending(groups[0]).get_future()
+        groups[1].abort()
+        with pytest.raises(RuntimeError, match="Connection closed by peer"):
+            future.wait()
+        assert wait_until(lambda: isinstance(groups[0].errored(), CollectiveError))
+
+
+def test_point_to_point_failures_are_errors_of_the_group(store: Store) -> None:
+    with gloo_groups(2, store) as groups:
+        work = groups[0].recv([torch.zeros(2)], 1)
+        groups[1].abort()
+        with pytest.raises(CollectiveError, match="recv"):
+            work.wait()
+        assert isinstance(groups[0].errored(), CollectiveError)
+
+
+def test_collectives_time_out_after_set_timeout(store: Store) -> None:
+    with gloo_groups(2, store) as groups:
+        groups[0].set_timeout(timedelta(milliseconds=50))
+        begin = time.monotonic()
+        with pytest.raises(CollectiveError, match="(?i)timed out"):
+            pending(groups[0]).wait()
+        assert 0.04 < time.monotonic() - begin < AT_ONCE_S
+        with pytest.raises(CollectiveError):
+            pending(groups[1]).wait()  # learns of it
+
+
+def test_a_wait_that_runs_out_of_its_own_time_breaks_nothing(store: Store) -> None:
+    with gloo_groups(2, store) as groups:
+        work = pending(groups[0])
+        with pytest.raises(CollectiveError):
+            work.wait(timedelta(milliseconds=10))
+        assert groups[0].errored() is None
+        pending(groups[1]).wait()
+        assert work.wait()
+
+
+# ------------------------------------------------------------------------------------------------------------- forming
+
+
+def test_abort_ends_a_configure_that_waits_for_a_rank(store: Store) -> None:
+    group = ProcessGroupGloo(GROUP_TIMEOUT)
+    address = store.fresh()
+    with ThreadPoolExecutor(1) as pool:
+        future = pool.submit(group.configure, address, "replica0", 0, 2)
+        assert wait_until(lambda: store.server.check([f"{address.partition('/')[2]}/0"]))
+        begin = time.monotonic()
+        group.abort()
+        with pytest.raises(CollectiveError, match=r"abort\(\) was called"):
+            future.result(5)
+        assert time.monotonic() - begin < AT_ONCE_S
+    with pytest.raises(CollectiveError):
+        pending(group)
+    others = [group, ProcessGroupGloo(GROUP_TIMEOUT)]
+    configure_all(others, store.fresh())
+    in_threads(2, lambda rank: pending(others[rank]).wait())
+    for each in others:
+        each.shutdown()
+    assert reaper.reaper.wait_empty(5)
+
+
+@pytest.mark.parametrize("end", ["configure", "shutdown"])
+def test_a_later_call_wins_over_a_configure_in_progress(store: Store, end: str) -> None:
+    group = ProcessGroupGloo(GROUP_TIMEOUT)
+    address = store.fresh()
+    with ThreadPoolExecutor(1) as pool:
+        future = pool.submit(group.configure, address, "replica0", 0, 2)
+        assert wait_until(lambda: store.server.check([f"{address.partition('/')[2]}/0"]))
+        if end == "configure":
+            group.configure("", "replica0", 0, 1)
+        else:
+            group.shutdown()
+        with pytest.raises(CollectiveError, match=rf"{end}\(\) was called"):
+            future.result(5)
+    if end == "configure":
+        pending(group).wait()
+    group.shutdown()
+
+
+def test_a_rank_that_died_after_publishing_does_not_hold_up_an_abort(store: Store) -> None:
+    """Gloo is inside its constructor then, waiting for a connection that will not come, and cannot be interrupted."""
+    address = store.fresh()
+
+    class DyingStore(rendezvous.RendezvousStore):
+        def _exchange(self, rank: int, blob: bytes, store: dist.Store) -> None:
+            self._publish(rank, blob, store)
+            raise CollectiveError("died here")
+
+    dying = DyingStore(store.server, address.partition("/")[2], "dead", 2, lambda: None)
+    options = dist.ProcessGroupGloo._Options()
+    options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
+    with pytest.raises(CollectiveError, match="died here"):
+        dist.ProcessGroupGloo(dying, 1, 2, options)
+    del options
+
+    group = ProcessGroupGloo(GROUP_TIMEOUT)
+    with ThreadPoolExecutor(1) as pool:
+        future = pool.submit(group.configure, address, "replica0", 0, 2)
+        assert wait_until(lambda: bool(mine(group)._rendezvous and mine(group)._rendezvous.peers))
+        group.abort()
+        begin = time.monotonic()
+        with pytest.raises(PeerError):
+            future.result(5)
+        assert time.monotonic() - begin < AT_ONCE_S
+    group.configure("", "replica0", 0, 1)
+    pending(group).wait()
+    group.shutdown()
+
+
+def test_ranks_that_do_not_agree_are_told(store: Store) -> None:
+    address = store.fresh()
+    groups = [ProcessGroupGloo(GROUP_TIMEOUT) for _ in range(2)]
+
+    def configure(rank: int) -> str:
+        try:
+            groups[rank].configure(address, f"replica{rank}", rank, 2 + rank)
+        except CollectiveError as error:
+            return str(error)
+        return ""
+
+    with ThreadPoolExecutor(2) as pool:
+        futures = [pool.submit(configure, rank) for rank in range(2)]
+        assert "configures a group of 3 ranks" in futures[0].result(5)
+        groups[1].abort()  # waits for a third
+        futures[1].result(5)
+
+
+def test_garbage_in_the_store_is_told(store: Store) -> None:
+    address = store.fresh()
+    store.server.set(f"{address.partition('/')[2]}/1", "garbage")
+    with pytest.raises(CollectiveError, match="rank 1 wrote"):
+        ProcessGroupGloo(GROUP_TIMEOUT).configure(address, "replica0", 0, 2)
+
+
+def test_forming_times_out_and_says_for_what(store: Store) -> None:
+    with pytest.raises(CollectiveError, match="did not form in time: rank 1 did not come"):
+        ProcessGroupGloo(timedelta(milliseconds=100)).configure(store.fresh(), "replica0", 0, 2)
+
+
+def test_reconfiguring_leaks_no_descriptors_and_no_threads(store: Store) -> None:
+    def counts() -> tuple[int, int]:
+        assert reaper.reaper.wait_empty(5)
+        return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
+
+    live_before = set(incarnation._live)
+    with gloo_groups(2, store) as groups:
+        configure_all(groups, store.fresh())
+        before = counts()
+        for turn in range(50):
+            if turn % 3 == 0:
+                pending(groups[turn % 2])
+            if turn % 5 == 0:
+                groups[0].abort()
+            configure_all(groups, store.fresh())
+        in_threads(2, lambda rank: pending(groups[rank]).wait())
+        # Threads of Gloo take a moment to be gone from /proc after they are joined.
+        assert wait_until(lambda: all(now <= was for now, was in zip(counts(), before, strict=True)))
+    assert reaper.reaper.wait_empty(5)
+    assert incarnation._live <= live_before
+
+
+def test_a_dropped_group_is_destroyed_in_the_background(store: Store) -> None:
+    groups = [ProcessGroupGloo(GROUP_TIMEOUT) for _ in range(2)]
+    configure_all(groups, store.fresh())
+    dropped = mine(groups[0])
+    work = pending(groups[1])
+    groups.pop(0)
+    with pytest.raises(CollectiveError):
+        work.wait()
+    assert wait_until(lambda: dropped not in incarnation._live)
+    groups[0].shutdown()
+
+
+def test_without_known_sockets_it_warns_and_works(
+    store: Store, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(sockets, "SUPPORTED", False)
+    monkeypatch.setattr(incarnation, "_warned_cannot_abort", False)
+    stores.pool.clear()
+    with gloo_groups(2, store, timedelta(milliseconds=300)) as groups:
+        in_threads(2, lambda rank: pending(groups[rank]).wait())
+        work = pending(groups[0])
+        groups[0].abort()
+        with pytest.raises(CollectiveError):
+            pending(groups[0])
+        with pytest.raises(CollectiveError, match="(?i)timed out"):
+            work.wait()
+    assert [record.message for record in caplog.records if "cannot be found" in record.message]
+    stores.pool.clear()
+
+
+def test_threads_that_abort_and_configure_at_once_do_no_harm(store: Store) -> None:
+    """Many turns of everything against everything; ends usable."""
+    groups = [ProcessGroupGloo(timedelta(seconds=5)) for _ in range(2)]
+    stop = threading.Event()
+
+    def disturb(rank: int) -> None:
+        while not stop.wait(0.003):
+            groups[rank].abort()
+
+    def train(rank: int, address: str) -> None:
+        try:
+            groups[rank].configure(address, f"replica{rank}", rank, 2)
+            for _ in range(20):
+                pending(groups[rank]).wait()
+        except (CollectiveError, UsageError):
+            groups[rank].abort()
+
+    disturbers = [threading.Thread(target=disturb, args=(rank,)) for rank in range(2)]
+    for thread in disturbers:
+        thread.start()
+    for _ in range(40):
+        address = store.fresh()
+        in_threads(2, lambda rank, address=address: train(rank, address))
+    stop.set()
+    for thread in disturbers:
+        thread.join()
+    configure_all(groups, store.fresh())
+    in_threads(2, lambda rank: pending(groups[rank]).wait())
+    for group in groups:
+        group.shutdown()
