@@ -57,6 +57,11 @@ class _Round:
 _NOT_CONTRIBUTING = torch.zeros(())
 """Stands for scale 0, compared by identity: multiplying with zero would keep NaN and inf."""
 
+_TWICE = (
+    "parameter {} got its gradient twice in one backward(): it is used in several reentrant checkpoints (pass "
+    "use_reentrant=False), or the previous backward() raised"
+)
+
 
 class Bucketer:
     """The carrier of one module: see the head of this file, and `ft_core.carrier.Carrier` for the public methods.
@@ -165,16 +170,16 @@ class Bucketer:
                 if scale is None:
                     return
             if arrived[index]:
-                self._reject_twice(index)
+                self._reject(UsageError(_TWICE.format(self._name(index))), None)
             arrived[index] = 1
-            if scale is not_contributing:
-                view.zero_()
-            else:
-                try:
+            try:
+                if scale is not_contributing:
+                    view.zero_()
+                else:
                     multiply(parameter.grad, scale, out=view)  # type: ignore[arg-type]
-                except RuntimeError as error:
-                    self._copy_special(index, scale, error)
-            parameter.grad = view
+                parameter.grad = view
+            except RuntimeError as error:
+                self._copy_special(index, scale, error)
             bucket.pending -= 1
             if not bucket.pending:
                 advance()
@@ -365,28 +370,23 @@ class Bucketer:
 
     def _copy_special(self, index: int, scale: Tensor, error: RuntimeError) -> None:
         """A gradient the fast path refused: one with a graph of its own (create_graph), or a caller's mistake."""
-        gradient, view, name = self._memory.parameters[index].grad, self._views[index], self._name(index)
+        parameter, view, name = self._memory.parameters[index], self._views[index], self._name(index)
+        gradient = parameter.grad
         assert gradient is not None
         if gradient.layout != torch.strided:
             self._reject(ConfigError(f"parameter {name} has a sparse gradient; only dense ones can be reduced"), error)
-        if gradient.requires_grad:
+        if gradient.requires_grad and gradient.dtype == view.dtype and gradient.device == view.device:
             with torch.no_grad():
                 torch.mul(gradient, scale, out=view)
+            parameter.grad = view
             return
         have, want = (f"{t.dtype} {list(t.shape)} on {t.device}" for t in (gradient, view))
         text = f"the gradient of {name} is {have}, its bucket {want}: wrap the module after moving or casting it"
         self._reject(UsageError(text), error)
 
-    def _reject_twice(self, index: int) -> None:
-        text = (
-            f"parameter {self._name(index)} got its gradient twice in one backward(): it is used in several "
-            "reentrant checkpoints (pass use_reentrant=False), or the previous backward() raised"
-        )
-        self._reject(UsageError(text), None)
-
     def _reject(self, mistake: Exception, cause: BaseException | None) -> None:
-        if self._attempt is not None:
-            self._attempt.fail(mistake)
+        assert self._attempt is not None
+        self._attempt.fail(mistake)
         self._break()
         raise mistake from cause
 

@@ -19,6 +19,7 @@ few assignments. HTTP/2 keepalives are answered by gRPC's C core, without the GI
 from __future__ import annotations
 
 import logging
+import os
 import secrets
 import threading
 import time
@@ -63,6 +64,7 @@ class LeaseSettings:
     room: str = "default"
     token: str = ""
     tls: Tls | None = None
+    """None: what FT_TLS_* say."""
     setting: str = "lighthouse_addr (FT_LIGHTHOUSE)"
     """What to call the address in messages."""
 
@@ -163,6 +165,7 @@ class StreamClient(ABC):
         self.last_reason = ""
         self._handler = handler
         self._metadata = token_metadata(settings.token)
+        self._tls = settings.tls or Tls.from_env(os.environ)
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
         self._outbox: deque[bytes] = deque()
@@ -301,7 +304,7 @@ class StreamClient(ABC):
         why = f"{self._other} closed the connection"
         try:
             outgoing = _Outgoing(self, self._opening())
-            channel = open_channel(settings.address, settings.setting, settings.tls)
+            channel = open_channel(settings.address, settings.setting, self._tls)
             self._opening_sent = time.monotonic()
             with self._changed:
                 if self._stopping:

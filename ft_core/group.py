@@ -4,12 +4,14 @@ Two questions are answered once for all ranks: "what does the group ask for?" (w
 became of attempt k of quorum q?" (when every rank has voted, R12). Both are keyed and idempotent: the same rank asking
 or voting again under the same key changes nothing and gets the same answer, so callers retry freely.
 
-Invariants: a group commits only if every rank's ring said commit; one broken rank makes the group broken; flags are the
+Invariants: a group commits only if every rank's ring said commit, and applies it on all ranks or on none; one broken rank makes the group broken; flags are the
 OR over all ranks; if ranks hold different states the group's version is VOID, so the whole group heals.
 """
 
 from __future__ import annotations
 
+import hashlib
+import struct
 from collections import OrderedDict
 from dataclasses import dataclass, replace
 
@@ -41,17 +43,24 @@ def merge_asks(asks: dict[int, Ask], world_size: int) -> Ask | Mismatch | None:
         if any(value != values[0] for value in values):
             return Mismatch(f"the ranks of {first.replica_id} differ in {field}: {values}; pass the same on all ranks")
     same = all(ask.version == first.version and ask.lineage == first.lineage for ask in ordered)
-    # Untrained ranks draw their lineage on their own: at step 0 they need not agree, rank 0 speaks for the group.
+    # Untrained ranks draw their lineage on their own: at step 0 they need not agree. The group's is then a mixture of all,
+    # so that a group in which only some ranks have received the common initial state does not pass for one that has it.
     fresh = all(ask.version == first.version and ask.version.step == 0 for ask in ordered)
     return replace(
         first,
         version=first.version if same or fresh else VOID,
+        lineage=first.lineage if same else _mixture([ask.lineage for ask in ordered]),
         failed=any(ask.failed for ask in ordered),
         reason=next((ask.reason for ask in ordered if ask.failed), first.reason),
         heal_addresses=tuple(address for ask in ordered for address in ask.heal_addresses[:1]),
         open_attempt=-1 if world_size > 1 else first.open_attempt,
         heals_before_forward=all(ask.heals_before_forward for ask in ordered),
     )
+
+
+def _mixture(lineages: list[int]) -> int:
+    text = b"".join(struct.pack("<Q", lineage & (2**64 - 1)) for lineage in lineages)
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1
 
 
 def merge_votes(votes: dict[int, Verdict], world_size: int) -> Verdict | None:
@@ -70,6 +79,7 @@ def merge_votes(votes: dict[int, Verdict], world_size: int) -> Verdict | None:
         healed=all(vote.healed for vote in ordered),
         exhausted=any(vote.exhausted for vote in ordered),
         stop=any(vote.stop for vote in ordered),
+        behind=any(vote.behind for vote in ordered),
         weight=ordered[0].weight,
         contributors=ordered[0].contributors,
     )

@@ -92,11 +92,15 @@ class Healing:
             self._live.server.offer(bucket_tag(quorum_id, attempt), list(buckets))
 
     def receive_buckets(self, plan: Plan, quorum_id: int, attempt: int) -> list[Any]:
-        """Fetch the reduced gradients of an attempt. Raises HealError."""
+        """Fetch the reduced gradients of an attempt. Raises HealError; also if no donor has kept them."""
         if self._live is None:
             raise HealError("this transport does not carry single gradients")
-        found = self._live.fetch(self._donors(plan), bucket_tag(quorum_id, attempt), deadline_s=self._heal_s)
-        return list(found.state)
+        tag = bucket_tag(quorum_id, attempt)
+        for donor in self._donors(plan):  # one at a time: they need not all have kept theirs
+            found = self._live.fetch([donor], tag, deadline_s=self._heal_s, cancel=self._cancel)
+            if found.state:
+                return list(found.state)
+        raise HealError("the gradients of that step have been overwritten by the next one")
 
     def close(self) -> None:
         """Nothing offered is served any more: the state is about to change. Does not wait for receivers."""

@@ -87,11 +87,13 @@ DEFAULT_ROOM = "default"
 DEFAULT_LIVENESS_S = 1.0
 HELLO_S = 5.0
 """How long an opened stream may take to send its Hello."""
+REASON_S = 0.2
+"""A reason is told once it has stood for this long: while 256 groups arrive, it changes with every one of them."""
 TURBULENCE_S = 0.05
 TURBULENCE_LEASES = 3
 EPOCH_2020_S = 1_577_836_800
 
-_log = logging.getLogger(__name__)
+_log = logging.getLogger("ft_core.lighthouse")
 _Context = grpc.aio.ServicerContext[bytes, bytes]
 
 
@@ -100,6 +102,8 @@ class _Lease:
     replica_id: str
     generation: int
     stream: Stream
+    told: str = ""
+    """The last reason it was sent."""
 
 
 @dataclass
@@ -116,7 +120,11 @@ class _RoomShell:
     leases: dict[str, _Lease] = field(default_factory=dict)
     waiters: dict[str, _Waiter] = field(default_factory=dict)
     timer: asyncio.TimerHandle | None = None
+    reason_timer: asyncio.TimerHandle | None = None
+    asks: list[Asked] = field(default_factory=list)
+    """Asks that arrived in this turn of the loop: handed to the room together, which then decides once."""
     ends: deque[float] = field(default_factory=lambda: deque(maxlen=1024))
+    turbulent_until: float = 0.0
     said: str = ""
     """The last reason that was logged."""
 
@@ -163,8 +171,9 @@ class Lighthouse:
     def close(self) -> None:
         """Cancel all timers."""
         for shell in self._rooms.values():
-            if shell.timer is not None:
-                shell.timer.cancel()
+            for timer in (shell.timer, shell.reason_timer):
+                if timer is not None:
+                    timer.cancel()
         if self._beat_timer is not None:
             self._beat_timer.cancel()
             self._beat_timer = None
@@ -180,16 +189,19 @@ class Lighthouse:
             if len(self._rooms) >= MAX_ROOMS:
                 idle = next((n for n, s in self._rooms.items() if not s.room.records and not s.room.closed), None)
                 if idle is None:
-                    raise RefusedError(f"this lighthouse already serves {MAX_ROOMS} rooms; start another one for {name!r}")
+                    raise RefusedError(
+                        f"this lighthouse already serves {MAX_ROOMS} rooms; start another one for {name!r}"
+                    )
                 del self._rooms[idle]
             shell = self._rooms[name] = _RoomShell(Room(name, self._settings, self._ids, boot_at=self._started))
         return shell
 
-    def _feed(self, shell: _RoomShell, event: Event) -> list[Effect]:
-        """Hand one event to a room, perform what follows, set its timer."""
+    def _feed(self, shell: _RoomShell, *events: Event) -> list[Effect]:
+        """Hand events to a room (after the asks that came before them), perform what follows, set its timer."""
         now = self._now()
         self._notice_stall(now)
-        effects = shell.room.handle(event, now)
+        asks, shell.asks = shell.asks, []
+        effects = shell.room.handle_all((*asks, *events), now)
         self._perform(shell, effects)
         self._arm(shell)
         return effects
@@ -212,10 +224,7 @@ class Lighthouse:
                 case Announce():
                     self._announce(shell, effect)
                 case Explain():
-                    self._push(shell, effect.to, wire.Reason(effect.reason))
-                    if effect.reason != shell.said:
-                        shell.said = effect.reason
-                        self._say(shell, f"no quorum yet: {effect.reason}")
+                    self._explain_soon(shell)
                 case ChangePending():
                     self._push(shell, effect.to, wire.Change(effect.quorum_id, effect.reason))
                 case MemberLost():
@@ -272,7 +281,8 @@ class Lighthouse:
         _log.warning("the lighthouse itself stood still for %.1f s", stood_still_s)
         for shell in self._rooms.values():
             if shell.leases:
-                self._perform(shell, shell.room.handle(Turbulence(), now))
+                asks, shell.asks = shell.asks, []
+                self._perform(shell, shell.room.handle_all((Turbulence(), *asks), now))
                 self._arm(shell)
 
     def _lease_opened(self) -> None:
@@ -347,13 +357,17 @@ class Lighthouse:
         finally:
             self._closed(shell, lease, left=left)
 
-    def _open(self, shell: _RoomShell, hello: Hello, stream: Stream) -> tuple[_Lease | None, FaultToleranceError | None]:
+    def _open(
+        self, shell: _RoomShell, hello: Hello, stream: Stream
+    ) -> tuple[_Lease | None, FaultToleranceError | None]:
         self._generation += 1
         hello = replace(
             hello, generation=self._generation, liveness_s=self._liveness_s, layout_lines=self._share_layout(hello)
         )
         now = self._now()
         self._notice_stall(now)
+        asks, shell.asks = shell.asks, []
+        self._perform(shell, shell.room.handle_all(asks, now))
         effects = shell.room.handle(hello, now)
         refusal = next((effect for effect in effects if isinstance(effect, Refuse)), None)
         if refusal is not None:
@@ -386,17 +400,37 @@ class Lighthouse:
             shell.ends.popleft()
         shell.ends.append(now)
         ended = len(shell.ends)
-        if ended >= TURBULENCE_LEASES and ended > len(shell.leases):
-            shell.ends.clear()
+        if ended >= TURBULENCE_LEASES and ended > len(shell.leases) and now >= shell.turbulent_until:
+            shell.turbulent_until = now + self._settings.boot_window_s / 2
             self._feed(shell, Turbulence())
 
     def _asked(self, shell: _RoomShell, lease: _Lease, ask: Ask) -> None:
-        effects = self._feed(shell, Asked(ask, lease.generation))
-        record = shell.room.records.get(lease.replica_id)
-        told = any(isinstance(effect, Explain) for effect in effects)
-        if record is not None and record.ask is not None and shell.room.reason and not told:
-            # The reason was pushed when it changed; who asks later has not heard it.
-            lease.stream.send(wire.encode_push(wire.Reason(shell.room.reason)))
+        if not shell.asks:
+            asyncio.get_running_loop().call_soon(self._feed, shell)
+        shell.asks.append(Asked(ask, lease.generation))
+        lease.told = ""
+        self._explain_soon(shell)
+
+    def _explain_soon(self, shell: _RoomShell) -> None:
+        if shell.reason_timer is None:
+            shell.reason_timer = asyncio.get_running_loop().call_later(REASON_S, self._explain, shell)
+
+    def _explain(self, shell: _RoomShell) -> None:
+        """Tell everybody who asks why there is no quorum yet, if they have not heard it; log it once."""
+        shell.reason_timer = None
+        reason = shell.room.reason
+        if not reason:
+            return
+        asking = [i for i, record in shell.room.records.items() if record.ask is not None]
+        data = wire.encode_push(wire.Reason(reason))
+        for replica_id in asking:
+            lease = shell.leases.get(replica_id)
+            if lease is not None and lease.told != reason:
+                lease.told = reason
+                lease.stream.send(data)
+        if asking and reason != shell.said:
+            shell.said = reason
+            self._say(shell, f"no quorum yet: {reason}")
 
     def _share_layout(self, hello: Hello) -> tuple[str, ...]:
         """Equal layouts are kept once, not per replica (they are the largest thing a Hello carries)."""
@@ -413,7 +447,9 @@ class Lighthouse:
         current = shell.room.current
         if current is None:
             return ()
-        asked = {m.replica_id: m.heal_addresses for m in shell.room.last_quorum.members} if shell.room.last_quorum else {}
+        asked = (
+            {m.replica_id: m.heal_addresses for m in shell.room.last_quorum.members} if shell.room.last_quorum else {}
+        )
         found = []
         for replica_id in current.members:
             record = shell.room.records.get(replica_id)
@@ -715,7 +751,12 @@ def _parser() -> argparse.ArgumentParser:
     option("quorum-tick-ms", type=int, default=100, help="accepted and unused: nothing polls")
     option("liveness-ms", type=int, help="silence after which a replica is presumed frozen (FT_LIVENESS_S, else 1000)")
     option("grace-ms", type=int, default=100, help="time a closed connection has to come back")
-    option("boot-window-ms", type=int, default=500, help="time running groups have to return after a restart of this server")
+    option(
+        "boot-window-ms",
+        type=int,
+        default=500,
+        help="time running groups have to return after a restart of this server",
+    )
     parser.add_argument("--version", action="version", version=f"ft-lighthouse {release()}")
     return parser
 

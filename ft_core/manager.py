@@ -288,22 +288,22 @@ class Manager:
         pending = self._round
         if pending is not None and not pending.configured.is_set():
             self._new_attempt()  # asked from inside should_commit
-            self._maybe_block(pending, room_id)
+            self._settle_in(pending)
             return
         with session.lock:
             decision = self._step.boundary() if room_id == self._room else MustAsk(f"changing to room {room_id}", False)
-            fresh = self._step.plan is None
         if self._healing.snapshot_wanted:
             self._healing.offer_live(self._collect())
         if isinstance(decision, Go):
             session.error = None
             self._new_attempt()
+            if self._step.heal is not Heal.NONE and pending is not None:
+                self._settle_in(pending)
             return
         self._room, self._allow_heal, self._shrink_only = room_id, allow_heal, shrink_only
         round_ = self._begin_round(decision, timeout)
         self._new_attempt()
-        if fresh or not self._use_async:
-            self._maybe_block(round_, room_id)
+        self._settle_in(round_)
 
     def wait_quorum(self) -> None:
         """Block until the process group of this attempt is usable. Raises what kept it from becoming so."""
@@ -342,10 +342,9 @@ class Manager:
         self._worker.submit(round_)
         return round_
 
-    def _maybe_block(self, round_: Round, room_id: str) -> None:
-        """Wait for the quorum, and load received state before forward if the plan says so."""
-        del room_id
-        if self._use_async and self._step.asks > 1 and round_.template.heals_before_forward is False:
+    def _settle_in(self, round_: Round) -> None:
+        """A first or a synchronous quorum: wait for it, and load received state before forward if the plan says so."""
+        if not round_.template.heals_before_forward:
             return
         round_.wait_configured()
         if round_.error is not None:

@@ -17,7 +17,7 @@ Ownership: one event loop (or the simulation) calls it; nothing here is thread s
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 from ft_core.quorum import (
@@ -159,7 +159,8 @@ class Left:
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """A supervisor's word: the process of this replica (or, with `name`, every process of that name) has ended."""
+    """A supervisor's word: the process of this replica has ended; or, if a name is given, every process of that name whose
+    lease does not stand."""
 
     replica_id: str
 
@@ -281,8 +282,6 @@ class Record:
     told_lost: bool = False
     agreed: bool = False
     """It said goodbye after a fence that announced it: nobody has to abort because of it (R16)."""
-    worded: bool = False
-    """GONE only by a supervisor's word, with its stream still open."""
     heard_at: float = 0.0
     committed: bool = False
     """A fence completed at a state it held: it is not crash-looping."""
@@ -307,6 +306,8 @@ class Room:
         self._turbulent_until = boot_at
         """Until then no closed connection counts as a death (R15)."""
         self._layout: tuple[int, tuple[str, ...], str] | None = None
+        self._failed = 0
+        """The quorum that a member last reported as broken."""
         self._pending: frozenset[str] = frozenset()
         """Who was waiting when change-pending was last pushed for the current quorum: pushed once per set."""
         self._crashes: dict[str, deque[float]] = {}
@@ -329,14 +330,27 @@ class Room:
 
     def handle(self, event: Event, now: float) -> list[Effect]:
         """Apply one event and everything that follows from it. Returns the effects to perform, in order."""
+        return self.handle_all((event,), now)
+
+    def handle_all(self, events: Iterable[Event], now: float) -> list[Effect]:
+        """Apply events that arrived together, then draw the consequences once (a decision looks at every replica)."""
         out: list[Effect] = []
+        settle = False
+        for event in events:
+            settle = self._apply(event, now, out) or settle
+        if settle:
+            self._settle(now, out)
+        return out
+
+    def _apply(self, event: Event, now: float, out: list[Effect]) -> bool:
+        """Change the records. False if nothing changed that a decision looks at."""
         match event:
             case Hello():
                 self._on_hello(event, now, out)
             case LeaseEnded():
                 self._on_lease_ended(event, now, out)
             case Progress():
-                self._on_progress(event, now, out)
+                return self._on_progress(event, now, out)
             case Asked():
                 self._on_asked(event, now, out)
             case Left():
@@ -349,8 +363,7 @@ class Room:
                 self.closed = ""
             case Tick():
                 pass
-        self._settle(now, out)
-        return out
+        return True
 
     # ------------------------------------------------------------ events
 
@@ -452,44 +465,45 @@ class Room:
         # its last word was closed by the other side's kernel: that process is gone, not merely silent.
         closed = event.silence_s < 0.75 * record.hello.liveness_s
         record.life, record.since = (Life.CLOSED if closed else Life.MISSED), now
-        if record.ask is not None:
-            record.ask = None
+        # Whose collectives failed may have said so before this stream ended: it is the second witness all the same.
+        current = self._current
+        member = current is not None and event.replica_id in current.members and self._failed == current.quorum_id
+        record.accused = member and record.ask is None
+        record.ask = None
         what = "closed its connection" if closed else "went silent (frozen or cut off)"
         out.append(Note(f"{event.replica_id} {what}"))
 
-    def _on_progress(self, event: Progress, now: float, out: list[Effect]) -> None:
+    def _on_progress(self, event: Progress, now: float, out: list[Effect]) -> bool:
+        """False if nothing changed that a decision looks at (the common case, several times per second and replica)."""
         record = self.records.get(event.replica_id)
         if record is None or record.generation != event.generation:
-            return
-        self._alive(record, now)
+            return False
+        record.heard_at = now
         record.step, record.phase = event.step, event.phase
+        newer = event.stable > record.stable
         record.stable = max(record.stable, event.stable)
         record.committed = record.committed or event.stable > VOID
         if event.heal_addresses:
             record.hello = replace(record.hello, heal_addresses=event.heal_addresses)
         was = record.paused_until
         record.paused_until = now + event.paused_s if event.paused_s > 0 else 0.0
+        toggled = (was > 0) != (event.paused_s > 0)
         current = self._current
-        if (was > 0) != (event.paused_s > 0) and current and event.replica_id in current.members:
+        if toggled and current and event.replica_id in current.members:
             peers = self._up(i for i in current.members if i != event.replica_id)
             if peers:
                 out.append(Paused(peers, current.quorum_id, event.replica_id, event.paused_s))
-
-    def _alive(self, record: Record, now: float) -> None:
-        """A word on the newest stream. If a supervisor reported the end of that name, it meant an earlier process (R15)."""
-        record.heard_at = now
-        if record.life is Life.GONE and record.worded:
-            record.life, record.since, record.worded = Life.UP, now, False
+        return toggled or newer
 
     def _on_asked(self, event: Asked, now: float, out: list[Effect]) -> None:
         ask = event.ask
         record = self.records.get(ask.replica_id)
         if record is None or record.generation != event.generation:
             return
-        self._alive(record, now)
         if record.life is not Life.UP:
             return
-        if record.answered and record.answered[0] == ask.seq:
+        record.heard_at = now
+        if record.answered and record.answered[0] == ask.seq and self._in_force(record.answered[1].quorum_id):
             out.append(Announce(record.answered[1], ((ask.replica_id, ask.seq),)))
             return
         self._ids.observe(ask.version.epoch)
@@ -499,9 +513,14 @@ class Room:
         record.ask = ask
         record.step = max(ask.version.step, 0)
         current = self._current
-        if current and ask.replica_id in current.members and ask.quorum_id >= current.quorum_id:
+        answered = record.answered
+        # It asked again without having taken the answer that put it into the current quorum (its caller timed out).
+        passed = answered is not None and current is not None and answered[1].quorum_id == current.quorum_id
+        passed = passed and answered is not None and ask.seq > answered[0]
+        if current and ask.replica_id in current.members and (ask.quorum_id >= current.quorum_id or passed):
             self._end_current(now)
             if ask.failed:
+                self._failed = current.quorum_id
                 for replica_id in current.members:
                     peer = self.records.get(replica_id)
                     if peer is not None and peer.life in (Life.CLOSED, Life.UNKNOWN):
@@ -524,8 +543,10 @@ class Room:
 
     def _on_ended(self, event: Ended, now: float, out: list[Effect]) -> None:
         for replica_id, record in self.records.items():
-            if event.replica_id in (replica_id, record.hello.name) and record.life is not Life.GONE:
-                record.worded = record.life is Life.UP
+            if event.replica_id != replica_id and (event.replica_id != record.hello.name or record.life is Life.UP):
+                # A name's word can arrive after its next incarnation, whose lease then stands: it is not the one meant.
+                continue
+            if record.life is not Life.GONE:
                 record.life, record.since, record.ask = Life.GONE, now, None
                 self._count_crash(record, now)
                 out.append(Note(f"{replica_id} ended, says its supervisor"))
@@ -660,6 +681,13 @@ class Room:
                 out.append(ChangePending(members, current.quorum_id, f"{names} wants to join"))
 
     # ------------------------------------------------------------ helpers
+
+    def _in_force(self, quorum_id: int) -> bool:
+        """R14 repeats an answer only while it is true: whoever missed the whole life of a quorum must not enter it."""
+        current = self._current
+        if not self.rules.r14_in_force:
+            return True
+        return current is not None and current.quorum_id == quorum_id and not current.ended
 
     def _end_current(self, now: float) -> None:
         if self._current is not None and not self._current.ended:

@@ -161,6 +161,7 @@ class Rules:
     r1_ended: bool = True
     r2_no_amnesia: bool = True
     r9_boot: bool = True
+    r14_in_force: bool = True
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,6 +30,10 @@ from ft_core.session import Session
 from ft_core.step import MustAsk, Phase
 
 log = logging.getLogger("ft_core")
+MAX_OPEN_ATTEMPTS = 2
+"""Attempts whose gradients are offered in one quorum: all members leave the same one, give or take an older straggler."""
+TELL_S = 1.0
+"""A wait for a quorum shorter than this is nobody's concern; a longer one is logged with its reason."""
 REASK_PAUSE_S = 0.01
 """Between two asks after a failed configure: lets the pushes that explain the failure arrive."""
 
@@ -159,6 +163,8 @@ class QuorumWorker:
         with session.lock:
             ask = session.step.ask(round_.template, why)
             session.answers.clear()
+            session.reason = told = ""
+        tell_at = time.monotonic() + TELL_S
         session.control.ask(ask, room=round_.room)
         with session.changed:
             while True:
@@ -169,10 +175,13 @@ class QuorumWorker:
                 quorum = session.answers.pop(ask.seq, None)
                 if quorum is not None:
                     return quorum
-                left = deadline - time.monotonic()
-                if left <= 0:
+                now = time.monotonic()
+                if now >= deadline:
                     break
-                session.changed.wait(left)
+                if now >= tell_at and session.reason != told:
+                    told = session.reason
+                    log.info("%s: waiting for a quorum: %s", session.step.settings.replica_id, told)
+                session.changed.wait(min(deadline - now, TELL_S))
         reason = session.control.last_reason or "the lighthouse gave no reason"
         raise QuorumTimeoutError(f"no quorum within {round_.timeout_s:g} s (quorum_timeout): {reason}")
 
@@ -200,8 +209,12 @@ class QuorumWorker:
             return
         if round_.state is not None:
             self._healing.offer(plan, round_.state, self._session.budget.timeout_s)
-        if round_.buckets is not None and any(m.open_attempt >= 0 for m in plan.quorum.members):
-            self._healing.offer_buckets(*round_.buckets)
+        # R5: whoever could not follow an attempt asks the holders for its gradients. An empty list says that they are gone
+        # (a later backward pass has overwritten them), so that nobody waits for them in vain.
+        wanted = sorted({(m.previous_quorum_id, m.open_attempt) for m in plan.quorum.members if m.open_attempt >= 0})
+        kept = {round_.buckets[:2]: round_.buckets[2]} if round_.buckets is not None else {}
+        for key in wanted[-MAX_OPEN_ATTEMPTS:]:
+            self._healing.offer_buckets(*key, kept.get(key, []))
 
     def _heal(self, round_: Round, plan: Plan) -> None:
         session = self._session

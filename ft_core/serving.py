@@ -123,7 +123,11 @@ class LoopServer:
         self._lock = threading.Lock()
 
     def start(
-        self, host: str, port: int, setting: str, handlers: Mapping[str, Mapping[str, grpc.RpcMethodHandler[bytes, bytes]]]
+        self,
+        host: str,
+        port: int,
+        setting: str,
+        handlers: Mapping[str, Mapping[str, grpc.RpcMethodHandler[bytes, bytes]]],
     ) -> None:
         """Listen, and serve from then on.
 

@@ -54,6 +54,8 @@ class Session:
         """What went wrong in the current attempt, for `Manager.errored`."""
         self.peers: tuple[tuple[str, tuple[str, ...]], ...] = ()
         """(replica_id, heal addresses per rank) of the running members, known before we join: for prefetch."""
+        self.reason = ""
+        """Why there is no quorum yet, while there is none."""
         self.drain_reason = ""
         self.paused: dict[str, float] = {}
         """Peers that announced to be busy, and until when (monotonic s); bounded by the members of the quorum."""
@@ -129,8 +131,9 @@ class Session:
             self.changed.notify_all()
 
     def on_reason(self, reason: str) -> None:
-        """There is no quorum yet."""
-        log.info("%s: no quorum yet: %s", self.step.settings.replica_id, reason)
+        """There is no quorum yet. The worker tells the user, if it lasts."""
+        with self.changed:
+            self.reason = reason
 
     def on_change_pending(self, quorum_id: int, reason: str) -> None:
         """Somebody wants to join or leave."""

@@ -106,6 +106,8 @@ class Verdict:
     """Every member is out of data: stop (R16)."""
     stop: bool = False
     """Some member asked everybody to stop at this step."""
+    behind: bool = False
+    """A rank of this group lacks the state that a commit builds on: no rank of the group applies it (R12)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,6 +202,8 @@ class Step:
         self.asks = 0
         self._error_sent = False
         """The soft error was there when the fence's slots were taken."""
+        self._voted = False
+        """The latched verdict was told to the group: whatever fails from now on belongs to the next attempt."""
         self._early: dict[str, tuple[int, str]] = {}
         """Pushes about a quorum that is announced but not entered yet: newest id per kind."""
 
@@ -253,6 +257,7 @@ class Step:
             if self.phase is Phase.LAUNCHED:
                 self.break_("start_quorum was called while collectives of the last attempt had no completed fence")
             if self.phase is Phase.FENCED:
+                self._voted = False
                 self.break_("the last attempt was agreed by everybody but should_commit was not called for it")
         elif self.phase in (Phase.LAUNCHED, Phase.FENCED):
             self.phase = Phase.OPEN
@@ -310,6 +315,7 @@ class Step:
         self.roles_switched = False
         self.ask_next = self.change_wanted = self.broken_reason = self.soft_error = ""
         self.verdict = None
+        self._voted = False
         self.user_ops = 0
         self.vetoes = 0
         early, self._early = self._early, {}
@@ -332,6 +338,9 @@ class Step:
     def break_(self, reason: str, *, keep_gradients: bool = False) -> bool:
         """This rank cannot follow its quorum any more (R0). False if a latched verdict stands, or it was broken already."""
         if self.phase in (Phase.BROKEN, Phase.OUTSIDE):
+            return False
+        if self._voted:
+            self.ask_next = self.ask_next or reason
             return False
         self.open_attempt = self.attempt if keep_gradients and self.phase is Phase.LAUNCHED and not self.behind else -1
         self.phase = Phase.BROKEN
@@ -367,9 +376,29 @@ class Step:
     def fail_softly(self, reason: str) -> None:
         """A failure that leaves the collectives usable: zeros and a veto for this attempt.
 
-        Reported after the fence was launched it can't veto the others: then this member is broken at `settle` (R0).
+        Reported after the fence was launched it can't veto the others: then this member alone is broken (R0). Reported
+        after its vote it is too late altogether.
         """
+        if self._voted:
+            return
         self.soft_error = self.soft_error or reason
+        if self.phase is Phase.FENCED and self._late_error and self.settings.rules.r0_verdict:
+            self.break_(f"reported too late to veto the others: {self.soft_error}")
+
+    @property
+    def _late_error(self) -> bool:
+        return bool(self.soft_error) and not self._error_sent
+
+    def vote(self) -> Verdict:
+        """What this rank tells its group about the attempt. From now on nothing but the group's answer breaks it (R0, R12):
+        otherwise one rank would apply the commit, another not, and the group's state would be worth nothing.
+        """
+        assert self.plan is not None
+        if self.phase is Phase.FENCED and self.verdict is not None:
+            self._voted = self.settings.rules.r0_verdict
+            return self.verdict
+        reason = self.broken_reason or "the fence has not completed"
+        return Verdict(self.plan.quorum_id, self.attempt, Outcome.BROKEN, reason)
 
     def healed(self, quorum_id: int) -> bool:
         """The planned state was received and verified. False if it was planned for another quorum (R7)."""
@@ -462,6 +491,9 @@ class Step:
         if self.phase is Phase.BROKEN:
             return Verdict(self.plan.quorum_id, self.attempt, Outcome.BROKEN, self.broken_reason)
         verdict = self._judge(sums, now)
+        if verdict.outcome is Outcome.COMMIT and self._late_error and self.settings.rules.r0_verdict:
+            reason = f"reported too late to veto the others: {self.soft_error}"
+            verdict = replace(verdict, outcome=Outcome.BROKEN, reason=reason)
         if verdict.outcome is Outcome.BROKEN:
             self.break_(verdict.reason)
         else:
@@ -503,6 +535,7 @@ class Step:
             "healed": values[READY] == self.plan.ready_expected or not rules.r10_ready,
             "exhausted": values[EXHAUSTED] == n,
             "stop": values[STOP] > 0,
+            "behind": self.behind and self.heal is not Heal.READY,
         }
         if values[FAILED]:
             return verdict(Outcome.VETO, self.soft_error or f"{values[FAILED]} of {n} members failed in this step", **more)
@@ -516,19 +549,17 @@ class Step:
 
         A healing member must have called `heal_applied` before (commit or veto), unless its heal was abandoned.
         """
+        self._voted = False
         if verdict.outcome is Outcome.BROKEN:
             self.break_(verdict.reason)
-        elif verdict.outcome is Outcome.COMMIT and self.soft_error and not self._error_sent:
-            if self.settings.rules.r0_verdict:
-                self.break_(f"reported too late to veto the others: {self.soft_error}")
-            else:
-                verdict = replace(verdict, outcome=Outcome.VETO)
+        elif verdict.outcome is Outcome.COMMIT and not self.settings.rules.r0_verdict and self._late_error:
+            verdict = replace(verdict, outcome=Outcome.VETO)
         if self.phase is not Phase.FENCED or self.plan is None:
             self.own_failures += 1
             self.soft_error = ""
             return False
         commit = verdict.outcome is Outcome.COMMIT
-        current = not self.behind
+        current = not self.behind and not verdict.behind
         if commit:
             self.base_lineage = fold_lineage(self.base_lineage, self.plan.quorum_id, self.attempt, self.plan.quorum.ids)
             self.base = Version(self.base.step + 1, self.plan.quorum_id)

@@ -585,6 +585,7 @@ def _pb_verdict(v: Verdict) -> pb.Verdict:
     return pb.Verdict(
         quorum_id=v.quorum_id, attempt=v.attempt, outcome=_OUTCOMES[v.outcome], reason=clip(v.reason), weight=v.weight,
         contributors=v.contributors, change=v.change, healed=v.healed, exhausted=v.exhausted, stop=v.stop,
+        behind=v.behind,
     )  # fmt: skip
 
 
@@ -597,7 +598,8 @@ def _verdict(m: pb.Verdict) -> Verdict:
     check.number("attempt", m.attempt, 0, _INT64)
     check.number("contributors", m.contributors, 0, MAX_REPLICAS)
     return Verdict(
-        m.quorum_id, m.attempt, outcome, clip(m.reason), m.weight, m.contributors, m.change, m.healed, m.exhausted, m.stop
+        m.quorum_id, m.attempt, outcome, clip(m.reason), m.weight, m.contributors, m.change, m.healed, m.exhausted, m.stop,
+        m.behind,
     )  # fmt: skip
 
 

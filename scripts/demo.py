@@ -204,13 +204,13 @@ class Demo:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=500, help="length of the training run (at least 300)")
+    parser.add_argument("--steps", type=int, default=1000, help="length of the training run (at least 300)")
     args = parser.parse_args()
     if args.steps < 300:
         parser.error("--steps must be at least 300, or the run is over before the story is told")
     folder = pathlib.Path(tempfile.mkdtemp(prefix="ft-demo-"))
     demo = Demo(args.steps, folder)
-    tenth = args.steps // 10
+    tenth = args.steps // 20
     try:
         demo.start_lighthouse()
         for group in range(3):

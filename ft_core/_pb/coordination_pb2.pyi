@@ -475,7 +475,7 @@ class JoinRequest(_message.Message):
     def __init__(self, protocol_version: _Optional[int] = ..., release: _Optional[str] = ..., replica_id: _Optional[str] = ..., rank: _Optional[int] = ..., world_size: _Optional[int] = ..., incarnation: _Optional[int] = ...) -> None: ...
 
 class Verdict(_message.Message):
-    __slots__ = ("quorum_id", "attempt", "outcome", "reason", "weight", "contributors", "change", "healed", "exhausted", "stop")
+    __slots__ = ("quorum_id", "attempt", "outcome", "reason", "weight", "contributors", "change", "healed", "exhausted", "stop", "behind")
     class Outcome(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         OUTCOME_UNSPECIFIED: _ClassVar[Verdict.Outcome]
@@ -496,6 +496,7 @@ class Verdict(_message.Message):
     HEALED_FIELD_NUMBER: _ClassVar[int]
     EXHAUSTED_FIELD_NUMBER: _ClassVar[int]
     STOP_FIELD_NUMBER: _ClassVar[int]
+    BEHIND_FIELD_NUMBER: _ClassVar[int]
     quorum_id: int
     attempt: int
     outcome: Verdict.Outcome
@@ -506,7 +507,8 @@ class Verdict(_message.Message):
     healed: bool
     exhausted: bool
     stop: bool
-    def __init__(self, quorum_id: _Optional[int] = ..., attempt: _Optional[int] = ..., outcome: _Optional[_Union[Verdict.Outcome, str]] = ..., reason: _Optional[str] = ..., weight: _Optional[int] = ..., contributors: _Optional[int] = ..., change: bool = ..., healed: bool = ..., exhausted: bool = ..., stop: bool = ...) -> None: ...
+    behind: bool
+    def __init__(self, quorum_id: _Optional[int] = ..., attempt: _Optional[int] = ..., outcome: _Optional[_Union[Verdict.Outcome, str]] = ..., reason: _Optional[str] = ..., weight: _Optional[int] = ..., contributors: _Optional[int] = ..., change: bool = ..., healed: bool = ..., exhausted: bool = ..., stop: bool = ..., behind: bool = ...) -> None: ...
 
 class Break(_message.Message):
     __slots__ = ("quorum_id", "reason")

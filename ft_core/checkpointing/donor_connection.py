@@ -1,8 +1,8 @@
 """The receiver's end of one HTTP connection to a donor: requests out, verified bodies in.
 
 Two requests may be in flight; answers come in order. What precedes the trailer (`http_wire`) counts for nothing until
-the trailer has been read. Errors: OSError where the network or the donor's process failed, `HealError` where what came is
-not of the protocol, `Refused` where the donor answered that it will not serve this.
+the trailer has been read. Errors: OSError where the network or the donor's process failed, `HealError` where what came
+is not of the protocol, `Refused` where the donor answered that it will not serve this.
 
 Threads: one worker owns the connection; only `cut()`, which wakes it, may be called from others.
 """
@@ -74,7 +74,7 @@ class DonorConnection:
         set_timeouts(self._open_stream().sock, receive_s=idle_s, send_s=idle_s)
 
     def cut(self) -> None:
-        """From any thread: wake the worker, whose calls then fail. It does not close the fd, which the worker may use."""
+        """From any thread: wake the worker, whose calls then fail. The fd stays, because the worker may be using it."""
         with self._lock:
             self._cut = True
             if self._stream is not None:

@@ -1,7 +1,7 @@
 """The receiver's side of healing: what a healing replica calls.
 
-`fetch` gets the consistent state offered under a tag, from several donors at once, verified, straight into place. A donor
-that dies, closes its offer or sends something that does not verify is replaced by the others (`session`).
+`fetch` gets the consistent state offered under a tag, from several donors at once, verified, straight into place. A
+donor that dies, closes its offer or sends something that does not verify is replaced by the others (`session`).
 
 `prefetch` copies a *live* state, whose tensors change while they are read, ahead of joining. Its result may be torn;
 what counts is that most of it will not change: `fetch(have=...)` compares checksums and transfers what differs.
@@ -14,13 +14,15 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import quote
 
 from ft_core.checkpointing.donor_connection import DonorConnection, Refused, explain
-from ft_core.checkpointing.receive_plan import Prefetched
 from ft_core.checkpointing.session import Session
 from ft_core.errors import HealError
+
+if TYPE_CHECKING:
+    from ft_core.checkpointing.receive_plan import Prefetched
 
 DEADLINE_S: Final = 60.0
 IDLE_S: Final = 5.0

@@ -12,8 +12,8 @@ crc32, which release the GIL, in pieces of megabytes (`sockets` says why the soc
 most two threads at a time.
 
 Threads: `ft-heal-accept` owns the listener and drops idle live offers; one `ft-heal-conn` per connection (bounded). The
-training thread calls offer, offer_live, close and reads `snapshot_wanted`. `_lock` guards the connections and blobs, and is
-held for bookkeeping only.
+training thread calls offer, offer_live, close and reads `snapshot_wanted`. `_lock` guards connections and blobs,
+and is held for bookkeeping only.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Container
-from typing import Final
+from typing import TYPE_CHECKING, Final
 from urllib.parse import parse_qs, quote, unquote, urlsplit
 
 from ft_core.checkpointing import auth
@@ -42,11 +42,13 @@ from ft_core.checkpointing.http_wire import (
     send,
 )
 from ft_core.checkpointing.memory import ChecksumCache, checksum
-from ft_core.checkpointing.offer import Offer
 from ft_core.checkpointing.offer_book import OfferBook
 from ft_core.checkpointing.sockets import cut, set_timeouts, track
 from ft_core.errors import ConfigError, UsageError
 from ft_core.net import advertised_host
+
+if TYPE_CHECKING:
+    from ft_core.checkpointing.offer import Offer
 
 logger = logging.getLogger(__name__)
 

@@ -11,8 +11,8 @@ Invariants
   its checksum matches what lies in memory here (live: only the former).
 - When `run` returns or raises, no thread will write into the caller's tensors any more.
 
-Threads: the caller waits on `changed`; workers `ft-heal-fetch-<i>` are daemons that end with `run`. The caller ends them
-by cutting their connections.
+Threads: the caller waits on `changed`; workers `ft-heal-fetch-<i>` are daemons that end with `run`. The caller ends
+them by cutting their connections.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import struct
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 from urllib.parse import quote, unquote
@@ -30,7 +30,7 @@ from urllib.parse import quote, unquote
 from ft_core.checkpointing.donor_connection import DonorConnection, Refused, explain
 from ft_core.checkpointing.layout import parse_manifest
 from ft_core.checkpointing.memory import checksum
-from ft_core.checkpointing.receive_plan import ReceivePlan
+from ft_core.checkpointing.receive_plan import Prefetched, ReceivePlan
 from ft_core.errors import ConfigError, HealError
 
 logger = logging.getLogger(__name__)
@@ -117,9 +117,11 @@ class Session:
             DonorConnection(donor.address, None)  # a bad address is the caller's mistake: say so before anything starts
 
     def elapsed_s(self) -> float:
+        """Seconds since the session was made."""
         return time.monotonic() - self._began
 
     def donors_used(self) -> tuple[str, ...]:
+        """Addresses of the donors that answered at least one item."""
         with self.changed:
             return tuple(donor.address for donor in self._donors if donor.used)
 

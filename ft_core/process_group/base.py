@@ -112,6 +112,10 @@ class ProcessGroup(dist.ProcessGroup):
         """Return the backend's name."""
         return self.getBackendName()
 
+    def getGroupName(self) -> str:
+        """Return the name it is registered with torch under, or "" (torch reads it as `group_name`)."""
+        return self._registered_as or ""
+
     # ------------------------------------------------------------------------------------------------------ registering
 
     def register(self, name: str) -> ProcessGroup:
@@ -128,7 +132,6 @@ class ProcessGroup(dist.ProcessGroup):
         world = c10d._world
         if full_name in world.pg_names.values():
             raise ConfigError(f"name={name!r}: another group is registered with torch.distributed as {full_name!r}")
-        self._set_group_name(full_name)
         c10d._register_process_group(full_name, self)
         tag = f"user:{full_name}"
         world.pg_map[self] = ("gloo", None)

@@ -47,8 +47,9 @@ from ft_core.process_group.store import StoreClient, parse_store_addr, pool
 
 logger = logging.getLogger(__name__)
 
-MAX_CONNECT_S = 10.0
-"""How long connecting to ranks that are all there (their records are in the store) may take."""
+MAX_CONNECT_S = 5.0
+"""How long connecting to ranks that are all there (their records are in the store) may take. An abort in these milliseconds leaves the
+constructor's thread behind for as long: it may be waiting for a connection, and nothing ends that."""
 STUCK_S = 0.5
 """How long a forming thread may take to notice that it should end, before it counts as stuck in a call."""
 MAX_FORMING = 64
@@ -313,11 +314,11 @@ class Incarnation:
         if any(not work.is_completed() for work in self._works):
             self.end_connections()
             return False
+        self._dispatcher = None  # holds the backend too
         # Our attribute and the call's argument make two: more means that a thread is just launching something on it.
         if self._held is not None and sys.getrefcount(self._held) > 2:
             return False
         self._works.clear()
-        self._dispatcher = None
         self._held = None
         self._rendezvous = None
         _live.discard(self)

@@ -87,7 +87,7 @@ class ManagedProcessGroup(ProcessGroup):
         if name not in ("allreduce", "allreduce_coalesced"):
             raise NotAvailableError(f"{name} over the replicas needs a rule for replicas that fail; only allreduce has one")
         tensors, opts = arguments
-        if opts.reduceOp not in (ReduceOp.SUM, ReduceOp.AVG):
+        if not opts.reduceOp == ReduceOp.SUM:  # noqa: SIM201 - c10d's ReduceOp defines only ==
             raise NotAvailableError(f"{opts.reduceOp} over the replicas needs a rule for those that do not count; use SUM")
         return _ManagedWork(tensors, [self._manager.allreduce(tensor) for tensor in tensors])
 

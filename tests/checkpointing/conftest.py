@@ -99,10 +99,10 @@ class Gate:
     """Stops the first send of a range in the middle until `resume` is set."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        from ft_core.checkpointing import http_server
+        from ft_core.checkpointing import http_server, http_wire
 
         self.reached, self.resume = threading.Event(), threading.Event()
-        original = http_server.send
+        original = http_wire.send
 
         def gated(sock: Any, pieces: list[Any]) -> None:
             if len(pieces[-1]) < MIB or self.reached.is_set():

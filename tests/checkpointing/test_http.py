@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from ft_core.checkpointing import StateServer, fetch, get_blob, http_client, http_server, offer_book
+from ft_core.checkpointing import Prefetched, StateServer, fetch, get_blob, http_server, offer_book
 from ft_core.checkpointing.memory import ChecksumCache
 from ft_core.errors import ConfigError, EncodingError, HealError, UsageError
 from tests.checkpointing.conftest import MIB, Gate, assert_same_state, heal_threads, make_state
@@ -37,7 +37,7 @@ def eventually(check: Callable[[], bool], within_s: float = 5.0) -> bool:
     while time.monotonic() < end:
         if check():
             return True
-        time.sleep(0.005)
+        threading.Event().wait(0.005)
     return False
 
 
@@ -181,7 +181,7 @@ def test_a_fetch_that_failed_can_be_continued(donor: Start, pool: Any, monkeypat
 
     monkeypatch.setattr(StateServer, "_send_range", limited)
     server.offer("t", state)
-    have = http_client.Prefetched()
+    have = Prefetched()
     with pytest.raises(HealError):
         fetch([server.address], "t", have=have)
     assert have.sums
@@ -235,11 +235,13 @@ def test_a_flipped_byte_is_noticed(donor: Start, monkeypatch: pytest.MonkeyPatch
     state = make_state(1)
     server = donor()
     server.offer("t", state)
-    original, flips = ChecksumCache.compute, []
+    original = ChecksumCache.compute
+    flips: list[int] = []
 
     def flipping(self: ChecksumCache, owner: Any, start: int, data: memoryview, *, remember: bool) -> int:
         value = original(self, owner, start, data, remember=remember)
-        return value ^ 1 if always or not flips and not flips.append(1) else value  # type: ignore[func-returns-value]
+        flips.append(1)
+        return value ^ 1 if always or len(flips) == 1 else value
 
     monkeypatch.setattr(ChecksumCache, "compute", flipping)
     if always:
@@ -403,8 +405,10 @@ def test_garbage_disturbs_nobody(donor: Start, caplog: pytest.LogCaptureFixture)
                 sock.sendall(garbage)
                 sock.shutdown(socket.SHUT_WR)
                 assert sock.recv(65536).startswith((b"HTTP/1.1 4", b""))
-            except ConnectionError:
-                pass
+            except TimeoutError:
+                raise
+            except OSError:
+                pass  # cut before all of it was sent
     assert fetch([server.address], "t").state == {"x": 1}
     assert caplog.text == ""
 
@@ -445,7 +449,7 @@ def test_a_server_that_is_not_a_donor(pool: Any) -> None:
                         sock.sendall(answer)
 
             future = pool.submit(serve)
-            with pytest.raises(HealError, match="127.0.0.1"):
+            with pytest.raises(HealError, match=r"127\.0\.0\.1"):
                 fetch([f"127.0.0.1:{listener.getsockname()[1]}"], "t", deadline_s=5)
             listener.shutdown(socket.SHUT_RDWR)
             future.result(5)

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._C._distributed_c10d import FileStore
 from torch.multiprocessing.spawn import spawn
 
 from ft_core.carrier import FENCE_SLOTS, Attempt, Carrier
@@ -120,7 +119,8 @@ class FakePort:
         return attempt
 
 
-def wrap(module: nn.Module, **kwargs: Any) -> tuple[DistributedDataParallel, FakePort]:
+def wrap(module: nn.Module, **kwargs: Any) -> tuple[Any, FakePort]:
+    """The wrapper (Any: tests reach deep into modules) and its manager."""
     port = FakePort()
     return DistributedDataParallel(port, module, **kwargs), port
 
@@ -187,10 +187,8 @@ def run_ranks(target: Callable[..., None], world_size: int, *args: object) -> No
         start(target, args=(world_size, f"{directory}/store", *args), nprocs=world_size)
 
 
-def open_group(rank: int, world_size: int, store_path: str, name: str) -> dist.ProcessGroup:
+def open_group(rank: int, world_size: int, store: object) -> dist.ProcessGroup:
     """A Gloo group of its own, not the default one."""
-    torch.set_num_threads(1)
-    store = dist.distributed_c10d.PrefixStore(name, FileStore(store_path, world_size))
     gloo: Any = dist.ProcessGroupGloo
     group: dist.ProcessGroup = gloo(store, rank, world_size, timedelta(seconds=30))
     return group

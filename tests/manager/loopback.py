@@ -1,7 +1,8 @@
-"""A lighthouse without a network: the real `membership.Room` behind a lock, for Managers that run as threads.
+"""A lighthouse without a network: the real `membership.Room`s behind a lock, for Managers that run as threads.
 
-`Loopback.control` is what a Manager gets instead of a gRPC link. Pushes are delivered by one thread, in order, as the
-lease thread would. `cut(replica_id)` ends a lease the way a killed process does.
+`LoopbackControl` is what a Manager gets instead of a gRPC link. Pushes are delivered by one thread, in order, as the
+lease thread would. `cut(replica_id)` ends a lease the way a killed process does. `wait_for` waits for the lighthouse
+to be in a state, so that tests need no sleeps.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ft_core import membership as m
+from ft_core.errors import JobFinishedError, RefusedError
 from ft_core.quorum import VOID, Ask, Version
 from ft_core.settings import LighthouseSettings
 
@@ -23,19 +25,25 @@ if TYPE_CHECKING:
 
 
 class Loopback:
-    """One room, served in this process."""
+    """One lighthouse, served in this process."""
 
     def __init__(self, **settings: float) -> None:
         self.settings = LighthouseSettings(boot_window_s=0.0, **settings)  # type: ignore[arg-type]
-        self.room = m.Room("default", self.settings, m.QuorumIds(boot=1, noise=7), boot_at=time.monotonic())
+        self.ids = m.QuorumIds(boot=1, noise=7)
+        self.rooms: dict[str, m.Room] = {}
         self.handlers: dict[str, LeaseHandler] = {}
         self.generation = 0
         self.log: list[str] = []
         self.asks = 0
+        self.hold_asks = threading.Event()
+        """Cleared: asks are held back, as on a slow network. Set by default."""
+        self.hold_asks.set()
+        self._held: list[tuple[str, m.Asked]] = []
         self._lock = threading.RLock()
         self._pushes: queue.Queue[Callable[[], None] | None] = queue.Queue()
-        self._timer = threading.Condition(self._lock)
+        self._changed = threading.Condition(self._lock)
         self._stopped = False
+        self.room_named("default")
         self._threads = [
             threading.Thread(target=self._deliver, daemon=True, name="loopback-push"),
             threading.Thread(target=self._tick, daemon=True, name="loopback-timer"),
@@ -43,25 +51,72 @@ class Loopback:
         for thread in self._threads:
             thread.start()
 
+    def __repr__(self) -> str:
+        return f"Loopback({list(self.rooms.values())}, asks={self.asks})"
+
+    @property
+    def room(self) -> m.Room:
+        return self.rooms["default"]
+
+    def room_named(self, name: str) -> m.Room:
+        with self._lock:
+            if name not in self.rooms:
+                self.rooms[name] = m.Room(name, self.settings, self.ids, boot_at=time.monotonic())
+            return self.rooms[name]
+
     def stop(self) -> None:
-        with self._timer:
+        with self._changed:
             self._stopped = True
-            self._timer.notify_all()
+            self._changed.notify_all()
         self._pushes.put(None)
         for thread in self._threads:
             thread.join(5)
 
-    def event(self, event: m.Event) -> None:
-        with self._timer:
-            for effect in self.room.handle(event, time.monotonic()):
+    def event(self, event: m.Event, room: str = "default") -> None:
+        with self._changed:
+            for effect in self.room_named(room).handle(event, time.monotonic()):
                 self._push(effect)
-            self._timer.notify_all()
+            self._changed.notify_all()
 
-    def cut(self, replica_id: str) -> None:
-        """End the lease as a SIGKILL would: the connection is closed right after a word."""
-        record = self.room.records[replica_id]
-        self.handlers.pop(replica_id, None)
-        self.event(m.LeaseEnded(replica_id, record.generation, 0.0))
+    def ask(self, event: m.Asked, room: str) -> None:
+        with self._changed:
+            self.asks += 1
+            if not self.hold_asks.is_set():
+                self._held.append((room, event))
+                self._changed.notify_all()
+                return
+        self.event(event, room)
+
+    def release_asks(self) -> None:
+        """Deliver what was held back, and what comes from now on."""
+        with self._changed:
+            self.hold_asks.set()
+            held, self._held = self._held, []
+        for room, event in held:
+            self.event(event, room)
+
+    def wait_for(self, condition: Callable[[], object], timeout_s: float = 20.0) -> None:
+        """Block until `condition()` holds; looked at after every event, under the lighthouse's lock."""
+        with self._changed:
+            assert self._changed.wait_for(condition, timeout_s), f"not reached: {self!r}\n" + "\n".join(self.log)
+
+    def asking(self, name: str, room: str = "default") -> bool:
+        """A replica of that name has an open ask."""
+        records = self.room_named(room).records.values()
+        held = any(event.ask.replica_id.startswith(f"{name}:") for _, event in self._held)
+        return held or any(r.hello.name == name and r.ask is not None for r in records)
+
+    def members(self, room: str = "default") -> tuple[str, ...]:
+        """Names in the quorum in force."""
+        current = self.room_named(room).current
+        return tuple(i.rpartition(":")[0] for i in current.members) if current else ()
+
+    def cut(self, replica_id: str, room: str = "default", silence_s: float = 0.0) -> None:
+        """End the lease as a SIGKILL would (the connection is closed right after a word), or after a long silence."""
+        with self._changed:
+            record = self.room_named(room).records[replica_id]
+            self.handlers.pop(replica_id, None)
+            self.event(m.LeaseEnded(replica_id, record.generation, silence_s), room)
 
     def _push(self, effect: m.Effect) -> None:
         def to(replica_id: str, call: Callable[[LeaseHandler], None]) -> None:
@@ -88,8 +143,6 @@ class Loopback:
             case m.Superseded(replica_id, quorum_id):
                 to(replica_id, lambda h: h.on_superseded(quorum_id))
             case m.Refuse(replica_id, reason, finished):
-                from ft_core.errors import JobFinishedError, RefusedError
-
                 error = (JobFinishedError if finished else RefusedError)(reason)
                 to(replica_id, lambda h: h.on_refused(error))
             case m.Note(text):
@@ -100,13 +153,15 @@ class Loopback:
             push()
 
     def _tick(self) -> None:
-        with self._timer:
+        with self._changed:
             while not self._stopped:
-                at = self.room.next_at
-                if at is not None and time.monotonic() >= at:
-                    self.event(m.Tick())
-                    continue
-                self._timer.wait(None if at is None else max(0.001, at - time.monotonic()))
+                now = time.monotonic()
+                times = {name: room.next_at for name, room in self.rooms.items() if room.next_at is not None}
+                due = [name for name, at in times.items() if now >= at]
+                for name in due:
+                    self.event(m.Tick(), name)
+                if not due:
+                    self._changed.wait(max(0.001, min(times.values()) - now) if times else None)
 
 
 class LoopbackControl:
@@ -114,16 +169,22 @@ class LoopbackControl:
 
     def __init__(self, loopback: Loopback, replica_id: str, handler: LeaseHandler) -> None:
         self._loopback, self._id, self._handler = loopback, replica_id, handler
+        self._room = "default"
         self.connected = False
         self.generation = 0
+        self.no_lease_since: float | None = None
+        """Set by a test: the lighthouse is out of reach since then."""
+
+    def __repr__(self) -> str:
+        return f"LoopbackControl({self._id}, {'connected' if self.connected else 'closed'})"
 
     @property
     def last_ack(self) -> float:
-        return time.monotonic()
+        return time.monotonic() if self.no_lease_since is None else self.no_lease_since
 
     @property
     def last_reason(self) -> str:
-        return self._loopback.room.reason
+        return self._loopback.room_named(self._room).reason
 
     def start(self) -> None:
         lb = self._loopback
@@ -132,27 +193,29 @@ class LoopbackControl:
             self.generation = lb.generation
             lb.handlers[self._id] = self._handler
             self.connected = True
-            hello = replace(self._handler.hello(), generation=self.generation)
-            quorum = lb.room.last_quorum
-            lb.event(hello)
+            quorum = lb.room_named(self._room).last_quorum
+            lb.event(replace(self._handler.hello(), generation=self.generation), self._room)
         peers = tuple((q.replica_id, q.heal_addresses) for q in quorum.members) if quorum else ()
         self._handler.on_welcome(peers)
 
     def wait_connected(self, timeout_s: float) -> None: ...
 
     def ask(self, ask: Ask, room: str | None = None) -> None:
-        self._loopback.asks += 1
-        self._loopback.event(m.Asked(ask, self.generation))
+        if room is not None and room != self._room:
+            self._loopback.event(m.Left(self._id, self.generation, f"moves to {room}", False, VOID, False), self._room)
+            self._room = room
+            self.start()
+        self._loopback.ask(m.Asked(ask, self.generation), self._room)
 
     def vote(self, verdict: Verdict, timeout_s: float) -> Verdict:
         return verdict
 
     def progress(self, step: int, phase: str, stable: Version, paused_s: float = 0.0) -> None:
-        if phase != "step" or paused_s:
-            self._loopback.event(m.Progress(self._id, self.generation, step, phase, stable, paused_s))
+        self._loopback.event(m.Progress(self._id, self.generation, step, phase, stable, paused_s), self._room)
 
     def leave(self, reason: str, finished: bool, version: Version, agreed: bool, timeout_s: float) -> bool:
-        self._loopback.event(m.Left(self._id, self.generation, reason, finished, version, agreed))
+        if self.connected:
+            self._loopback.event(m.Left(self._id, self.generation, reason, finished, version, agreed), self._room)
         self.connected = False
         return True
 
@@ -161,7 +224,7 @@ class LoopbackControl:
     def shutdown(self, timeout_s: float = 5.0) -> None:
         if self.connected:
             self.connected = False
-            self._loopback.cut(self._id)
+            self._loopback.cut(self._id, self._room)
 
 
 __all__ = ["VOID", "Loopback", "LoopbackControl"]

@@ -520,8 +520,7 @@ class Group:
         self.busy_until = 0.0
         self.commits = 0
         self.unleased_since: float | None = world.now
-        self.excused_at = self.presumed_gone_at = -1.0
-        self.boot_excuse = 0
+        self.excused_at = self.presumed_gone_at = self.unreported_at = -1.0
         self.conn: Conn | None = None
         self._generation = 0
         self._open_ask: Ask | None = None
@@ -561,12 +560,14 @@ class Group:
         self.alive = False
         world.active.pop(self.rid, None)
         world.say("%s %s%s", self.rid, how, " (its sockets stay open in a forked child)" if hidden else "")
-        if self.conn is not None and not self.cut_lighthouse:
-            world.at(world.between(0.001, 0.02), None, self.conn.end)
+        if self.conn is not None:
+            soon = world.config.liveness_s if self.cut_lighthouse else world.between(0.001, 0.02)
+            world.at(soon, None, self.conn.end)
         for rank in self.ranks:
             rank.leave_ring(hidden=hidden)
         if world.config.supervised and how == "is killed":
-            word = self.rid if world.rng.random() < 0.5 else self.name
+            alone = not world.living(self.number)  # a name's word is given only when no process of that name is left
+            word = self.name if alone and world.rng.random() < 0.5 else self.rid
             world.at(world.between(0.01, 0.6), None, self._supervisor, word)
 
     def _supervisor(self, word: str) -> None:
@@ -779,6 +780,11 @@ class Rank:
         self.last_step = 0
         self.was_torn = False
         self.vetoes_in_a_row = 0
+
+    @property
+    def quorum_id(self) -> int:
+        """The quorum this rank is in; 0: none."""
+        return self.step.plan.quorum_id if self.step.plan else 0
 
     # ------------------------------------------------------------ start_quorum
 
@@ -1009,8 +1015,8 @@ class Rank:
         if token == self.token and self.step.attempt == attempt and not self.group.done:
             self.world.say("%s: a bucket fails late", self.name)
             if self.world.config.member_rules.r0_verdict:
-                self.step.break_("a bucket failed")
-                self._ask_at_once()
+                if self.step.break_("a bucket failed"):
+                    self._ask_at_once()
             else:
                 self.step.fail_softly("a bucket failed")
 
@@ -1018,6 +1024,8 @@ class Rank:
         if token == self.token and self.step.attempt == attempt:
             self.world.say("%s: report_error after the fence was launched", self.name)
             self.step.fail_softly("reported late")
+            if self.step.phase is Phase.BROKEN:
+                self._ask_at_once()
 
     def _watchdog(self, token: int, op: Op) -> None:
         until = max(self.world.config.timeout_s, self.group.peer_busy_until - self.world.now)
@@ -1073,13 +1081,21 @@ class Rank:
             world.say("%s: %s", self.name, verdict.reason)
             self._ask_at_once()
             return
-        if not step.behind:
-            world.history.publish(self)
+        if self.group.stable() >= step.base:
+            world.history.publish(self.group.ranks[0])
         gradients = tuple((key, state) for _, key, state, _ in op.payloads() if state is not None)
         self.pending = (gradients, step.divisor(verdict))
         if verdict.outcome is Outcome.COMMIT:
             world.history.check_roles(self, op, verdict)
-        self.group.vote(self.index, verdict)
+        if world.rng.random() < 0.2:
+            world.at(world.between(0.0, 0.03), self.group, self._should_commit, self.token)
+        else:
+            self.group.vote(self.index, step.vote())
+
+    def _should_commit(self, token: int) -> None:
+        """The fence was back before the script called should_commit."""
+        if token == self.token:
+            self.group.vote(self.index, self.step.vote())
 
     def settle(self, verdict: Verdict) -> None:
         """should_commit() has the group's verdict."""

@@ -44,6 +44,7 @@ class History:
     held: dict[tuple[int, Version], int] = field(default_factory=dict)
     """(group rank, version) -> the state that goes by that name."""
     members: dict[int, tuple[str, ...]] = field(default_factory=dict)
+    boot_of: dict[int, int] = field(default_factory=dict)
     last_id: dict[int, int] = field(default_factory=dict)
     published: dict[int, dict[int, Published]] = field(default_factory=dict)
     remainder: Counter[str] = field(default_factory=Counter)
@@ -60,6 +61,7 @@ class History:
         if quorum.quorum_id <= self.last_id.get(boot, 0):
             raise Violation("I2", f"id {quorum.quorum_id:#x} is not above the last one of this lighthouse")
         self.last_id[boot] = quorum.quorum_id
+        self.boot_of[quorum.quorum_id] = boot
         world = self.world
         for group in world.groups.values():
             if not group.alive or group.rid in quorum.ids:
@@ -69,6 +71,8 @@ class History:
                 group.excused_at = world.now
             elif record is not None and record.life.value == "gone":
                 group.presumed_gone_at = world.now
+            elif record is not None and group.ranks and record.stable < group.ranks[0].step.version:
+                group.unreported_at = world.now
 
     def formed_or_repeated(self, quorum: Quorum, boot: int, room: Room) -> None:
         """An announcement: of a quorum just formed, or once more of an old one (R14)."""
@@ -146,8 +150,10 @@ class History:
                 continue
             if group.excused_at >= published.at:
                 self.remainder["I3: rolled back after orphan_s"] += 1
-            elif published.boot != world.boots or (group.boot_excuse and group.boot_excuse >= published.boot):
+            elif published.boot != world.boots or self.boot_of.get(rank.quorum_id) != world.boots:
                 self.remainder["I3: a restart of the lighthouse combined with a freeze or loss"] += 1
+            elif group.unreported_at >= published.at:
+                self.remainder["I3: its holder had not yet reported the step as stable"] += 1
             elif group.presumed_gone_at >= published.at:
                 self.remainder["I3: a closed lease was not re-opened within the grace"] += 1
             else:

@@ -1,0 +1,34 @@
+"""Steps over several replicas: what a commit means while nothing, or something ordinary, goes wrong."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.manager.harness import Cluster, Replica, crash, mlp, sgd, soft_error, with_batch_norm
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("use_async", [True, False])
+def test_replicas_with_different_seeds_train_as_one(cluster: Cluster, size: int, use_async: bool) -> None:
+    cluster.run(*[Replica(i, use_async_quorum=use_async) for i in range(size)])
+    cluster.check(steps=6)
+    cluster.check_numbers()
+    assert cluster.lighthouse.asks == size  # the quorum is leased: nothing was sent per step
+
+
+def test_a_soft_error_skips_the_step_for_everybody_and_rebuilds_nothing(cluster: Cluster) -> None:
+    replicas = [Replica(0), Replica(1, at={(2, "forward"): soft_error}), Replica(2)]
+    cluster.run(*replicas)
+    cluster.check(steps=6)
+    cluster.check_numbers()
+    assert [r.vetoes for r in replicas] == [[2], [2], [2]]
+    assert cluster.lighthouse.asks == 3
+
+
+@pytest.mark.parametrize("point", ["boundary", "started", "forward", "backward", "stepped"])
+def test_survivors_of_a_crash_lose_at_most_one_step(cluster: Cluster, point: str) -> None:
+    survivors = [Replica(0), Replica(1)]
+    cluster.run(*survivors, Replica(2, at={(3, point): crash}))
+    cluster.check(steps=6, survivors=2)
+    cluster.check_numbers()
+    assert all(r.vetoes in ([], [3], [4]) for r in survivors)
