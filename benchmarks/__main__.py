@@ -4,7 +4,7 @@
     python -m benchmarks step kill           some of it
     python -m benchmarks kill --kills 8      less of it
 
-Run it on an idle machine. Names that are not measured keep their rows in results.json, with the machine they were taken on.
+Run it on an idle machine. What is not measured keeps its rows in results.json, with the machine they were taken on.
 """
 
 from __future__ import annotations

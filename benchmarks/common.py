@@ -1,6 +1,6 @@
 """What all figures share: processes that are always ended, what they noted, statistics, rows of the table.
 
-How it works. A `Job` is a folder of files, a lighthouse and some replica processes (`trainer.py`). Each replica appends one
+How it works. A `Job` is a folder of files, a lighthouse and some replica processes (`trainer.py`). A replica appends a
 line per event to a file, with `time.monotonic()`, which is one clock for all processes of a machine; the parent reads
 these files now and then (rarely: there are few cores, and it must not disturb what it measures).
 Standard library only. Every wait has a limit, every process is ended by its id when the `Job` ends.
@@ -8,7 +8,9 @@ Standard library only. Every wait has a limit, every process is ended by its id 
 
 from __future__ import annotations
 
+import bisect
 import contextlib
+import itertools
 import os
 import pathlib
 import platform
@@ -27,7 +29,7 @@ from importlib import metadata
 from types import TracebackType
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-POLL_S = 0.03
+POLL_S = 0.05
 
 
 @dataclass(frozen=True)
@@ -156,8 +158,13 @@ class Child:
 
     def intervals(self, start: float, end: float) -> list[float]:
         """Seconds between commits, for every interval that touches [start, end]."""
-        times = [at for at, _, _ in self.commits]
-        return [b - a for a, b in zip(times, times[1:], strict=False) if b > start and a < end]
+        first = max(0, bisect.bisect_right(self.commits, (start, 0, 0)) - 1)
+        last = bisect.bisect_left(self.commits, (end, 0, 0)) + 1
+        return [b[0] - a[0] for a, b in itertools.pairwise(self.commits[first:last])]
+
+    def since(self, at: float, participants: int) -> list[float]:
+        """When it committed with that many participants, after `at`."""
+        return [t for t, _, n in self.commits[bisect.bisect_right(self.commits, (at, 0, 0)) :] if n == participants]
 
     def beyond_normal(self, start: float, end: float) -> float:
         """Longest interval that touches [start, end], less the median step of the second before `start`."""
@@ -248,13 +255,13 @@ class Job:
         self.trainers[group] = child
         return child
 
-    def kill(self, child: Child) -> float:
-        """kill -9; returns when (monotonic s)."""
+    def kill(self, child: Child) -> tuple[float, float]:
+        """kill -9; when (monotonic s) it was sent and when the kernel had ended the process."""
         self.trainers = {group: c for group, c in self.trainers.items() if c is not child}
         at = time.monotonic()
         os.kill(child.process.pid, signal.SIGKILL)
         child.process.wait()
-        return at
+        return at, time.monotonic()
 
     def wait(self, condition: Callable[[], object], what: str, limit_s: float = 60.0) -> None:
         """Poll until `condition()`; raises if a trainer died unasked or the limit passed."""
@@ -263,7 +270,8 @@ class Job:
             for child in self.trainers.values():
                 child.read()
                 if child.process.poll() not in (None, 0):
-                    raise BenchmarkError(f"{child.name} ended with {child.process.poll()}:\n{tail(child.log)}")
+                    last = tail(child.log, 1)
+                    raise BenchmarkError(f"{child.name} ended with {child.process.poll()}: {last}; see {child.log}")
             if condition():
                 return
             if time.monotonic() > deadline:
@@ -281,16 +289,14 @@ class Job:
         self.wait(settled, f"{steps} steps with {participants} participants", limit_s)
 
     def wait_went_on(self, after: float, participants: int, steps: int = 20, limit_s: float = 60.0) -> float:
-        """Until every trainer committed `steps` with that many participants since `after`; returns when the last did."""
-
-        def nth(child: Child) -> float | None:
-            found = [at for at, _, n in child.commits if at > after and n == participants]
-            return found[steps - 1] if len(found) >= steps else None
-
+        """Until every trainer committed `steps` with that many participants since `after`; returns when that was."""
+        children = list(self.trainers.values())
         self.wait(
-            lambda: all(nth(c) is not None for c in self.trainers.values()), f"{participants} to go on", limit_s
+            lambda: all(len(c.since(after, participants)) >= steps for c in children),
+            f"{participants} to go on",
+            limit_s,
         )
-        return max(at for c in self.trainers.values() if (at := nth(c)) is not None)
+        return max(c.since(after, participants)[steps - 1] for c in children)
 
     def finish(self, ahead: int = 500) -> set[str]:
         """Let all trainers stop at the same step; returns their digests (one, if all is well)."""

@@ -50,7 +50,7 @@ def one(job: Job) -> dict[str, float]:
         "transfer": sum(seconds for _, seconds, _ in moved),
         "speed": big[0] / big[1] / 1e3,
         "donors": float(big[2]),
-        "joined": min(at for at, _, n in newcomer.commits if n == 3) - go,
+        "joined": newcomer.since(go, participants=3)[0] - go,
     }
     job.kill(newcomer)
     job.wait_went_on(end, participants=2)

@@ -1,20 +1,22 @@
 """kill -9 of one of three replicas: how long the survivors stand still, and where that time goes.
 
 Each kill is one of four kinds in turn: the victim has forked DataLoader workers or not, and is started again at once or
-only after the survivors were seen to go on. The gap is the longest interval between two commits of a survivor that touches
-the time from the kill to its 20th commit with two participants, less its median step before. The A/A row is the same
-figure for windows as long, just before each kill.
+only after the survivors were seen to go on. The gap is the longest interval between two commits of a survivor that
+touches the time from the kill to its 20th commit with two participants, less its median step before. The A/A row is the
+same figure for windows as long, just before each kill.
 """
 
 from __future__ import annotations
 
+import itertools
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from benchmarks.common import BenchmarkError, Child, Job, Options, Row, median, quantile, spread
 
-STAGES = ("kill", "noticed", "asked", "answered", "configuring", "configured", "committed")
+STAGES = ("kill", "gone", "noticed", "asked", "answered", "configuring", "configured", "committed")
 WORKERS = 2
 JOIN_LIMIT_S = 30.0
 
@@ -35,6 +37,7 @@ class Kill:
     stages: list[dict[str, float]] = field(default_factory=list)
     """Per survivor: seconds after the kill at which it reached each stage."""
     first_word: list[str] = field(default_factory=list)
+    """Per survivor: what told it first, a push from the lighthouse or its own failed (broken) collective."""
 
 
 def schedule(kills: int) -> list[Kill]:
@@ -48,9 +51,9 @@ def flags_of(kills: Sequence[Kill], group: int, after: int) -> list[str]:
     return ["--workers", str(WORKERS)] if coming and coming[0].workers else []
 
 
-def stages_of(survivor: Child, at: float, end: float) -> dict[str, float]:
+def stages_of(survivor: Child, at: float, gone: float, end: float) -> dict[str, float]:
     """When (seconds after the kill) this survivor first reached each stage of the last round before `end`."""
-    out = {"kill": 0.0}
+    out = {"kill": 0.0, "gone": gone - at}
     noticed = survivor.between(at, end, "broken", "pushed", "aborted")
     if noticed:
         out["noticed"] = noticed[0].at - at
@@ -58,7 +61,7 @@ def stages_of(survivor: Child, at: float, end: float) -> dict[str, float]:
         found = survivor.between(at, end, kind)
         if found:
             out[kind] = found[-1].at - at  # a round may be repeated: the last one counts
-    committed = [t for t, _, n in survivor.commits if t > at and n == 2]
+    committed = survivor.since(at, participants=2)
     if committed:
         out["committed"] = committed[0] - at
     return out
@@ -69,7 +72,7 @@ def one(job: Job, kills: Sequence[Kill], number: int) -> None:
     kill, group = kills[number], number % 3
     job.wait_settled(3, steps=300, limit_s=JOIN_LIMIT_S)
     victim, next_flags = job.trainers[group], flags_of(kills, group, number)
-    at = job.kill(victim)
+    at, gone = job.kill(victim)
     survivors = list(job.trainers.values())
     if kill.at_once:
         job.start_trainer(group, *next_flags)
@@ -79,8 +82,8 @@ def one(job: Job, kills: Sequence[Kill], number: int) -> None:
     kill.gap = max(c.beyond_normal(at, end) for c in survivors)
     kill.quiet = max(c.beyond_normal(at - (end - at), at - 0.005) for c in survivors)
     kill.lost = max(len(c.between(at, end, "veto")) for c in survivors)
-    kill.stages = [stages_of(c, at, end) for c in survivors]
-    kill.first_word = [e[0].text for c in survivors if (e := c.between(at, end, "pushed", "broken"))]
+    kill.stages = [stages_of(c, at, gone, end) for c in survivors]
+    kill.first_word = [e[0].kind for c in survivors if (e := c.between(at, end, "pushed", "broken"))]
     if kill.at_once:
         job.trainers[group] = job.children[-1]
     else:
@@ -92,10 +95,11 @@ def one(job: Job, kills: Sequence[Kill], number: int) -> None:
 def breakdown(kills: Sequence[Kill]) -> str:
     """Median time from each stage to the next, in ms."""
     parts = []
-    for before, after in zip(STAGES, STAGES[1:], strict=False):
+    for before, after in itertools.pairwise(STAGES):
         steps = [s[after] - s[before] for k in kills for s in k.stages if before in s and after in s]
         parts.append(f"{after} +{median(steps) * 1e3:.1f}")
-    return "kill, " + ", ".join(parts)
+    told = Counter(word for k in kills for word in k.first_word)
+    return f"kill, {', '.join(parts)}; first told by {dict(told)}"
 
 
 def rows(kills: Sequence[Kill], problems: Sequence[str]) -> list[Row]:
@@ -103,9 +107,11 @@ def rows(kills: Sequence[Kill], problems: Sequence[str]) -> list[Row]:
 
     def gaps(name: str, chosen: Sequence[Kill], target: str = "", limit_ms: float | None = None) -> Row:
         values = [k.gap * 1e3 for k in chosen]
-        high = f"p90 {quantile(values, 0.9):.0f}, max {max(values, default=0):.0f} ms, n={len(values)}; {breakdown(chosen)}"
+        high = f"p90 {quantile(values, 0.9):.0f}, max {max(values, default=0):.0f} ms, n={len(values)}"
         met = None if limit_ms is None else median(values) <= limit_ms
-        return Row("kill", f"gap p50, {name}", median(values), "ms", target, met, high, tuple(values))
+        return Row(
+            "kill", f"gap p50, {name}", median(values), "ms", target, met, f"{high}; {breakdown(chosen)}", tuple(values)
+        )
 
     without, with_ = [k for k in kills if not k.workers], [k for k in kills if k.workers]
     slow, quiet = [k for k in kills if k.gap > 0.150], [k.quiet * 1e3 for k in kills]
@@ -143,5 +149,3 @@ def measure(options: Options) -> list[Row]:
             problems.append(f"kill {done}: {str(error).splitlines()[0]}")
             del kills[done]
     return rows(kills[:done], problems)
-
-

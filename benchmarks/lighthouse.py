@@ -1,7 +1,7 @@
 """kill -9 of the lighthouse, back after two seconds: training goes on, and a waiting newcomer joins soon after.
 
-Two replicas train; a third has everything loaded and makes its Manager while there is no lighthouse. The time is from the
-first accepted connection of the new lighthouse to the newcomer's first commit with three participants.
+Two replicas train; a third has everything loaded and makes its Manager while there is no lighthouse. The time is from
+the first accepted connection of the new lighthouse to the newcomer's first commit with three participants.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def one(job: Job, lighthouse: Child) -> tuple[Child, dict[str, float]]:
     del job.trainers[NEWCOMER]
     job.wait_settled(2)
     before = {g: c.last_step for g, c in job.trainers.items()}
-    down = job.kill(lighthouse)
+    down, _ = job.kill(lighthouse)
     newcomer.say("go")
     time.sleep(DOWN_S)
     asked_up = time.monotonic()
@@ -31,7 +31,7 @@ def one(job: Job, lighthouse: Child) -> tuple[Child, dict[str, float]]:
     lighthouse, up = job.start_lighthouse()
     job.trainers[NEWCOMER] = newcomer
     job.wait_went_on(up, participants=3)
-    joined = min(at for at, _, n in newcomer.commits if n == 3)
+    joined = newcomer.since(up, participants=3)[0]
     job.kill(newcomer)
     job.wait_went_on(joined, participants=2)
     return lighthouse, {

@@ -1,9 +1,10 @@
-"""How one lighthouse does with many replica groups.   python benchmarks/lighthouse_scale.py [--groups 256] [--json FILE]
+"""How one lighthouse does with many replica groups.   python benchmarks/lighthouse_scale.py [--groups 256] [--json
+FILE]
 
-Starts a real lighthouse process and simulates the groups' leases from this process, each on a connection of its own. Every
-round changes the membership: one group's connection is cut while all others ask at once (as survivors of a crash do), then
-it comes back and all ask again. Measured per member: from the change to the answer in hand. The simulating process shares
-the machine with the lighthouse, and its own work is in the figures.
+Starts a real lighthouse process and simulates the groups' leases from this process, each on a connection of its own.
+Every round changes the membership: one group's connection is cut while all others ask at once (as survivors of a crash
+do), then it comes back and all ask again. Measured per member: from the change to the answer in hand. The simulating
+process shares the machine with the lighthouse, and its own work is in the figures.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from ft_core.membership import Hello, Progress
 from ft_core.quorum import VOID, Ask, Version
 from ft_core.rpc import LIGHTHOUSE, channel_options, grpc
 
-ANSWER_S = 10.0
+ANSWER_S = 30.0
 
 
 @dataclass
@@ -58,12 +59,13 @@ class Group:
         self.quorum_id = 0
         self.answer: asyncio.Future[float] = asyncio.get_running_loop().create_future()
         self.tasks: list[asyncio.Task[None]] = []
+        self.turn = asyncio.Lock()
 
     async def connect(self) -> None:
         self.channel = grpc.aio.insecure_channel(self.address, options=channel_options())
-        self.call = self.channel.stream_stream(f"/{LIGHTHOUSE}/Lease")()
+        self.call: Any = self.channel.stream_stream(f"/{LIGHTHOUSE}/Lease")()
         hello = Hello(self.replica_id, self.replica_id.split(":")[0], 0, 7, heal_addresses=(f"http://host:{self.seq}",))
-        await self.call.write(wire.encode_hello(hello, "default", "bench"))
+        await self._write(wire.encode_hello(hello, "default", "bench"))
         welcome: Any = await self.call.read()
         assert isinstance(wire.decode_lease_push(welcome), wire.Welcome)
         self.tasks = [asyncio.ensure_future(self._listen()), asyncio.ensure_future(self._renew())]
@@ -75,7 +77,11 @@ class Group:
             self.replica_id, self.seq, Version(self.seq - 1, 0), 1, self.quorum_id, failed,
             heal_addresses=("http://some-host-name:34567",), store_address="some-host-name:12345",
         )  # fmt: skip
-        await self.call.write(wire.encode_ask(ask))
+        await self._write(wire.encode_ask(ask))
+
+    async def _write(self, data: bytes) -> None:
+        async with self.turn:  # gRPC allows one write at a time
+            await self.call.write(data)
 
     def cut(self) -> None:
         for task in self.tasks:
@@ -87,7 +93,7 @@ class Group:
         while True:
             await asyncio.sleep(self.progress_s)
             renewal = wire.Renewal(time.monotonic(), Progress("", 0, self.seq, "step", VOID))
-            await self.call.write(wire.encode_renewal(renewal))
+            await self._write(wire.encode_renewal(renewal))
 
     async def _listen(self) -> None:
         while True:
@@ -195,7 +201,9 @@ def main() -> None:
         "resident memory, MB (target 150)": figures.rss_mb,
         "CPU with idle leases, share of a core": figures.idle_cpu,
     }
-    machine = f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}, grpcio {grpc.__version__}"
+    machine = (
+        f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}, grpcio {grpc.__version__}"
+    )
     print(f"lighthouse with {arguments.groups} groups, {arguments.rounds} rounds ({machine})")
     for name, value in rows.items():
         print(f"  {name:<58}{value:10.3f}")
@@ -207,7 +215,7 @@ def start() -> tuple[subprocess.Popen[str], str]:
     """A lighthouse process and its address, once it listens."""
     process = subprocess.Popen(
         [sys.executable, "-m", "ft_core.lighthouse", "--bind", "127.0.0.1:0"],
-        cwd=Path(__file__).resolve().parent.parent, stdout=subprocess.PIPE, stderr=None, text=True,
+        cwd=Path(__file__).resolve().parent.parent, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
     )  # fmt: skip
     assert process.stdout is not None
     return process, process.stdout.readline().split()[-1]

@@ -1,9 +1,10 @@
 """Step time of a real Manager over plain torch DDP, on Gloo, two replicas, nothing failing.
 
-Two long-lived processes (`step_worker.py`) hold the same model several times: under torch's DDP, under torch's DDP again (A/A), under ours
-with Manager and Optimizer, and under the reference implementation's where `torchft` can be imported. They train it in short
-blocks in turn, with a barrier between, so that what else the machine does hits all alike. A run is one pair of processes;
-its figure is the median over blocks of the ratio of median step times; the table has the median over runs.
+Two long-lived processes (`step_worker.py`) hold the same model several times: under torch's DDP, the same again (A/A),
+under ours with Manager and Optimizer, and under the reference implementation's where `torchft` can be imported. They
+train it in short blocks in turn, with a barrier between, so that what else the machine does hits all alike. A run is
+one pair of processes; its figure is the median over blocks of the ratio of median step times; the table has the median
+over runs.
 A step is zero_grad, forward, loss, backward, optimizer step: SGD, the same batches.
 """
 
@@ -107,7 +108,8 @@ class Reference:
             "s = L(bind='127.0.0.1:0', min_replicas=2); print(s.address(), flush=True); time.sleep(600)"
         )
         with (folder / "reference.log").open("wb") as log:
-            self._process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=log, text=True)
+            command = [sys.executable, "-c", code]
+            self._process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True)
         assert self._process.stdout is not None
         self.address = re.sub("//[^:]*:", "//127.0.0.1:", self._process.stdout.readline().strip())
 

@@ -1,6 +1,6 @@
 """One of the two processes behind `step.py`: trains one model under several wrappers in turn and times every step.
 
-    python -m benchmarks.step_worker CASE RANK FOLDER
+Started by `step.py`: python -m benchmarks.step_worker CASE RANK FOLDER
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import TCPStore
 from torch.optim import SGD, Optimizer
 
 import ft_core
@@ -69,7 +70,7 @@ def reference(widths: tuple[int, ...], rank: int) -> tuple[Step, End]:
     """The same with the reference implementation."""
     torchft = importlib.import_module("torchft")
     model, optimizer = fresh(widths)
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     manager = torchft.Manager(
         pg=torchft.ProcessGroupGloo(timeout=timedelta(seconds=30)), min_replica_size=2, rank=0, world_size=1,
         replica_id=f"step{rank}", load_state_dict=model.load_state_dict, state_dict=model.state_dict,

@@ -1,4 +1,4 @@
-"""SIGSTOP of one of three replicas for some seconds: the survivors go on after the liveness timeout, it heals when it wakes.
+"""SIGSTOP of one of three replicas for a while: survivors go on after the liveness timeout, it heals when it wakes.
 
 The A/A row is the longest interval of the same survivors in a window as long, before anything was stopped.
 """
@@ -31,8 +31,7 @@ def one(job: Job, group: int) -> tuple[float, float, float]:
     quiet = max(c.beyond_normal(at - 1.0, at - 0.005) for c in job.trainers.values())
     job.trainers[group] = victim
     job.wait_went_on(woken, participants=3, steps=1)
-    back = min(t for t, _, n in victim.commits if t > woken and n == 3)
-    return gap, quiet, back - woken
+    return gap, quiet, victim.since(woken, participants=3)[0] - woken
 
 
 def measure(options: Options) -> list[Row]:
@@ -44,7 +43,8 @@ def measure(options: Options) -> list[Row]:
         digests = job.finish()
     gaps, quiet, back = ([f[i] for f in found] for i in range(3))
     return [
-        Row("stop", "A/A: longest step beyond normal, nothing stopped", median(quiet) * 1e3, "ms", samples=tuple(quiet)),
+        Row("stop", "A/A: longest step beyond normal, nothing stopped", median(quiet) * 1e3, "ms",
+            samples=tuple(quiet)),
         Row("stop", "SIGSTOP: survivors' gap, liveness 1 s", median(gaps), "s", "<= 1.25 s", median(gaps) <= 1.25,
             spread(gaps, " s", 2), tuple(gaps)),
         Row("stop", "SIGCONT: trains with the others again after", median(back), "s", detail=spread(back, " s", 2),

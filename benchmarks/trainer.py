@@ -79,7 +79,7 @@ class Orders(threading.Thread):
 
 
 def trace(manager: Manager, note: Callable[[str, object], None]) -> None:
-    """Note the stages of a recovery: broken, asked, answered, configuring, configured. None of it runs in a normal step."""
+    """Note the stages of a recovery: pushed or broken, asked, answered, configuring, configured."""
     session: Any = manager._session  # looks inside on purpose
 
     def wrap(owner: Any, name: str, before: str = "", after: str = "", detail: int | None = None) -> None:
@@ -125,9 +125,14 @@ def main() -> None:
         notes.note("gated")
         inert.zero_()  # a newcomer: nothing of the state is there yet
         orders.go.wait()
+
+    def load(state: dict[str, Any]) -> None:
+        model.load_state_dict(state["model"])
+        inner.load_state_dict(state["optimizer"])
+
     manager = Manager(
         pg=ProcessGroupGloo(),
-        load_state_dict=lambda s: (model.load_state_dict(s["model"]), inner.load_state_dict(s["optimizer"])),
+        load_state_dict=load,
         state_dict=lambda: {"model": model.state_dict(), "optimizer": inner.state_dict()},
         timeout=timedelta(seconds=30),
     )

@@ -112,7 +112,9 @@ def plan(
     now = sorted(holders + first)
     after = sorted(holders + list(healing))
     if mode is WorldSizeMode.FIXED_WITH_SPARES:
-        now, after = now[:min_replicas], after[:min_replicas]
+        # Who holds the state comes first: a member whose heal fails must not be the one that counts (R11).
+        now = sorted((holders + first)[:min_replicas])
+        after = sorted((holders + list(healing))[:min_replicas])
 
     mine = me in healing
     donors: tuple[int, ...] = ()

@@ -26,6 +26,10 @@ if TYPE_CHECKING:
     from ft_core.session import Session
 
 
+USABLE = (Phase.OPEN, Phase.LAUNCHED, Phase.FENCED)
+"""Phases in which collectives may be launched; after a fence another backward pass starts another round."""
+
+
 class StepAttempt:
     """The attempt that is open on this rank. Made by `Manager.start_quorum`, replaced by the next one."""
 
@@ -47,20 +51,20 @@ class StepAttempt:
     def ready(self) -> bool:
         """Wait for the quorum. False if nothing may be launched (the reason is in `Manager.errored`)."""
         if self._scale is not None:
-            return self._session.step.phase in (Phase.OPEN, Phase.LAUNCHED)
+            return self._session.step.phase in USABLE
         self._round.wait_configured()
         session = self._session
         with session.lock:
             step = session.step
-            if self._round.error is not None or step.phase not in (Phase.OPEN, Phase.LAUNCHED):
+            if self._round.error is not None or step.phase not in USABLE:
                 return False
             participants = step.participants
-            self.planned = max(1, len(participants))
+            self.planned = max(1, len(participants)) if step.weight is None else 1
             self.first = participants[0] if participants else -1
             if not step.contributes:
                 self._scale = 0.0
             elif step.weight is not None:
-                self._scale, self.planned = float(step.weight), 1
+                self._scale = float(step.weight)
             else:
                 self._scale = 1.0 / self.planned
         return True
@@ -83,6 +87,7 @@ class StepAttempt:
         with session.lock:
             if not session.step.launching(now):
                 return None
+        session.user_works = []
         session.watchdog.arm(now + session.budget.timeout_s)
         try:
             return session.lanes.sum(tensor, session.lanes.main)
@@ -117,6 +122,13 @@ class StepAttempt:
         """A collective of this attempt failed."""
         self._session.fail(error)
 
+    def report(self, error: Exception) -> None:
+        """A failure here that leaves the collectives usable: the round is completed with zeros and vetoed."""
+        with self._session.lock:
+            self._session.step.fail_softly(f"{type(error).__name__}: {error}")
+            if self._session.error is None:
+                self._session.error = error
+
     def own_fence(self) -> None:
         """Launch the fence as a reduction of its own, on the second lane, and wait for it."""
         session = self._session
@@ -127,6 +139,7 @@ class StepAttempt:
         with session.lock:
             if not session.step.launching(now):
                 return
+        session.user_works = []
         session.watchdog.arm(now + session.budget.timeout_s)
         try:
             session.lanes.sum(tail, session.lanes.second()).wait()
@@ -141,7 +154,7 @@ class StepAttempt:
         if session.step.heal is Heal.PENDING:
             self._round.wait_healed()
         with session.lock:
-            if session.step.phase not in (Phase.OPEN, Phase.LAUNCHED):
+            if session.step.phase not in USABLE:
                 return False
             session.step.lease_acked_at = session.control.last_ack
             slots = session.step.slots(time.monotonic())

@@ -35,7 +35,7 @@ from torch import Tensor, nn
 
 from ft_core.buffers import BufferCarriage
 from ft_core.engine import NO_GRAPH_TASK, graph_task_id, is_nested_backward, queue_callback
-from ft_core.errors import ConfigError, UsageError
+from ft_core.errors import CollectiveError, ConfigError, UsageError
 from ft_core.flat import Bucket, FlatGradients
 
 if TYPE_CHECKING:
@@ -212,19 +212,18 @@ class Bucketer:
         """Reset all round state; False if the attempt is broken, then there is no round."""
         if attempt is self._settled and self._broken:
             return False
-        self._attempt = attempt
-        self._settled = None
-        self._broken = False
-        self._deferred = False
-        self._opened_by_output = False
+        again = attempt is self._settled
+        self._attempt, self._settled = attempt, None
+        self._broken = self._deferred = self._opened_by_output = False
         self._next = 0
         self._arrived[:] = self._nothing_arrived
         for bucket in self._buckets:
             bucket.pending = len(bucket.parameters)
             bucket.intact_version = None
         if not attempt.ready():
-            self._broken = True
-            self._settled = attempt
+            if again:  # the gradients that were reduced before get a local part now: an earlier fence must not count
+                attempt.fail(CollectiveError("a further backward() of this step could not be reduced"))
+            self._broken, self._settled = True, attempt
             return False
         value = attempt.scale
         if value != self._scale_value:

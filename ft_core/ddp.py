@@ -138,12 +138,13 @@ class DistributedDataParallel(TorchDistributedDataParallel):
                 raise UsageError(_INERT)
         if self.device_ids:
             inputs, kwargs = self._move(inputs, kwargs)
-        outer = TorchDistributedDataParallel._active_ddp_module
         TorchDistributedDataParallel._active_ddp_module = self  # torch.compile cuts its graphs along our buckets
         try:
             output = self.module(*inputs, **kwargs)
         finally:
-            TorchDistributedDataParallel._active_ddp_module = outer
+            # Cleared, not restored: it is global, and with a forward per thread "what was before" outlives its owner.
+            if TorchDistributedDataParallel._active_ddp_module is self:
+                TorchDistributedDataParallel._active_ddp_module = None
         if watching and bucketer is not None:
             for leaf in tree_leaves(output):
                 if isinstance(leaf, Tensor) and leaf.requires_grad:
@@ -253,6 +254,8 @@ class DistributedDataParallel(TorchDistributedDataParallel):
         raise NotAvailableError("there is no fixed rank: use manager.participating_rank()")
 
 
+_TORCH_FIRST_BUCKET_BYTES = 1 << 20
+
 _INERT = (
     "this DistributedDataParallel is a copy (deepcopy, pickle) or was unwrapped, so nothing reduces its gradients: use "
     "torch.no_grad() or eval(), or wrap it: DistributedDataParallel(manager, copy.module)"
@@ -306,7 +309,8 @@ def _define_torch_attributes(
     ddp.require_backward_grad_sync = True
     ddp.require_forward_param_sync = True
     ddp.skip_all_reduce_unused_params = False
-    ddp.bucket_bytes_cap = options.buckets.caps_bytes[-1]
+    # Read by torch.compile only, which refuses caps below its first bucket's.
+    ddp.bucket_bytes_cap = max(options.buckets.caps_bytes[-1], _TORCH_FIRST_BUCKET_BYTES)
     ddp.bucket_bytes_cap_default = options.buckets.caps_bytes == DEFAULT_CAPS_BYTES
     ddp.process_group = None  # type: ignore[assignment]
     ddp.reducer = _NoReducer()  # type: ignore[assignment]

@@ -133,8 +133,13 @@ class Healing:
             self._prefetched.bytes / 1e6, len(self._prefetched.donors_used), time.monotonic() - started,
         )  # fmt: skip
 
-    def receive(self, plan: Plan, into: Mapping[str, Any] | None) -> Received:
-        """Receive `plan.target` from its donors, verified. Blocks; raises HealError."""
+    @property
+    def cancelled(self) -> Event:
+        """Set by the next `cancel`."""
+        return self._cancel
+
+    def receive(self, plan: Plan, into: Mapping[str, Any] | None, cancel: Event) -> Received:
+        """Receive `plan.target` from its donors, verified. Blocks until it is there or `cancel` is set; raises HealError."""
         started = time.monotonic()
         if self._live is not None:
             have, self._prefetched = self._prefetched, None
@@ -143,7 +148,7 @@ class Healing:
                 state_tag(plan.quorum_id, plan.target),
                 into=into if into is not None else self._into,
                 deadline_s=self._heal_s,
-                cancel=self._cancel,
+                cancel=cancel,
                 have=have,
             )
             self._into = None
@@ -164,8 +169,8 @@ class Healing:
 
     def cancel(self) -> None:
         """End a receive or prefetch that runs on another thread."""
-        self._cancel.set()
-        self._cancel = Event()
+        old, self._cancel = self._cancel, Event()
+        old.set()
 
     def shutdown(self) -> None:
         """Stop serving and receiving."""

@@ -11,6 +11,7 @@ any time, and ends what is pending. Ownership: `configure` runs on the quorum wo
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from datetime import timedelta
 
@@ -19,6 +20,11 @@ from torch.distributed import AllreduceOptions, ReduceOp, Work
 
 from ft_core.errors import CollectiveError
 from ft_core.process_group import ProcessGroup
+
+
+ABORT_RETRY_S = 0.005
+ABORT_TRIES = 200
+"""An abort is repeated until no configure is under way, for at most a second."""
 
 
 def sum_options(op: ReduceOp.RedOpType) -> AllreduceOptions:
@@ -38,6 +44,8 @@ class Lanes:
         self._second_ready = False
         self._aborted = True
         self._lock = threading.Lock()
+        self._formed = threading.Condition(self._lock)
+        self._forming = 0
         self._sum = sum_options(ReduceOp.SUM)
 
     def __repr__(self) -> str:
@@ -49,10 +57,32 @@ class Lanes:
         with self._lock:
             self._place = (store_prefix, replica_id, rank, world_size)
             self._second_ready = False
-            self._aborted = False
-        self.main.configure(f"{store_prefix}/0", replica_id, rank, world_size)
+            self._check()
+        self._form(self.main, f"{store_prefix}/0")
         if both:
             self.second()
+
+    def open(self) -> None:
+        """A quorum was entered: `configure` may build its groups, unless `abort` comes first."""
+        with self._lock:
+            self._aborted = False
+
+    def _form(self, group: ProcessGroup, store_addr: str) -> None:
+        assert self._place is not None
+        _, replica_id, rank, world_size = self._place
+        with self._lock:
+            self._check()
+            self._forming += 1
+        try:
+            group.configure(store_addr, replica_id, rank, world_size)
+        finally:
+            with self._formed:
+                self._forming -= 1
+                self._formed.notify_all()
+        with self._lock:
+            self._check()
+
+    def _check(self) -> None:
         if self._aborted:
             raise CollectiveError("the quorum ended while its process group was being built")
 
@@ -63,9 +93,9 @@ class Lanes:
                 raise CollectiveError("the process group of this quorum was aborted")
             if self._second is None:
                 self._second = self.main.sibling()
-            group, (prefix, replica_id, rank, world_size), ready = self._second, self._place, self._second_ready
+            group, prefix, ready = self._second, self._place[0], self._second_ready
         if not ready:
-            group.configure(f"{prefix}/1", replica_id, rank, world_size)
+            self._form(group, f"{prefix}/1")
             self._second_ready = True
         return group
 
@@ -79,12 +109,22 @@ class Lanes:
 
     def abort(self) -> None:
         """End everything pending on both lanes, here and (by closing the connections) at the peers."""
-        with self._lock:
-            self._aborted = True
-            second = self._second
-        self.main.abort()
-        if second is not None:
-            second.abort()
+        for _ in range(ABORT_TRIES):
+            with self._lock:
+                self._aborted = True
+                second = self._second
+            self.main.abort()
+            if second is not None:
+                second.abort()
+            with self._formed:
+                # A configure that had not begun when its group was aborted would wait for peers that never come.
+                if self._formed.wait_for(lambda: not self._forming, ABORT_RETRY_S):
+                    return
+
+    def linger(self, timeout_s: float) -> None:
+        """Keep the connections open until a peer closes its side: then all of them have left this quorum (R16)."""
+        with contextlib.suppress(Exception):  # it only ends by failing; how does not matter
+            self.sum(torch.zeros(1), self.main).wait(timedelta(seconds=timeout_s))
 
     def shutdown(self) -> None:
         """Abort and release both lanes."""

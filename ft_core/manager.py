@@ -31,7 +31,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
-from torch.distributed import ReduceOp, Work
+from torch.distributed import ReduceOp, Store, Work
 
 from ft_core import manager_setup as setup
 from ft_core.assignment import Plan, WorldSizeMode
@@ -158,7 +158,6 @@ class Manager:
         self._shrink_only = False
         self._riding = False
         self._last_commit: tuple[int, int] | None = None
-        self._volatile: set[int] = set()
         self._shut_down = False
         self._left = False
 
@@ -168,7 +167,7 @@ class Manager:
         self._step = step
         self._session: Session = started.session
         self._healing: Healing = started.healing
-        self._store = started.store
+        self._store: Store | None = started.store
         self._store_address: str = started.store_address
         self._incarnation = started.incarnation
         self._parity = ParityCheck(config.parity_check_every)
@@ -179,13 +178,14 @@ class Manager:
         self._worker.start()
         try:
             self._session.control.start()
+            self._session.control.wait_connected(config.budget.connect_s)  # and with it, whom to prefetch from
         except BaseException:
             self.shutdown(wait=False)
             raise
         atexit.register(_at_exit, weakref.ref(self))
 
     def __repr__(self) -> str:
-        return f"Manager({self._config.replica_id}, {self._step!r}, carriers={len(self._carriers)})"
+        return f"Manager({self._step.settings.replica_id}, {self._step!r}, carriers={len(self._carriers)})"
 
     # ------------------------------------------------------------ state
 
@@ -283,8 +283,6 @@ class Manager:
             raise UsageError("start_quorum after shutdown")
         if session.fatal is not None:
             raise session.fatal
-        if not self._volatile and self._carriers and self._step.plan is None:
-            self._volatile = set().union(*(c.buffer_storages() for c in self._carriers))
         pending = self._round
         if pending is not None and not pending.configured.is_set():
             self._new_attempt()  # asked from inside should_commit
@@ -292,8 +290,10 @@ class Manager:
             return
         with session.lock:
             decision = self._step.boundary() if room_id == self._room else MustAsk(f"changing to room {room_id}", False)
+        if isinstance(decision, MustAsk) and (decision.failed or room_id != self._room):
+            session.lanes.abort()  # the others may be waiting for this rank in a collective
         if self._healing.snapshot_wanted:
-            self._healing.offer_live(self._collect())
+            self._healing.offer_live({"user": self._collect(), "manager": self.state_dict()})
         if isinstance(decision, Go):
             session.error = None
             self._new_attempt()
@@ -329,10 +329,11 @@ class Manager:
             why=why,
             template=setup.ask_template(
                 self._config, self._healing.address, self._store_address, allow_heal=self._allow_heal,
-                shrink_only=self._shrink_only, heals_first=fresh or not self._use_async,
+                shrink_only=self._shrink_only, heals_first=fresh or not self._use_async or version.step <= 0,
             ),
             room=self._room,
-            timeout_s=timeout.total_seconds() if timeout is not None else self._config.budget.quorum_s,
+            timeout_s=(timeout.total_seconds() if timeout is not None else self._config.budget.quorum_s)
+            * (1 + self._config.quorum_retries),
             state=state,
             in_place=state if worthless else None,
             buckets=self._reduced(),
@@ -364,14 +365,20 @@ class Manager:
         return prefix, plan.replica_rank, plan.size, not self._riding
 
     def _collect(self) -> dict[str, Any]:
-        return self._live.collect(self._volatile, self._config.budget.timeout_s)
+        return self._live.collect(self._volatile(), self._config.budget.timeout_s)
+
+    def _volatile(self) -> set[int]:
+        """Storages that forward changes. Asked for anew each time: modules may replace their buffers."""
+        return set().union(*(c.buffer_storages() for c in self._carriers))
 
     def _reduced(self) -> tuple[int, int, list[Any]] | None:
         """R5: the reduced gradients of the last commit, if nothing has touched them since."""
         if self._last_commit is None or not self._riding or self._config.world_size > 1:
             return None
         buckets = self._carriers[0].reduced()
-        return (*self._last_commit, [b.clone() for b in buckets]) if buckets is not None else None
+        if buckets is None:
+            return None
+        return (*self._last_commit, [*(b.clone() for b in buckets), torch.tensor(self._step.batches_committed)])
 
     def _hello(self) -> Hello:
         """Lease thread: what to present."""
@@ -444,6 +451,7 @@ class Manager:
             options = sum_options(ReduceOp.SUM if average else reduce_op)
             session.watchdog.arm(time.monotonic() + self._config.budget.timeout_s)
             work = lane.allreduce([tensor], options)
+            session.watch(work)
             if average:
                 attempt.averaged.append(tensor)
         except Exception as error:  # noqa: BLE001 - recorded in the step, spent at the commit
@@ -519,7 +527,7 @@ class Manager:
         if commit:
             self._parity.committed()
         elif verdict.reason:
-            log.info("%s: step %d not committed: %s", self._config.replica_id, self.current_step(), verdict.reason)
+            log.info("%s: step %d not committed: %s", self._step.settings.replica_id, self.current_step(), verdict.reason)
         if again and not self._shut_down:
             commit = self._recover(verdict.reason)
         self._new_attempt()
@@ -554,7 +562,7 @@ class Manager:
             return verdict
         assert self._step.plan is not None
         try:
-            found = self._parity.compare(self._collect(), self._volatile, self._step.plan, self._session.lanes)
+            found = self._parity.compare(self._collect(), self._volatile(), self._step.plan, self._session.lanes)
         except Exception as error:  # noqa: BLE001 - the comparison is a collective: its failure breaks the quorum
             self._session.fail(error)
             return Verdict(verdict.quorum_id, verdict.attempt, Outcome.BROKEN, f"parity check failed: {error}")
@@ -599,7 +607,7 @@ class Manager:
             step.heal_applied()
             step.batches_committed = int(received.state["manager"]["batches_committed"])
         round_.received = round_.in_place = None
-        log.info("%s: healed to step %d", self._config.replica_id, step.version.step)
+        log.info("%s: healed to step %d", self._step.settings.replica_id, step.version.step)
 
     def _recover(self, reason: str) -> bool:
         """Ask from inside should_commit; R5: if only the reduced gradients were missed, fetch and apply them.
@@ -612,6 +620,7 @@ class Manager:
             decision = step.boundary()
             kept = step.open_attempt
         assert isinstance(decision, MustAsk)
+        session.lanes.abort()
         finish = kept >= 0 and self._riding and self._config.world_size == 1
         old_quorum = step.plan.quorum_id if step.plan else 0
         round_ = self._begin_round(decision, None)
@@ -623,14 +632,20 @@ class Manager:
             return False
         try:
             carrier = self._carriers[0]
-            carrier.adopt_reduced(self._healing.receive_buckets(plan, old_quorum, kept))
+            *buckets, batches = self._healing.receive_buckets(plan, old_quorum, kept)
+            carrier.adopt_reduced(buckets)
+            carrier.committed()
         except (FaultToleranceError, ValueError) as error:
-            log.info("%s: could not finish step %d (%s): healing in full", self._config.replica_id, step.base.step, error)
+            log.info("%s: could not finish step %d (%s): healing in full", self._step.settings.replica_id, step.base.step, error)
             self._worker.heal(round_)
             return False
         with session.lock:
             step.finished(plan)
-        log.info("%s: finished step %d with the gradients of a peer", self._config.replica_id, step.version.step)
+            step.batches_committed = int(batches)
+            self._last_commit = (old_quorum, kept)
+        round_.healed.set()
+        self._parity.committed()
+        log.info("%s: finished step %d with the gradients of a peer", self._step.settings.replica_id, step.version.step)
         return True
 
     # ------------------------------------------------------------ roles
@@ -654,9 +669,14 @@ class Manager:
         return self._step.participating
 
     @property
+    def drain_reason(self) -> str:
+        """Why an operator wants this replica to end at the next step boundary, or ''. The training loop looks at it."""
+        return self._session.drain_reason
+
+    @property
     def replica_id(self) -> str:
         """Name plus the suffix of this start."""
-        return self._config.replica_id
+        return self._step.settings.replica_id
 
     @contextlib.contextmanager
     def pause(self, reason: str, max_s: float) -> Iterator[None]:
@@ -669,12 +689,8 @@ class Manager:
         """
         if not max_s > 0:
             raise ConfigError(f"pause(max_s={max_s!r}) must be a positive number of seconds")
-        control = self._session.control
-        control.progress(self._step.version.step, reason, self._step.stable, paused_s=max_s)
-        try:
+        with self._session.busy(reason, max_s):
             yield
-        finally:
-            control.progress(self._step.version.step, "step", self._step.stable, paused_s=0.0)
 
     # ------------------------------------------------------------ the end
 
@@ -688,7 +704,7 @@ class Manager:
             return
         self._left = True
         session, step = self._session, self._step
-        agreed = False
+        agreed = last = False
         with session.lock:
             decision = step.boundary() if step.plan is not None else None
             if isinstance(decision, Go):
@@ -699,14 +715,14 @@ class Manager:
             assert self._attempt is not None
             with contextlib.suppress(FaultToleranceError):
                 verdict = self._agree(self._attempt, self._config.budget.timeout_s)
-                agreed = verdict.outcome is not Outcome.BROKEN
-                if agreed:
-                    with session.lock:
-                        step.settle(verdict)
+                # Not settled: the others may commit this step, here nobody steps the optimizer.
+                agreed, last = verdict.outcome is not Outcome.BROKEN, verdict.exhausted
         session.control.leave(
             reason=reason, finished=finished, version=step.version, agreed=agreed,
             timeout_s=min(EXIT_S, self._config.budget.timeout_s),
         )  # fmt: skip
+        if agreed and not last:
+            session.lanes.linger(min(EXIT_S, self._config.budget.timeout_s))
 
     def shutdown(self, wait: bool = True) -> None:
         """Leave if that is possible, then stop every thread and close every socket. Idempotent, bounded in time.
@@ -737,6 +753,7 @@ class Manager:
         self._worker.stop(EXIT_S)
         session.control.shutdown(EXIT_S)
         self._healing.shutdown()
+        self._store = None  # if it is this replica's own, its server ends here
 
 
 def hash_layouts(digests: list[int]) -> int:

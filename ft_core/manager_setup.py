@@ -19,13 +19,14 @@ from ft_core.assignment import WorldSizeMode
 from ft_core.checkpointing import CheckpointTransport, HTTPTransport
 from ft_core.client import LeaseSettings
 from ft_core.errors import ConfigError, LighthouseError
-from ft_core.group_server import Control, LeaderControl, LocalControl, RankControl
+from ft_core.control import Control, LeaderControl, LocalControl, RankControl
 from ft_core.healing import Healing
 from ft_core.lanes import Lanes
 from ft_core.membership import Hello
 from ft_core.net import advertised_host
 from ft_core.process_group import ProcessGroup, create_store_client
 from ft_core.quorum import Ask
+from ft_core.rpc import Tls
 from ft_core.session import Session
 from ft_core.settings import MAX_REPLICAS, Environment, TimeBudget, parse_address
 from ft_core.step import Step, StepSettings
@@ -77,9 +78,11 @@ class Config:
     bind: str
     port: int
     token: str
+    tls: Tls | None
     expected: int
     init_sync: bool
     parity_check_every: int
+    quorum_retries: int
     incarnation_key: str
 
 
@@ -146,9 +149,11 @@ def resolve(arguments: Arguments, variables: Mapping[str, str]) -> Config:
         bind="127.0.0.1" if host in ("127.0.0.1", "localhost") else "",
         port=a.port if a.port is not None else env.manager_port or 0,
         token=a.token if a.token is not None else env.token,
+        tls=Tls.from_env(variables),
         expected=expected,
         init_sync=a.init_sync,
         parity_check_every=a.parity_check_every,
+        quorum_retries=a.quorum_retries if a.quorum_retries is not None else env.quorum_retries or 0,
         incarnation_key=f"ft_core/{name if a.replica_id or env.replica_id else 'group'}/{restart}",
     )  # fmt: skip
 
@@ -167,13 +172,19 @@ def start(
     lanes = Lanes(pg)
     lanes.set_timeout(WATCHED)
     session = Session(step, lanes, config.budget, hello)
+    mine = transport is None
     if transport is None:
         transport = HTTPTransport(
             timedelta(seconds=config.budget.heal_s), hostname=config.host, token=config.token or None,
             bind=config.bind, idle_s=config.budget.transfer_idle_s,
         )  # fmt: skip
     healing = Healing(transport, config.rank, config.budget.heal_s)
-    session.control = _control(config, step.settings.replica_id, session, store)
+    try:
+        session.control = _control(config, step.settings.replica_id, session, store)
+    except BaseException:
+        if mine:
+            transport.shutdown()
+        raise
     return Parts(session, healing, store, store_address, secrets.randbits(62) | 1)
 
 
@@ -277,7 +288,7 @@ def _shared_id(config: Config, settings: StepSettings, store: Store) -> StepSett
 
 def _control(config: Config, replica_id: str, session: Session, store: Store) -> Control:
     settings = LeaseSettings(
-        address=config.lighthouse, replica_id=replica_id, budget=config.budget, token=config.token
+        address=config.lighthouse, replica_id=replica_id, budget=config.budget, token=config.token, tls=config.tls
     )
     if config.world_size == 1:
         return LocalControl(settings, session)
@@ -297,6 +308,6 @@ def _control(config: Config, replica_id: str, session: Session, store: Store) ->
         ) from error
     address = LeaseSettings(
         address=store.get(key).decode(), replica_id=replica_id, budget=config.budget, token=config.token,
-        setting="group rank 0's control address",
+        tls=config.tls, setting="group rank 0's control address",
     )  # fmt: skip
     return RankControl(address, session, rank=config.rank, world_size=config.world_size)

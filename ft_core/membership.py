@@ -297,6 +297,8 @@ class Room:
         self.next_at: float | None = None
         self.reason: str = ""
         self.closed: str = ""
+        self._finished = VOID
+        """What a finished replica held when it closed the room: nobody trains towards it again (R16)."""
         self._settings = settings
         self._ids = ids
         self._current: Current | None = None
@@ -387,9 +389,11 @@ class Room:
             self.records[hello.replica_id] = record
         else:
             if record.generation >= 0 and record.hello.incarnation != hello.incarnation:
-                # Another process under the same id: what was asked and answered before is not its business.
+                # Another process under the same id, whose predecessor closed its connection: nothing is left of that one.
                 record.ask = record.answered = None
-                record.committed = False
+                record.stable, record.committed = VOID, False
+                if self._current is not None and hello.replica_id in self._current.members:
+                    self._end_current(now)
             record.hello, record.generation = hello, hello.generation
             record.stable = max(record.stable, hello.stable)
             if record.life is not Life.UP:
@@ -415,6 +419,13 @@ class Room:
     def _refusal(self, hello: Hello, record: Record | None) -> Refuse | None:
         if self.closed and (record is None or record.life is Life.GONE) and hello.quorum_id == 0:
             return Refuse(hello.replica_id, self.closed, finished=True)
+        other = record is not None and record.generation >= 0 and record.hello.incarnation != hello.incarnation
+        if other and record is not None and record.life is Life.MISSED:
+            return Refuse(
+                hello.replica_id,
+                f"an earlier process called {hello.replica_id!r} went silent and may still be training: give the new one "
+                "its own replica_id, or report the end of the old one",
+            )
         if record is not None and record.hello.incarnation != hello.incarnation and record.life is Life.UP:
             return Refuse(
                 hello.replica_id,
@@ -482,7 +493,7 @@ class Room:
         record.step, record.phase = event.step, event.phase
         newer = event.stable > record.stable
         record.stable = max(record.stable, event.stable)
-        record.committed = record.committed or event.stable > VOID
+        self._saw_commit(event.stable.epoch)
         if event.heal_addresses:
             record.hello = replace(record.hello, heal_addresses=event.heal_addresses)
         was = record.paused_until
@@ -506,12 +517,16 @@ class Room:
         if record.answered and record.answered[0] == ask.seq and self._in_force(record.answered[1].quorum_id):
             out.append(Announce(record.answered[1], ((ask.replica_id, ask.seq),)))
             return
+        if self.closed and ask.version.step < self._finished.step:
+            out.append(Refuse(ask.replica_id, self.closed, finished=True))
+            return
         self._ids.observe(ask.version.epoch)
         self._ids.observe(ask.quorum_id)
         if record.ask is None or record.ask.seq != ask.seq:
             record.asked_at = now
         record.ask = ask
         record.step = max(ask.version.step, 0)
+        self._saw_commit(ask.version.epoch)
         current = self._current
         answered = record.answered
         # It asked again without having taken the answer that put it into the current quorum (its caller timed out).
@@ -536,6 +551,7 @@ class Room:
         record.generation = -1  # nothing that is still under way on this stream brings it back
         out.append(Note(f"{event.replica_id} left: {event.reason}"))
         if event.finished:
+            self._finished = event.version
             self.closed = (
                 f"training in room {self.name!r} finished at {event.version} ({event.replica_id}); start a new "
                 "lighthouse or another room to train again"
@@ -572,7 +588,7 @@ class Room:
             self._explain(outcome, out)
             if outcome.at is not None:
                 times.append(outcome.at)
-        self._push_pending(now, times, out)
+        self._push_pending(now, out)
         times.extend(r.admitted_at for r in self.records.values() if r.ask is not None)
         self.next_at = min((t for t in times if t > now), default=None)
 
@@ -664,10 +680,11 @@ class Room:
         self.reason = outcome.reason
         out.append(Explain(asking, outcome.reason))
 
-    def _push_pending(self, now: float, times: list[float], out: list[Effect]) -> None:
+    def _push_pending(self, now: float, out: list[Effect]) -> None:
         current = self._current
-        if current is None or current.ended:
+        if current is None:
             return
+        # Also when the quorum has ended: a member that was believed gone may be back in it and would train on for ever.
         waiting = frozenset(
             i for i, r in self.records.items() if r.ask is not None and r.life is Life.UP and i not in current.members
             and not r.ask.shrink_only
@@ -675,7 +692,7 @@ class Room:
         ready = frozenset(i for i in waiting if self.records[i].admitted_at <= now)
         if ready - self._pending:
             self._pending = ready
-            members = self._up(i for i in current.members)
+            members = self._up(i for i in current.members if (r := self.records.get(i)) is not None and r.ask is None)
             if members:
                 names = ", ".join(sorted(ready))
                 out.append(ChangePending(members, current.quorum_id, f"{names} wants to join"))
@@ -703,6 +720,20 @@ class Room:
         if len(crashes) <= CRASH_FREE:
             return 0.0
         return now + min(CRASH_DELAY_MAX_S, CRASH_DELAY_S * 2 ** (len(crashes) - CRASH_FREE - 1))
+
+    def _saw_commit(self, epoch: int) -> None:
+        """A step was committed in the quorum `epoch`: every member of it has got past its first commit (R15).
+
+        A peer's word counts, because the dead cannot speak, and it may come after a death has been counted as a crash.
+        """
+        current = self._current
+        if current is None or epoch != current.quorum_id:
+            return
+        for replica_id in current.members:
+            record = self.records.get(replica_id)
+            if record is not None and not record.committed:
+                record.committed = True
+                self._crashes.pop(record.hello.name, None)
 
     def _count_crash(self, record: Record, now: float) -> None:
         if record.committed or record.hello.name == "":

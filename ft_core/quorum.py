@@ -233,7 +233,8 @@ def decide(view: View) -> Formed | NotReady:
     if any(s.ask.shrink_only for s in candidates.values() if s.ask) and members:
         candidates = {i: s for i, s in candidates.items() if i in members}
     if not candidates:
-        return NotReady("the only candidates are held back after repeated crashes", min(late, default=None))
+        held = ", ".join(f"{i} for {s.admitted_at - view.now:.0f} s more" for i, s in sorted(asking.items()))
+        return NotReady(f"held back after repeated crashes before a first commit: {held}", min(late, default=None))
 
     blocked = _booting(view, candidates) or _old_quorum_lives(view) or _newer_state_elsewhere(view, candidates)
     if blocked:

@@ -53,6 +53,8 @@ class Round:
     buckets: tuple[int, int, list[Any]] | None = None
     """(quorum_id, attempt, reduced gradients) of the last commit, if still intact (R5)."""
     prefetch: bool = False
+    finish_failed: bool = False
+    """R5 was planned and did not work out: the state is received in full."""
     plan: Plan | None = None
     received: Received | None = None
     error: Exception | None = None
@@ -103,8 +105,13 @@ class QuorumWorker:
 
     def heal(self, round_: Round) -> None:
         """Begin the full heal of a round that was to be finished by other means (R5), and could not."""
-        round_.healed.clear()
+        round_.finish_failed = True
         self._jobs.put(round_)
+
+    @staticmethod
+    def _may_heal_later(round_: Round) -> bool:
+        """R5 is being tried: `healed` is not decided yet, the training thread says whether to heal in full."""
+        return round_.error is None and round_.plan is not None and round_.plan.finish and not round_.finish_failed
 
     def stop(self, timeout_s: float) -> None:
         """End the thread; the session must be closed already, so that nothing it waits for lasts."""
@@ -118,7 +125,7 @@ class QuorumWorker:
             if round_ is None:
                 return
             try:
-                if round_.configured.is_set() and round_.plan is not None:
+                if round_.finish_failed and round_.plan is not None:
                     self._heal(round_, round_.plan)
                 else:
                     self._work(round_)
@@ -132,7 +139,8 @@ class QuorumWorker:
                     with self._session.lock:
                         self._session.step.break_(str(round_.error))
                 round_.configured.set()
-                round_.healed.set()
+                if not self._may_heal_later(round_):
+                    round_.healed.set()
 
     def _work(self, round_: Round) -> None:
         deadline = time.monotonic() + round_.timeout_s
@@ -143,7 +151,8 @@ class QuorumWorker:
             quorum = self._ask(round_, why, deadline)
             with session.lock:
                 plan = session.step.enter(quorum)
-                session.error = None
+                if not session.step.soft_error:
+                    session.error = None
             round_.plan = plan
             self._offer(round_, plan)
             if self._configure(plan):
@@ -188,6 +197,11 @@ class QuorumWorker:
     def _configure(self, plan: Plan) -> bool:
         session = self._session
         prefix, rank, size, both = self._place(plan)
+        with session.lock:
+            if session.step.phase is not Phase.ENTERED:
+                return False  # a push said already that this quorum is over
+            session.lanes.open()
+            session.user_works = []
         session.watchdog.arm(time.monotonic() + min(session.budget.connect_s, session.budget.timeout_s))
         try:
             session.lanes.configure(prefix, session.step.settings.replica_id, rank, size, both=both)
@@ -219,11 +233,13 @@ class QuorumWorker:
     def _heal(self, round_: Round, plan: Plan) -> None:
         session = self._session
         name = session.step.settings.replica_id
+        cancel = self._healing.cancelled  # taken before the look at the phase: a break in between is not missed
         with session.lock:
             if session.step.phase is Phase.BROKEN:
                 return
         try:
-            received = self._healing.receive(plan, round_.in_place)
+            with session.busy("healing", session.budget.heal_s):
+                received = self._healing.receive(plan, round_.in_place, cancel)
         except HealError as error:
             round_.heal_error = error
             log.warning("%s: healing failed, asking again: %s", name, error)

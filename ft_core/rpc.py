@@ -1,12 +1,15 @@
 """How both sides talk gRPC: options, credentials, the token, addresses. Shared by lighthouse, client and group server.
 
 What the options are for (measured, see DESIGN):
-- Liveness is HTTP/2 keepalive, answered by gRPC's C core without the GIL. For a liveness timeout T the server pings every
-  T/10 and gives up T after an unanswered ping: a frozen peer is noticed after T to 1.1 T. Without `ping_timeout_ms` it is
-  not noticed at all.
-- Clients ping too, lazily (`CLIENT_KEEPALIVE_S`): a lighthouse that froze for a few seconds must not lose anybody, one whose
+- Liveness is HTTP/2 keepalive, answered by gRPC's C core without the GIL. For a liveness timeout T the server pings
+every
+  T/10 and gives up T after an unanswered ping: a frozen peer is noticed after T to 1.1 T. Without `ping_timeout_ms` it
+  is not noticed at all.
+- Clients ping too, lazily (`CLIENT_KEEPALIVE_S`): a lighthouse that froze for a few seconds must not lose anybody, one
+whose
   host died must be given up some time.
-- Every attempt to connect uses a channel of its own with its own subchannel pool: gRPC's back-off is shared through that
+- Every attempt to connect uses a channel of its own with its own subchannel pool: gRPC's back-off is shared through
+that
   pool and would otherwise make a reconnect wait for up to minutes.
 - No SO_REUSEPORT (two lighthouses on one port would each get half of the trainers), no HTTP proxy (a proxy from the
   environment is never meant for a trainer's control plane).
@@ -39,11 +42,18 @@ import grpc.aio  # noqa: E402
 if _quiet:
     del os.environ["GRPC_VERBOSITY"]  # read once at import; the user's child processes keep their own logging
 
+__all__ = [
+    "GROUP", "LIGHTHOUSE", "Options", "Tls", "channel_options", "explain", "grpc", "join_host", "open_channel",
+    "reachable_host", "release", "server_credentials", "server_options", "split_bind", "status_of", "target",
+    "token_metadata", "token_refusal",
+]  # fmt: skip
+
 TOKEN_KEY = "ft-token"
 CLIENT_KEEPALIVE_S = 3.0
 CLIENT_KEEPALIVE_TIMEOUT_S = 9.0
 CONNECT_ATTEMPT_S = 1.0
-"""One attempt to connect gives up after this long; the next one starts afresh (a packet lost on the way costs no more)."""
+"""One attempt to connect gives up after this long; the next one starts afresh (a packet lost on the way costs no
+more)."""
 LIGHTHOUSE = "ft_training.v1.Lighthouse"
 GROUP = "ft_training.v1.Group"
 
@@ -159,7 +169,7 @@ def token_refusal(metadata: object, token: str, server: str) -> str:
     """Why a call with this metadata must not be served, or ''."""
     if not token:
         return ""
-    given = next((value for key, value in metadata or () if key == TOKEN_KEY), None)  # type: ignore[attr-defined, misc]
+    given = next((value for key, value in metadata or () if key == TOKEN_KEY), None)  # type: ignore[attr-defined]
     if given is None:
         return f"{server} needs a token: set FT_TOKEN to the value it was started with"
     bare = given.encode() if isinstance(given, str) else bytes(given)
@@ -168,12 +178,20 @@ def token_refusal(metadata: object, token: str, server: str) -> str:
     return ""
 
 
+def status_of(error: grpc.RpcError) -> grpc.StatusCode | None:
+    """The status a call ended with. (Errors raised by calls are calls, which the stubs do not know.)"""
+    code = getattr(error, "code", None)
+    found = code() if code is not None else None
+    return found if isinstance(found, grpc.StatusCode) else None
+
+
 def explain(error: grpc.RpcError) -> str:
     """What went wrong, in the words of gRPC's innermost cause."""
-    details = error.details() if isinstance(error, grpc.Call) else str(error)
-    code = error.code().name if isinstance(error, grpc.Call) and error.code() else "UNKNOWN"
-    text = (details or "").rpartition("last error: ")[2].rpartition("Failed to connect to remote host: ")[2]
-    return text.strip() or code
+    details = getattr(error, "details", None)
+    text = str(details() or "") if details is not None else str(error)
+    text = text.rpartition("last error: ")[2].rpartition("Failed to connect to remote host: ")[2].strip()
+    code = status_of(error)
+    return text or (code.name if code is not None else "unknown error")
 
 
 @functools.cache
@@ -190,7 +208,7 @@ def reachable_host(bind_host: str) -> str:
 
     A wildcard gives the host name if it leads back to this machine, else the loopback address.
     """
-    if bind_host not in ("", "::", "0.0.0.0", "*"):  # noqa: S104
+    if bind_host not in ("", "::", "0.0.0.0", "*"):
         return bind_host
     name = socket.gethostname()
     try:
@@ -198,7 +216,7 @@ def reachable_host(bind_host: str) -> str:
     except OSError:
         return "127.0.0.1"
     for family, kind, proto, _, where in found:
-        if bind_host == "0.0.0.0" and family is not socket.AF_INET:  # noqa: S104
+        if bind_host == "0.0.0.0" and family is not socket.AF_INET:
             continue
         with socket.socket(family, kind, proto) as probe:
             try:

@@ -1,11 +1,11 @@
 """An asyncio gRPC server on a thread of its own, and its streams. Shared by the lighthouse and the group server.
 
-How it works. `LoopServer` runs one event loop in one daemon thread; everything a server decides happens on that loop, so
-its state needs no locks. Other threads hand in work with `post` (fire and forget) or `call` (wait for the result).
+How it works. `LoopServer` runs one event loop in one daemon thread; everything a server decides happens on that loop,
+so its state needs no locks. Other threads hand in work with `post` (fire and forget) or `call` (wait for the result).
 Handlers get and give raw bytes: decoding belongs to `wire`, and a broadcast is encoded once.
 
-`Stream` is one open bidirectional call: reads are awaited by its handler, writes are queued and sent by a task of its own,
-so that a slow reader at the other end never holds up anybody else.
+`Stream` is one open bidirectional call: reads are awaited by its handler, writes are queued and sent by a task of its
+own, so that a slow reader at the other end never holds up anybody else.
 
 Invariants: a stream's queue is bounded (MAX_QUEUED, MAX_QUEUED_BYTES), beyond that the stream is dropped; `shutdown` is
 idempotent and bounded, after it neither thread nor socket is left.
@@ -28,6 +28,8 @@ from ft_core.rpc import Options, Tls, grpc, join_host, server_credentials
 MAX_QUEUED = 1024
 MAX_QUEUED_BYTES = 16 << 20
 MAX_RPCS = 8192
+STOP_S = 1.0
+"""How long the handlers of a stopped server may take to end."""
 FINISH_S = 2.0
 """How long a refused or leaving client may take to read its last message."""
 
@@ -236,11 +238,17 @@ class LoopServer:
         ready.set_result(port)
         await self._stop.wait()
         await server.stop(None)
+        # gRPC's own tasks end by themselves now; cancelling them makes it print tracebacks.
+        rest = asyncio.all_tasks() - {asyncio.current_task()}
+        if rest:
+            await asyncio.wait(rest, timeout=STOP_S)
 
 
 def _on_loop_error(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-    # grpc.aio has one wake-up pipe per process: with several loops each is woken for the others' events, and all but one
-    # find the pipe empty. Harmless, and frequent where a test runs a lighthouse and group servers in one process.
-    if isinstance(context.get("exception"), BlockingIOError):
+    # grpc.aio has one wake-up pipe per process: with several loops each is woken for the others' events, and finds the
+    # pipe empty, or an event of a loop that has been closed. Harmless, and frequent where a test runs a lighthouse and
+    # group servers in one process.
+    of_grpc = "PollerCompletionQueue" in repr(context.get("handle"))
+    if of_grpc and isinstance(context.get("exception"), (BlockingIOError, RuntimeError)):
         return
     loop.default_exception_handler(context)

@@ -10,10 +10,11 @@ watchdog. Invariant: nothing blocks while `lock` is held, and `lock` is the only
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from ft_core.errors import CollectiveError
@@ -23,7 +24,9 @@ from ft_core.step import Step
 from ft_core.watchdog import Watchdog
 
 if TYPE_CHECKING:
-    from ft_core.group_server import Control
+    from torch.distributed import Work
+
+    from ft_core.control import Control
     from ft_core.lanes import Lanes
     from ft_core.membership import Hello
 
@@ -32,6 +35,8 @@ MAX_ANSWERS = 4
 """Quorum answers kept until the worker takes them: there is one open ask at a time."""
 MAX_STORY = 32
 """Events kept to tell in an error message how it came to this."""
+MAX_WATCHED = 64
+"""User collectives whose end the watchdog checks."""
 
 
 class Session:
@@ -57,6 +62,8 @@ class Session:
         self.reason = ""
         """Why there is no quorum yet, while there is none."""
         self.drain_reason = ""
+        self.user_works: list[Work] = []
+        """The user's collectives that may be pending; the newest armed the watchdog (bounded: `watch`)."""
         self.paused: dict[str, float] = {}
         """Peers that announced to be busy, and until when (monotonic s); bounded by the members of the quorum."""
         self.kill: Callable[[str], None] | None = None
@@ -94,13 +101,23 @@ class Session:
         if abort:
             self._broken(quorum_id, reason)
 
+    def watch(self, work: Work) -> None:
+        """Training thread: a collective of the user's was launched."""
+        if len(self.user_works) >= MAX_WATCHED:
+            self.user_works = [w for w in self.user_works if not w.is_completed()][-MAX_WATCHED + 1 :]
+        self.user_works.append(work)
+
     def _overdue(self) -> float | None:
         """Watchdog thread: a collective or a configure has waited for `timeout_s`."""
         now = time.monotonic()
+        if self.user_works and all(work.is_completed() for work in self.user_works):
+            self.user_works = []
+            return None
         with self.lock:
             until = max(self.paused.values(), default=0.0)
             if until > now:
                 return until + self.budget.timeout_s
+        self.lanes.abort()  # also if this rank is broken already: whatever waits must end
         self.fail(
             CollectiveError(
                 f"a peer did not take part in a collective within timeout={self.budget.timeout_s:g} s "
@@ -108,6 +125,20 @@ class Session:
             )
         )
         return None
+
+    @contextlib.contextmanager
+    def busy(self, what: str, max_s: float) -> Iterator[None]:
+        """Announce that peers (and the own watchdog) must wait for this rank for at most `max_s`."""
+        name, step = self.step.settings.replica_id, self.step
+        with self.lock:
+            self.paused[name] = time.monotonic() + max_s
+        self.control.progress(step.version.step, what, step.stable, paused_s=max_s)
+        try:
+            yield
+        finally:
+            with self.lock:
+                self.paused.pop(name, None)
+            self.control.progress(step.version.step, "step", step.stable, paused_s=0.0)
 
     # ------------------------------------------------------------ LeaseHandler (lease thread)
 
@@ -147,8 +178,8 @@ class Session:
     def on_paused(self, quorum_id: int, replica_id: str, for_s: float) -> None:
         """A peer announces to be busy for at most `for_s` (0: it is back)."""
         with self.lock:
-            if self.step.plan is None or self.step.plan.quorum_id != quorum_id:
-                return
+            if self.step.plan is not None and quorum_id < self.step.plan.quorum_id:
+                return  # of the next quorum it may be told before this rank has entered it
             if for_s > 0:
                 self.paused[replica_id] = time.monotonic() + for_s
             else:

@@ -247,10 +247,20 @@ class Step:
         """This member does not hold the state the attempt builds on."""
         return self.version != self.base or self.lineage != self.base_lineage
 
+    @property
+    def _adds_nothing(self) -> bool:
+        """A spare, or behind for this whole quorum: not what the others go on training for when they are out of data (R11)."""
+        if self.plan is None:
+            return False
+        if self.behind:
+            return self.heal is not Heal.READY
+        return not self.participating and not self.plan.heals
+
     # ------------------------------------------------------------ boundary
 
     def boundary(self) -> Go | MustAsk:
         """At a step boundary (start_quorum): stay in the quorum, or ask for the next one."""
+        self.soft_error = ""
         if self.plan is None:
             return MustAsk("joining", failed=False)
         if self.settings.rules.r4_aligned:
@@ -313,7 +323,8 @@ class Step:
         if not new.heals and not new.excluded:
             self.lineage = new.target_lineage  # differs only at step 0 without init_sync, where lineages mean nothing
         self.roles_switched = False
-        self.ask_next = self.change_wanted = self.broken_reason = self.soft_error = ""
+        self.ask_next = self.change_wanted = self.broken_reason = ""
+        # soft_error stays: it may have been reported while this quorum was still being formed.
         self.verdict = None
         self._voted = False
         self.user_ops = 0
@@ -359,6 +370,8 @@ class Step:
         if self.phase is Phase.FENCED and self.settings.rules.r0_verdict:
             self.ask_next = self.ask_next or reason
             return False
+        if self.phase is Phase.OPEN and self.ask_next:
+            return False  # nothing is launched, and the next boundary asks: an abort could only hurt who is still receiving
         return self.break_(reason, keep_gradients=True)
 
     def want_change(self, quorum_id: int, reason: str) -> None:
@@ -419,6 +432,7 @@ class Step:
         if self.plan is None or self.plan.quorum_id != quorum_id or self.heal is not Heal.PENDING:
             return
         self.heal = Heal.ABANDONED
+        self.own_failures += 1
         self.change_wanted = self.change_wanted or f"healing failed: {reason}"
 
     def tear(self) -> None:
@@ -473,7 +487,7 @@ class Step:
         out[FAILED] = float(failing)
         out[CHANGE] = float(bool(self.change_wanted or self.ask_next) or self.leaving)
         out[NO_LEASE] = float(now - self.lease_acked_at > self.settings.autonomy_s)
-        out[EXHAUSTED] = float(self.exhausted)
+        out[EXHAUSTED] = float(self.exhausted or self._adds_nothing)
         ready = self.plan is not None and self.plan.heals and not self.plan.heals_first and not self.roles_switched
         out[READY] = float(ready and self.heal is not Heal.PENDING and self.heal is not Heal.ABANDONED)
         out[STOP] = float(self.stop_wanted)
@@ -499,7 +513,9 @@ class Step:
         else:
             self.phase = Phase.FENCED
             self.verdict = verdict
-            if not self.behind:
+            # Without any lease the room may long have gone on without this quorum: nothing more is published (R2, R3, R6).
+            lapsed = self.settings.rules.r3_autonomy and round(sums[NO_LEASE]) == self.plan.size
+            if not self.behind and not lapsed:
                 self.stable = max(self.stable, self.base)
         return verdict
 
@@ -568,11 +584,16 @@ class Step:
                 self.batches_committed += verdict.contributors
             else:
                 self.ask_next = self.ask_next or "left behind by a commit"
+                if self.heal is Heal.PENDING:
+                    self.heal = Heal.ABANDONED  # what may still arrive is older than `base` now
         if commit and current:
             self.own_failures = self.vetoes = 0
         else:
             self.vetoes += 1
-            self.own_failures = self.own_failures + 1 if self.soft_error else 0
+            if self.soft_error:
+                self.own_failures += 1
+            elif current:
+                self.own_failures = 0
         if verdict.healed and self.plan.ready_expected:
             self.roles_switched = True
         if verdict.change:

@@ -176,14 +176,17 @@ class Demo:
         return 0
 
     def check_commits(self) -> list[str]:
-        """Every step of the run was committed, once, with one history; no process repeated or skipped a step."""
+        """Every step of the run was committed, once, with one history; no process repeated a step.
+
+        (One may jump over a step: a kill can leave survivors with different verdicts, and the one behind then heals.)
+        """
         problems = []
         histories: dict[int, set[str]] = {}
         for child in self.children:
             rows = child.steps()
             steps = [row[1] for row in rows]
-            if any(b != a + 1 for a, b in zip(steps, steps[1:], strict=False)):
-                problems.append(f"{child.name} repeated or skipped a step: {steps}")
+            if any(b <= a for a, b in zip(steps, steps[1:], strict=False)):
+                problems.append(f"{child.name} repeated a step: {steps}")
             for _, step, _, lineage in rows:
                 histories.setdefault(step, set()).add(lineage)
         missing = sorted(set(range(1, self.steps + 1)) - set(histories))

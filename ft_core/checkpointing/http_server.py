@@ -41,7 +41,7 @@ from ft_core.checkpointing.http_wire import (
     read_request,
     send,
 )
-from ft_core.checkpointing.memory import ChecksumCache, checksum
+from ft_core.checkpointing.memory import checksum
 from ft_core.checkpointing.offer_book import OfferBook
 from ft_core.checkpointing.sockets import cut, set_timeouts, track
 from ft_core.errors import ConfigError, UsageError
@@ -65,12 +65,11 @@ SHUTDOWN_S: Final = 2.0
 class _Connection:
     """One receiver's connection. `trusted` once a request of it authenticated; guarded by the server's lock."""
 
-    __slots__ = ("stream", "thread", "trusted")
+    __slots__ = ("stream", "trusted")
 
     def __init__(self, sock: socket.socket) -> None:
         self.stream = ByteStream(sock)
         self.trusted = False
-        self.thread: threading.Thread | None = None
 
 
 class StateServer:
@@ -88,7 +87,7 @@ class StateServer:
         self._lock = threading.Lock()
         self._blobs: dict[str, Callable[[], bytes | None]] = {}
         self._connections: set[_Connection] = set()
-        self._sums = ChecksumCache()
+        self._threads: list[threading.Thread] = []  # of connections; the dead ones go when the next one comes
         self._checksum_slots = threading.BoundedSemaphore(CHECKSUM_THREADS_MAX)
         self._listener: socket.socket | None = None
         self._wake: tuple[socket.socket, socket.socket] | None = None
@@ -147,14 +146,14 @@ class StateServer:
             if self._stopped:
                 return
             self._stopped = True
-            connections = list(self._connections)
+            threads = list(self._threads)
+            for connection in self._connections:
+                cut(connection.stream.sock)
         self._book.stop()
-        for connection in connections:
-            cut(connection.stream.sock)
         self._wake_up()
         end = time.monotonic() + SHUTDOWN_S
-        for thread in (self._thread, *(c.thread for c in connections)):
-            if thread is not None and thread.ident is not None and thread is not threading.current_thread():
+        for thread in (self._thread, *threads):
+            if thread is not None and thread is not threading.current_thread():
                 thread.join(max(0.0, end - time.monotonic()))
         for sock in (self._listener, *(self._wake or ())):
             if sock is not None:
@@ -244,9 +243,7 @@ class StateServer:
     def _admit(self, sock: socket.socket) -> None:
         track(sock)
         connection = _Connection(sock)
-        connection.thread = threading.Thread(
-            target=self._serve_connection, args=(connection,), name="ft-heal-conn", daemon=True
-        )
+        thread = threading.Thread(target=self._serve, args=(connection,), name="ft-heal-conn", daemon=True)
         victim: _Connection | None = None
         with self._lock:
             if len(self._connections) >= CONNECTIONS_MAX:
@@ -256,23 +253,22 @@ class StateServer:
             if self._stopped:
                 victim = connection
             if victim is not connection:
-                self._connections.add(connection)
-        if victim is not None:
-            cut(victim.stream.sock)
+                try:
+                    thread.start()
+                except RuntimeError as e:  # the process is out of threads
+                    logger.warning("healing port %s: cannot serve a connection: %s", self._address, e)
+                    victim = connection
+                else:
+                    self._connections.add(connection)
+                    self._threads = [t for t in self._threads if t.is_alive()] + [thread]
+            if victim is not None:
+                cut(victim.stream.sock)
         if victim is connection:
             sock.close()
-            return
-        try:
-            connection.thread.start()
-        except RuntimeError as e:  # the process is out of threads
-            with self._lock:
-                self._connections.discard(connection)
-            sock.close()
-            logger.warning("healing port %s: cannot serve a connection: %s", self._address, e)
 
     # -- connection threads
 
-    def _serve_connection(self, connection: _Connection) -> None:
+    def _serve(self, connection: _Connection) -> None:
         sock = connection.stream.sock
         try:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -286,11 +282,11 @@ class StateServer:
         except Exception:
             logger.exception("healing port %s: request failed", self._address)
         finally:
-            with self._lock:
-                self._connections.discard(connection)
             # Before close(): a peer with unread bytes in flight then gets an orderly end instead of a reset.
             cut(sock)
-            sock.close()
+            with self._lock:
+                self._connections.discard(connection)
+                sock.close()  # under the lock: whoever cuts a listed connection must not hit a reused fd
 
     def _answer(self, connection: _Connection, request: Request) -> bool:
         """Answer one request; False ends the connection."""
@@ -354,6 +350,8 @@ class StateServer:
         if not 0 <= index < len(offer.ranges):
             raise Refusal(400, f"range {index} of {len(offer.ranges)}")
         with self._book.sending(offer, sock) as seal:
+            if not offer.intact(index):
+                raise Cut
             value, view = self._checksum(offer, index)
             send(sock, [head(200, len(view) + TRAILER.size), view])
             seal()
@@ -363,17 +361,18 @@ class StateServer:
         if not 0 <= first < first + count <= len(offer.ranges):
             raise Refusal(400, f"ranges {first}+{count} of {len(offer.ranges)}")
         with self._book.sending(offer, sock) as seal:
+            if not all(offer.intact(index) for index in range(first, first + count)):
+                raise Cut
             values = [self._checksum(offer, index)[0] for index in range(first, first + count)]
             seal()
         body = struct.pack(f"<{count}I", *values)
         send(sock, [head(200, len(body) + TRAILER.size), body, TRAILER.pack(TRAILER_OK, checksum(body))])
 
     def _checksum(self, offer: Offer, index: int) -> tuple[int, memoryview]:
-        owner, view = offer.view(index)
+        view = offer.view(index)
+        if offer.live:
+            return 0, view  # it may change before it is sent; the receiver compares later
         with self._checksum_slots:
-            if offer.closed or not offer.intact(index):
+            if offer.closed:
                 raise Cut
-            part = offer.ranges[index]
-            # Remembering costs two extra passes; it pays only for state that will be asked for again: a prefetch's.
-            remember = offer.live and part.leaf is not None
-            return self._sums.compute(owner, part.start, view, remember=remember), view
+            return checksum(view), view

@@ -48,9 +48,9 @@ class Offer:
         """The manifest's bytes; built when asked for, so that the training thread does not pay for it."""
         return dump_manifest(self.leaves, self._skeleton)
 
-    def view(self, index: int) -> tuple[torch.Tensor, memoryview]:
-        """The memory of range `index`, and the tensor to hold while using it."""
-        return self._owners[index], self._views[index]
+    def view(self, index: int) -> memoryview:
+        """The memory of range `index`; valid while the offer is held."""
+        return self._views[index]
 
     def intact(self, index: int) -> bool:
         """Whether the memory is still there: someone may have resized the storage under a live offer."""

@@ -4,7 +4,7 @@ How a donor never serves torn state: tensors are held by reference, and their ow
 optimizer.step changes them. close() marks the offer closed under the lock and cuts the connections that are sending
 it. A sender asks under the same lock, *after* its last byte went to the kernel (`sending`), whether the offer is still
 open, and only then sends the trailer. So a trailer proves that every byte was read before close() returned. close()
-never waits for a socket: the lock is only ever held for bookkeeping.
+never waits for a socket: the lock is only ever held for bookkeeping and for shutdown(2), which does not block.
 
 A *live* offer is the same without the guarantee: nobody closes it when its tensors change. There is at most one; it is
 made when a newcomer waits for it (`snapshot_wanted`) and dropped when nobody asked for it for a while.
@@ -70,13 +70,12 @@ class OfferBook:
         with self._changed:
             if self._stopped:
                 raise UsageError("StateServer.offer() after shutdown()")
-            senders = self._drop(tag)
+            self._drop(tag)
             while len(self._offers) >= OFFERS_MAX:
-                senders += self._drop(next(iter(self._offers)))
+                self._drop(next(iter(self._offers)))
             self._offers[tag] = offer
             self._closed_tags.pop(tag, None)
             self._changed.notify_all()
-        _cut_all(senders)
 
     def offer_live(self, state: object) -> None:
         """Capture `state` as it is and as it changes."""
@@ -96,19 +95,15 @@ class OfferBook:
     def close(self, tags: Container[str] | None = None) -> None:
         """Close the offers in `tags` (None: all but the live one)."""
         with self._changed:
-            chosen = [tag for tag in self._offers if tags is None or tag in tags]
-            senders = [sock for tag in chosen for sock in self._drop(tag)]
-        _cut_all(senders)
+            for tag in [tag for tag in self._offers if tags is None or tag in tags]:
+                self._drop(tag)
 
     def drop_live(self) -> None:
         """Close the live offer."""
         with self._changed:
             live, self._live = self._live, None
-            if live is None:
-                return
-            live.closed = True
-            senders = list(live.sending)
-        _cut_all(senders)
+            if live is not None:
+                _close(live)
 
     def stop(self) -> None:
         """Close everything, for good, and send all waiters away."""
@@ -119,16 +114,15 @@ class OfferBook:
         self.close()
         self.drop_live()
 
-    def _drop(self, tag: str) -> list[socket.socket]:
-        """Under the lock: close the offer; returns the sockets to cut after releasing it."""
+    def _drop(self, tag: str) -> None:
+        """Under the lock: close the offer, if there is one."""
         offer = self._offers.pop(tag, None)
         if offer is None:
-            return []
-        offer.closed = True
+            return
+        _close(offer)
         self._closed_tags[tag] = None
         while len(self._closed_tags) > CLOSED_TAGS_MAX:
             del self._closed_tags[next(iter(self._closed_tags))]
-        return list(offer.sending)
 
     # -- connection threads
 
@@ -199,11 +193,13 @@ class OfferBook:
             left_s = self._live.last_used_s + LIVE_IDLE_S - time.monotonic()
             if left_s > 0 or self._live.sending:
                 return max(left_s, 0.1)
-            self._live.closed = True
+            _close(self._live)
             self._live = None
             return None
 
 
-def _cut_all(senders: list[socket.socket]) -> None:
-    for sock in senders:
+def _close(offer: Offer) -> None:
+    """Under the lock, which a sender needs before it can close its socket: so no cut hits a reused descriptor."""
+    offer.closed = True
+    for sock in offer.sending:
         cut(sock)

@@ -1,13 +1,14 @@
 """`ProcessGroup`: a torch process group that can be configured again and again, and aborted at any time.
 
-How it works: it is a Python subclass of `torch.distributed.ProcessGroup`, so everything in torch that takes a group takes
-it. Each public collective only brings its arguments into one form and calls `_launch(name, *arguments)`; a kind of group
-implements `_launch` (and `configure`, `abort`, ...). `name` is the method's canonical name, so that a wrapper can pass any
-call on without knowing it.
+How it works: it is a Python subclass of `torch.distributed.ProcessGroup`, so everything in torch that takes a group
+takes it. Each public collective only brings its arguments into one form and calls `_launch(name, *arguments)`; a kind
+of group implements `_launch` (and `configure`, `abort`, ...). `name` is the method's canonical name, so that a
+wrapper can pass any call on without knowing it.
 
-Life cycle: constructed unconfigured -> `configure()` (as often as wanted; each replaces the group before it) -> collectives
--> `abort()`, after which every collective raises CollectiveError until the next configure -> `shutdown()`, for good.
-Ranks of a group are the ranks given to `configure`; torch's "global ranks" mean the same ones here.
+Life cycle: constructed unconfigured -> `configure()` (as often as wanted; each replaces the group before it) ->
+collectives -> `abort()`, after which every collective raises CollectiveError until the next configure ->
+`shutdown()`, for good. Ranks of a group are the ranks given to `configure`; torch's "global ranks" mean the same ones
+here.
 
 torch calls some collectives by an older and a newer name, depending on its version; both exist here and are one.
 
@@ -25,16 +26,19 @@ import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 from torch._C._distributed_c10d import (
-    AllToAllOptions,
     AllgatherOptions,
     AllreduceCoalescedOptions,
     AllreduceOptions,
+    AllToAllOptions,
     BarrierOptions,
     BroadcastOptions,
     GatherOptions,
+    HashStore,
     ReduceOptions,
     ReduceScatterOptions,
     ScatterOptions,
+    _register_process_group,
+    _unregister_process_group,
 )
 from torch.distributed import ReduceOp, Work
 
@@ -48,7 +52,7 @@ class ProcessGroup(dist.ProcessGroup):
     """Base of all groups here; see the file's header for the life cycle."""
 
     def __init__(self) -> None:
-        super().__init__(0, 1)
+        super().__init__(0, 1)  # type: ignore[call-arg]  # torch's stub lacks this overload
         self._registered_as: str | None = None
 
     # ---------------------------------------------------------------------------------------- what a kind implements
@@ -56,9 +60,9 @@ class ProcessGroup(dist.ProcessGroup):
     def configure(self, store_addr: str, replica_id: str, rank: int, world_size: int) -> None:
         """Form a new group of `world_size` ranks through the store at "host:port/prefix", replacing the one before.
 
-        All ranks pass the same store_addr, with a prefix never used before, and ranks 0..world_size-1. Blocks until all are
-        there. Raises ConfigError for arguments that cannot work, PeerError (CollectiveError) if the group did not
-        form, also when `abort`, `shutdown` or another `configure` came meanwhile.
+        All ranks pass the same store_addr, with a prefix never used before, and ranks 0..world_size-1. Blocks until
+        all are there. Raises ConfigError for arguments that cannot work, PeerError (CollectiveError) if the group did
+        not form, also when `abort`, `shutdown` or another `configure` came meanwhile.
         """
         raise NotImplementedError
 
@@ -67,7 +71,7 @@ class ProcessGroup(dist.ProcessGroup):
         raise NotImplementedError(f"{self.getBackendName()} has no {name}")
 
     def abort(self) -> None:
-        """End the current group: pending works fail here and on the peers; collectives raise until the next configure."""
+        """End the current group: pending works fail here and on peers; collectives raise until the next configure."""
         raise NotImplementedError
 
     def errored(self) -> Exception | None:
@@ -86,7 +90,7 @@ class ProcessGroup(dist.ProcessGroup):
         """Return a new, unconfigured group of the same kind and settings (a second lane beside this one)."""
         raise NotImplementedError
 
-    def getBackendName(self) -> str:  # noqa: N802 - c10d's name
+    def getBackendName(self) -> str:
         """Return the short name of the kind of group."""
         raise NotImplementedError
 
@@ -100,11 +104,11 @@ class ProcessGroup(dist.ProcessGroup):
 
     # ------------------------------------------------------------------------------------- c10d's names for the above
 
-    def getSize(self) -> int:  # noqa: N802 - what C++ calls
+    def getSize(self) -> int:
         """Return `size()`."""
         return self.size()
 
-    def getRank(self) -> int:  # noqa: N802 - what C++ calls
+    def getRank(self) -> int:
         """Return `rank()`."""
         return self.rank()
 
@@ -121,10 +125,10 @@ class ProcessGroup(dist.ProcessGroup):
     def register(self, name: str) -> ProcessGroup:
         """Make this group known to torch.distributed as "<backend>:<name>" and return it.
 
-        After that `dist.all_reduce(tensor, group=...)`, functional collectives and everything else that looks a group up
-        work, with or without `init_process_group`. The group may be configured before or after, and again.
-        torch keeps a registered group alive: take it back with `unregister()` or `shutdown()`.
-        Raises ConfigError if the name is taken, UsageError if this group is registered already.
+        After that `dist.all_reduce(tensor, group=...)`, functional collectives and everything else that looks a group
+        up work, with or without `init_process_group`. The group may be configured before or after, and again. torch
+        keeps a registered group alive: take it back with `unregister()` or `shutdown()`. Raises ConfigError if the
+        name is taken, UsageError if this group is registered already.
         """
         if self._registered_as is not None:
             raise UsageError(f"this group is registered already, as {self._registered_as!r}")
@@ -132,10 +136,10 @@ class ProcessGroup(dist.ProcessGroup):
         world = c10d._world
         if full_name in world.pg_names.values():
             raise ConfigError(f"name={name!r}: another group is registered with torch.distributed as {full_name!r}")
-        c10d._register_process_group(full_name, self)
+        _register_process_group(c10d.GroupName(full_name), self)
         tag = f"user:{full_name}"
-        world.pg_map[self] = ("gloo", None)
-        world.pg_names[self] = full_name
+        world.pg_map[self] = ("gloo", HashStore())
+        world.pg_names[self] = c10d.GroupName(full_name)
         world.pg_backend_config[self] = "cpu:gloo"
         world.pg_to_tag[self] = tag
         world.tags_to_pg.setdefault(tag, []).append(self)
@@ -151,7 +155,7 @@ class ProcessGroup(dist.ProcessGroup):
         world = c10d._world
         # destroy_process_group() may have emptied torch's tables already.
         if world.pg_names.pop(self, None) is not None:
-            c10d._unregister_process_group(full_name)
+            _unregister_process_group(c10d.GroupName(full_name))
         world.pg_map.pop(self, None)
         world.pg_backend_config.pop(self, None)
         world.pg_group_ranks.pop(self, None)
@@ -165,8 +169,10 @@ class ProcessGroup(dist.ProcessGroup):
             c10d._world.pg_group_ranks[self] = {rank: rank for rank in range(world_size)}
 
     # ------------------------------------------------------------------------------------------------------ collectives
+    # torch declares more overloads of some (a single tensor and a root instead of options); torch itself calls only the
+    # ones below, hence the ignored overrides.
 
-    def allreduce(self, tensors: torch.Tensor | Tensors, opts: Any = None) -> Work:
+    def allreduce(self, tensors: torch.Tensor | Tensors, opts: Any = None) -> Work:  # type: ignore[override]
         """Reduce each tensor over all ranks, in place. `opts`: AllreduceOptions, or a ReduceOp (SUM by default)."""
         return self._launch("allreduce", _several(tensors), _with_op(AllreduceOptions, opts))
 
@@ -174,7 +180,7 @@ class ProcessGroup(dist.ProcessGroup):
         """Reduce the tensors over all ranks as one, in place."""
         return self._launch("allreduce_coalesced", list(tensors), _with_op(AllreduceCoalescedOptions, opts))
 
-    def allgather(self, output_tensors: TensorLists, input_tensor: Tensors, opts: Any = None) -> Work:
+    def allgather(self, output_tensors: TensorLists, input_tensor: Tensors, opts: Any = None) -> Work:  # type: ignore[override]
         """Collect every rank's `input_tensor[0]` into `output_tensors[0][rank]`."""
         return self._launch("allgather", output_tensors, input_tensor, opts or AllgatherOptions())
 
@@ -190,30 +196,30 @@ class ProcessGroup(dist.ProcessGroup):
         """Do `allgather_into_tensor_coalesced`, under torch's newer name."""
         return self.allgather_into_tensor_coalesced(outputs, inputs, opts)
 
-    def _allgather_base(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> Work:  # noqa: A002
+    def _allgather_base(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> Work:
         """Collect every rank's `input` into one `output`, `size()` times as long."""
         return self._launch("_allgather_base", output, input, opts or AllgatherOptions())
 
-    def all_gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> Work:  # noqa: A002
+    def all_gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> Work:
         """Do `_allgather_base`, under torch's newer name."""
         return self._allgather_base(output, input, opts)
 
     def alltoall_base(
         self,
         output: torch.Tensor,
-        input: torch.Tensor,  # noqa: A002
+        input: torch.Tensor,
         output_split_sizes: list[int] | None = None,
         input_split_sizes: list[int] | None = None,
         opts: Any = None,
     ) -> Work:
-        """Send part j of `input` to rank j and receive rank j's part into part j of `output`; equal parts by default."""
+        """Send part j of `input` to rank j, receive rank j's part into part j of `output`; equal parts by default."""
         splits = (output_split_sizes or [], input_split_sizes or [])
         return self._launch("alltoall_base", output, input, *splits, opts or AllToAllOptions())
 
     def all_to_all_single(
         self,
         output: torch.Tensor,
-        input: torch.Tensor,  # noqa: A002
+        input: torch.Tensor,
         output_split_sizes: list[int] | None = None,
         input_split_sizes: list[int] | None = None,
         opts: Any = None,
@@ -229,7 +235,7 @@ class ProcessGroup(dist.ProcessGroup):
         """Complete once every rank called it."""
         return self._launch("barrier", opts or BarrierOptions())
 
-    def broadcast(self, tensor_list: torch.Tensor | Tensors, opts: Any = None) -> Work:
+    def broadcast(self, tensor_list: torch.Tensor | Tensors, opts: Any = None) -> Work:  # type: ignore[override]
         """Copy rank `opts.rootRank`'s tensor to all, in place."""
         return self._launch("broadcast", _several(tensor_list), opts or BroadcastOptions())
 
@@ -239,19 +245,19 @@ class ProcessGroup(dist.ProcessGroup):
         opts.rootRank = root
         return self.broadcast([tensor], opts)
 
-    def gather(self, output_tensors: TensorLists, input_tensors: Tensors, opts: Any = None) -> Work:
+    def gather(self, output_tensors: TensorLists, input_tensors: Tensors, opts: Any = None) -> Work:  # type: ignore[override]
         """Collect every rank's `input_tensors[0]` into rank `opts.rootRank`'s `output_tensors[0][rank]`."""
         return self._launch("gather", output_tensors, input_tensors, opts or GatherOptions())
 
-    def scatter(self, output_tensors: Tensors, input_tensors: TensorLists, opts: Any = None) -> Work:
+    def scatter(self, output_tensors: Tensors, input_tensors: TensorLists, opts: Any = None) -> Work:  # type: ignore[override]
         """Send rank `opts.rootRank`'s `input_tensors[0][j]` to rank j's `output_tensors[0]`."""
         return self._launch("scatter", output_tensors, input_tensors, opts or ScatterOptions())
 
-    def reduce(self, tensors: torch.Tensor | Tensors, opts: Any = None) -> Work:
+    def reduce(self, tensors: torch.Tensor | Tensors, opts: Any = None) -> Work:  # type: ignore[override]
         """Reduce each tensor over all ranks; only rank `opts.rootRank` gets the result."""
         return self._launch("reduce", _several(tensors), _with_op(ReduceOptions, opts))
 
-    def reduce_scatter(self, output_tensors: Tensors, input_tensors: TensorLists, opts: Any = None) -> Work:
+    def reduce_scatter(self, output_tensors: Tensors, input_tensors: TensorLists, opts: Any = None) -> Work:  # type: ignore[override]
         """Reduce `input_tensors[0][j]` over all ranks into rank j's `output_tensors[0]`."""
         return self._launch("reduce_scatter", output_tensors, input_tensors, _with_op(ReduceScatterOptions, opts))
 
@@ -264,11 +270,11 @@ class ProcessGroup(dist.ProcessGroup):
         """Do `reduce_scatter_tensor_coalesced`, under torch's newer name."""
         return self.reduce_scatter_tensor_coalesced(outputs, inputs, opts)
 
-    def _reduce_scatter_base(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> Work:  # noqa: A002
+    def _reduce_scatter_base(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> Work:
         """Reduce part j of `input` over all ranks into rank j's `output`."""
         return self._launch("_reduce_scatter_base", output, input, _with_op(ReduceScatterOptions, opts))
 
-    def reduce_scatter_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> Work:  # noqa: A002
+    def reduce_scatter_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> Work:
         """Do `_reduce_scatter_base`, under torch's newer name."""
         return self._reduce_scatter_base(output, input, opts)
 

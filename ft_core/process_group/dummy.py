@@ -10,14 +10,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.distributed import Work
 
 from ft_core.errors import CollectiveError, ConfigError
 from ft_core.process_group.base import ProcessGroup
 from ft_core.process_group.work import DoneWork
+
+if TYPE_CHECKING:
+    from torch.distributed import Work
 
 
 class ProcessGroupDummy(ProcessGroup):
@@ -62,7 +64,7 @@ class ProcessGroupDummy(ProcessGroup):
         """Return another one."""
         return ProcessGroupDummy(self._rank, self._world)
 
-    def getBackendName(self) -> str:  # noqa: N802 - c10d's name
+    def getBackendName(self) -> str:
         """Return the name."""
         return "ft-dummy"
 
@@ -98,7 +100,7 @@ def _fill_coalesced_lists(_rank: int, outputs: Any, inputs: Any) -> None:
 
 
 def _fill_repeated(_rank: int, output: torch.Tensor, given: torch.Tensor) -> None:
-    for part in output.view(-1).split(given.numel()):
+    for part in torch.split(output.view(-1), given.numel()):
         part.copy_(given.view(-1))
 
 

@@ -1,18 +1,20 @@
 """`FakeProcessGroupWrapper`: fails on command, for tests of what is built on process groups.
 
-`report_configure_error(e)`: the next configure raises `e`. `report_future_error(e)`: the next collective really runs, and
-then its work's wait and future fail with `e`. Each fires once. Threads: the one that drives the test.
+`report_configure_error(e)`: the next configure raises `e`. `report_future_error(e)`: the next collective really runs,
+and then its work's wait and future fail with `e`. Each fires once. Threads: the one that drives the test.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from torch.distributed import Work
-
-from ft_core.process_group.base import ProcessGroup
 from ft_core.process_group.work import DoneWork
 from ft_core.process_group.wrapper import ProcessGroupWrapper
+
+if TYPE_CHECKING:
+    from torch.distributed import Work
+
+    from ft_core.process_group.base import ProcessGroup
 
 
 class FakeProcessGroupWrapper(ProcessGroupWrapper):

@@ -1,11 +1,12 @@
 """Forked children let go of the data plane's sockets.
 
-A DataLoader worker is a fork of the trainer and holds a copy of every descriptor. As long as it lives, a connection of a
-trainer that was killed stays open, and its peers do not notice the death. So every owner of sockets registers a provider
-of descriptors here, and each child, first thing after the fork, parks them.
+A DataLoader worker is a fork of the trainer and holds a copy of every descriptor. As long as it lives, a connection
+of a trainer that was killed stays open, and its peers do not notice the death. So every owner of sockets registers a
+provider of descriptors here, and each child, first thing after the fork, parks them.
 
-Parking puts /dev/null in the descriptor's place rather than closing it: the child still has the C++ objects that believe
-to own that number, and a number freed under them would be given to the child's next file, which they would then close.
+Parking puts /dev/null in the descriptor's place rather than closing it: the child still has the C++ objects that
+believe to own that number, and a number freed under them would be given to the child's next file, which they would
+then close.
 
 Invariants: nothing is ever shut down in the child (that would end the parent's connection). Providers run in the child,
 where other threads' locks may be held for ever: a provider takes no lock. The number of providers is bounded, and a
@@ -36,8 +37,8 @@ _last_key = 0
 def close_in_child(fd_provider: FdProvider) -> Callable[[], None]:
     """Have every forked child drop the descriptors that `fd_provider()`, called in the child, returns.
 
-    A bound method is held weakly, so that registering does not keep its object alive; a plain function strongly. Returns a
-    function that takes the registration back (idempotent). Raises UsageError beyond MAX_PROVIDERS.
+    A bound method is held weakly, so that registering does not keep its object alive; a plain function strongly.
+    Returns a function that takes the registration back (idempotent). Raises UsageError beyond MAX_PROVIDERS.
     """
     global _last_key
     if len(_providers) >= MAX_PROVIDERS:
@@ -45,15 +46,17 @@ def close_in_child(fd_provider: FdProvider) -> Callable[[], None]:
             if reference() is None:
                 _providers.pop(key, None)
         if len(_providers) >= MAX_PROVIDERS:
-            raise UsageError(f"more than {MAX_PROVIDERS} providers of sockets to close after a fork; take old ones back")
+            raise UsageError(
+                f"more than {MAX_PROVIDERS} providers of sockets to close after a fork; take old ones back"
+            )
     _last_key += 1
     key = _last_key
-    reference: Callable[[], FdProvider | None]
+    weak: Callable[[], FdProvider | None]
     if isinstance(fd_provider, MethodType):
-        reference = weakref.WeakMethod(fd_provider, lambda _gone: _providers.pop(key, None))
+        weak = weakref.WeakMethod(fd_provider, lambda _gone: _providers.pop(key, None))
     else:
-        reference = lambda: fd_provider  # noqa: E731
-    _providers[key] = reference
+        weak = lambda: fd_provider  # noqa: E731
+    _providers[key] = weak
 
     def take_back() -> None:
         _providers.pop(key, None)

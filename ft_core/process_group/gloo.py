@@ -1,12 +1,12 @@
 """`ProcessGroupGloo`: the data plane over Gloo, re-formed and aborted in milliseconds.
 
-How it works: it holds one `Incarnation` (one formed Gloo group) at a time. `configure` makes a new one, ends the old one
-and hands that to the reaper; `abort` ends the current one. A collective is one call on the incarnation's backend plus a
-`GlooWork` around the result.
+How it works: it holds one `Incarnation` (one formed Gloo group) at a time. `configure` makes a new one, ends the old
+one and hands that to the reaper; `abort` ends the current one. A collective is one call on the incarnation's backend
+plus a `GlooWork` around the result.
 
-Invariants: the newest `configure`, `abort` or `shutdown` wins: an earlier configure that is still forming fails as soon as
-a later call comes, so its thread can simply be given up. After an abort every collective raises until a new configure.
-Errors of an earlier incarnation never show in a later one.
+Invariants: the newest `configure`, `abort` or `shutdown` wins: an earlier configure that is still forming fails as
+soon as a later call comes, so its thread can simply be given up. After an abort every collective raises until a new
+configure. Errors of an earlier incarnation never show in a later one.
 
 Threads: collectives from one thread at a time; everything else from any. `_lock` guards which incarnation is current.
 """
@@ -29,7 +29,10 @@ from ft_core.process_group.work import GlooWork
 
 DEFAULT_TIMEOUT = timedelta(seconds=60)
 
-_POINT_TO_POINT = frozenset({"send", "recv", "recv_anysource"})
+# Works of which c10d only says that they have ended after somebody waited for them.
+_UNTRACKED = frozenset(
+    {"send", "recv", "recv_anysource", "reduce_scatter", "_reduce_scatter_base", "reduce_scatter_tensor_coalesced"}
+)
 _ONLY_THROUGH_DISPATCHER = frozenset({"allgather_into_tensor_coalesced", "reduce_scatter_tensor_coalesced"})
 _REDUCING = frozenset(
     {
@@ -46,9 +49,9 @@ _REDUCING = frozenset(
 class ProcessGroupGloo(ProcessGroup):
     """A process group over Gloo that can be re-formed and aborted.
 
-    `timeout`: of forming, and of each collective. `hostname` (a name or address of this machine) or `interface` (such as
-    "eth0") choose where to listen; by default FT_HOSTNAME or FT_INTERFACE, else the address from which this machine reaches
-    the store. Raises ConfigError if both are given.
+    `timeout`: of forming, and of each collective. `hostname` (a name or address of this machine) or `interface` (such
+    as "eth0") choose where to listen; by default FT_HOSTNAME or FT_INTERFACE, else the address from which this
+    machine reaches the store. Raises ConfigError if both are given.
     """
 
     def __init__(
@@ -150,7 +153,7 @@ class ProcessGroupGloo(ProcessGroup):
         """Return an unconfigured group with the same timeout and place to listen."""
         return ProcessGroupGloo(timeout=self._timeout, hostname=self._hostname, interface=self._interface)
 
-    def getBackendName(self) -> str:  # noqa: N802 - c10d's name
+    def getBackendName(self) -> str:
         """Return the name."""
         return "ft-gloo"
 
@@ -188,9 +191,10 @@ class ProcessGroupGloo(ProcessGroup):
             raise incarnation.failed(name, error) from error
         finally:
             del target  # an error's traceback must not keep the backend alive for the reaper
-        if name not in _POINT_TO_POINT:
+        tracked = name not in _UNTRACKED
+        if tracked:
             incarnation.track(inner)
-        return GlooWork(name, inner, incarnation.failed)
+        return GlooWork(name, inner, incarnation, tracked)
 
     def _current(self) -> tuple[Incarnation, Any]:
         incarnation = self._incarnation
@@ -214,6 +218,6 @@ def _check_timeout(timeout: timedelta) -> None:
         raise ConfigError(f"timeout={timeout}: expected more than zero")
 
 
-def _check_operation(operation: ReduceOp) -> None:
+def _check_operation(operation: Any) -> None:
     if operation == ReduceOp.AVG:
         raise ConfigError("ReduceOp.AVG: Gloo has no average; use ReduceOp.SUM and divide by size()")

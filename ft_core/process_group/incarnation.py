@@ -1,16 +1,17 @@
-"""`Incarnation`: one Gloo group, from its forming to its destruction. `ProcessGroupGloo` has one at a time.
+"""`Incarnation`: one Gloo group, from its forming to its destruction; `ProcessGroupGloo` has one at a time.
 
-How it works: `form` runs Gloo's constructor on a thread of its own and waits for it or for `abort`, whichever is first.
-Every incarnation has a Gloo device of its own, that is, a listening port that nothing else uses; through the rendezvous
-each rank learns all ranks' ports. So "the sockets of this group" are exactly the connections whose local end is my port
-or whose remote end is a peer's, and `abort` shuts those down: Gloo fails every pending work here, and on the peers, within
-milliseconds (its own abort does not). The same rule finds the sockets that a forked child has to drop.
-If several ranks of one group live in one process (tests), one rank's abort also ends connections between the others:
-their endpoints are the same; the group is broken for them in any case.
+How it works: `form` runs Gloo's constructor on a thread of its own and waits for it or for `abort`, whichever is
+first. Every incarnation has a Gloo device of its own, that is, a listening port that nothing else uses; through the
+rendezvous each rank learns all ranks' ports. So "the sockets of this group" are exactly the connections whose local
+end is my port or whose remote end is a peer's, and `abort` shuts those down: Gloo fails every pending work here, and
+on the peers, within milliseconds (its own abort does not). The same rule finds the sockets that a forked child has to
+drop. If several ranks of one group live in one process (tests), one rank's abort also ends connections between the
+others: their endpoints are the same; the group is broken for them in any case.
 
-Invariants: `backend` is what collectives may be launched on: set once, when formed; None before, after an abort, and in a
-forked child. `_held` keeps the backend referenced until all works have ended, and only the reaper drops it. `error` is the
-first error, and stays. An aborted incarnation never becomes usable, however late its constructor returns.
+Invariants: `backend` is what collectives may be launched on: set once, when formed; None before, after an abort, and
+in a forked child. `_held` keeps the backend referenced until all works have ended, and only the reaper drops it.
+`error` is the first error, and stays. An aborted incarnation never becomes usable, however late its constructor
+returns.
 
 Threads: `form` and `abort` from any; `_form_on_thread` on "ft-gloo-form"; `try_destroy` on the reaper's only.
 `_lock` guards the transitions and is never held across a call that can block.
@@ -31,19 +32,24 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import HashStore, PrefixStore, Work
-from torch.distributed import ProcessGroupGloo as TorchGloo
+from torch._C._distributed_c10d import HashStore, PrefixStore, Work
+from torch._C._distributed_c10d import ProcessGroupGloo as TorchGloo
+from torch.distributed import DistError
 
 from ft_core.errors import CollectiveError, ConfigError, FaultToleranceError
+from ft_core.process_group import reaper as reaping
 from ft_core.process_group import sockets
 from ft_core.process_group.fork import close_in_child
 from ft_core.process_group.rendezvous import RendezvousStore
-from ft_core.process_group.sockets import Connection, Endpoint
 from ft_core.process_group.store import StoreClient, parse_store_addr, pool
+from ft_core.process_group.work import GRACE_S, Outcome
+
+if TYPE_CHECKING:
+    from ft_core.process_group.sockets import Connection, Endpoint
 
 logger = logging.getLogger(__name__)
 
@@ -54,6 +60,7 @@ STUCK_S = 0.5
 """How long a forming thread may take to notice that it should end, before it counts as stuck in a call."""
 MAX_FORMING = 64
 """How many constructors may be running, abandoned ones included, before forming another is refused."""
+PRUNE_OUTCOMES_ABOVE = 64
 MAX_TRACKED_WORKS = 4096
 EXIT_WAIT_S = 2.0
 
@@ -93,6 +100,8 @@ class Incarnation:
         self._deadline = time.monotonic() + spec.timeout.total_seconds()
         self._aborted_at = math.inf
         self._works: deque[Work] = deque(maxlen=MAX_TRACKED_WORKS)
+        self._outcomes: list[Outcome] = []
+        self._connections: tuple[tuple[int, Connection], ...] = ()
         self._lock = threading.Lock()
         self._settled = threading.Event()  # formed, failed or aborted: wakes form()
         self._thread: threading.Thread | None = None
@@ -123,7 +132,9 @@ class Incarnation:
             self.abort(CollectiveError(f"{self._who()} did not form within {timeout_s:.1f} s: {self._waiting_for()}"))
         if self._problem is not None and not self.aborted:
             problem = self._problem
-            wrapped = problem if isinstance(problem, FaultToleranceError) else _wrap(f"{self._who()} did not form", problem)
+            wrapped = (
+                problem if isinstance(problem, FaultToleranceError) else _wrap(f"{self._who()} did not form", problem)
+            )
             self.abort(wrapped)
         if self.aborted:
             raise self.refusal()
@@ -146,26 +157,38 @@ class Incarnation:
             address, prefix = parse_store_addr(spec.store_addr)
             client = pool.take(address, self._deadline - time.monotonic())
         with self._lock:
-            if self.aborted:
-                return
             self._client = client
-        store = None if client is None else client.store
-        self._rendezvous = RendezvousStore(store, prefix, spec.replica_id, spec.world_size, self._checkpoint)
-        options = TorchGloo._Options()
-        options._devices = [self._create_device(client)]
-        options._timeout = min(spec.timeout, timedelta(seconds=MAX_CONNECT_S))
         try:
-            backend = TorchGloo(self._rendezvous, spec.rank, spec.world_size, options)
-        finally:
-            del options  # an error's traceback must not keep the device and its port alive
+            backend = self._connect(client, prefix)
+        except Exception as error:
+            self._let_go(client, good=not isinstance(error, DistError))
+            raise
+        self._let_go(client, good=True)
         self._held = backend
         self._harden()
         backend.set_timeout(spec.timeout)
         with self._lock:
-            self._client = None
             if not self.aborted:
                 self.backend = backend
-        if client is not None:
+
+    def _connect(self, client: StoreClient | None, prefix: str) -> TorchGloo:
+        spec = self.spec
+        self._checkpoint()
+        store = None if client is None else client.store
+        self._rendezvous = RendezvousStore(store, prefix, spec.replica_id, spec.world_size, self._checkpoint)
+        options = TorchGloo._Options()  # type: ignore[attr-defined]  # not in torch's stub
+        options._devices = [self._create_device(client)]
+        options._timeout = min(spec.timeout, timedelta(seconds=MAX_CONNECT_S))
+        try:
+            return TorchGloo(self._rendezvous, spec.rank, spec.world_size, options)
+        finally:
+            del options  # an error's traceback must not keep the device and its port alive
+
+    def _let_go(self, client: StoreClient | None, good: bool) -> None:
+        """Stop using the store client: what it was last asked has been answered, unless the store itself failed."""
+        with self._lock:
+            self._client = None
+        if client is not None and good:
             pool.give_back(client)
 
     def _checkpoint(self) -> None:
@@ -191,11 +214,14 @@ class Incarnation:
         global _warned_cannot_abort
         if self.listening is not None:
             sockets.close_on_exec(self._fds())
+            found = [(fd, sockets.connection_of(fd)) for fd in sockets.connections(self._is_mine)]
+            self._connections = tuple((fd, connection) for fd, connection in found if connection is not None)
         elif not _warned_cannot_abort:
             _warned_cannot_abort = True
             logger.warning(
-                "Gloo's sockets cannot be found on this system (needs Linux and /proc/self/fd): after a failure, pending "
-                "collectives end only at their timeout, and forked workers keep a killed trainer's connections open"
+                "Gloo's sockets cannot be found on this system (needs Linux and /proc/self/fd): after a failure,
+                pending " "collectives end only at their timeout, and forked workers keep a killed trainer's
+                connections open"
             )
 
     # ----------------------------------------------------------------------------------------------------------- running
@@ -225,9 +251,9 @@ class Incarnation:
     def failed(self, name: str, cause: Exception, ended: bool = True) -> CollectiveError:
         """Return what to raise for a failure of the collective `name`, and record it if the collective has `ended`.
 
-        A collective that failed here leaves the group unusable, but a peer may be waiting for a rank that still waits: on
-        a ring the failure stops at the first rank that has nothing to do with the dead one. So the first failure ends
-        this group's connections, and reaches everybody within milliseconds.
+        A collective that failed here leaves the group unusable, but a peer may be waiting for a rank that still
+        waits: on a ring the failure stops at the first rank that has nothing to do with the dead one. So the first
+        failure ends this group's connections, and reaches everybody within milliseconds.
         """
         error = _wrap(f"{name} on {self._who()} failed", cause)
         if not ended:
@@ -240,6 +266,34 @@ class Incarnation:
         if first:
             self.end_connections()
         return error
+
+    def is_doomed(self) -> bool:
+        """Whether what runs on it cannot end well any more: aborted, failed, or a connection of it is gone.
+
+        Called between the slices of a wait: asks only about the descriptors that the connections had when formed.
+        Where the connections are not known they cannot be ended either, so what runs on them must be waited for.
+        """
+        if not self._connections:
+            return False
+        if self.aborted or self._has_failed:
+            return True
+        return any(sockets.connection_of(fd) != connection for fd, connection in self._connections)
+
+    def watch(self, outcome: Outcome) -> None:
+        """Have the future failed after an abort, should Gloo not do it."""
+        with self._lock:
+            if len(self._outcomes) >= PRUNE_OUTCOMES_ABOVE:
+                self._outcomes = [other for other in self._outcomes if not other.is_done]
+            self._outcomes.append(outcome)
+            aborted = self.aborted and bool(self._connections)
+        if aborted:
+            reaping.reaper.retire(_Settling(self))
+
+    def outcomes_left(self) -> list[Outcome]:
+        """Return the futures that are not completed."""
+        with self._lock:
+            self._outcomes = [outcome for outcome in self._outcomes if not outcome.is_done]
+            return list(self._outcomes)
 
     def first_error(self) -> Exception | None:
         """Return the first error so far, of works nobody waited for too."""
@@ -293,8 +347,11 @@ class Incarnation:
             self.backend = None
             if self.error is None:
                 self.error = reason
-        self._aborted_at = time.monotonic()
+            self._aborted_at = time.monotonic()
+            has_futures = bool(self._outcomes and self._connections)
         self.end_connections()
+        if has_futures:
+            reaping.reaper.retire(_Settling(self))
         self._settled.set()
 
     def end_connections(self) -> None:
@@ -307,9 +364,9 @@ class Incarnation:
         self.abort(CollectiveError(f"{self._who()} was dropped"))
         if self._thread is not None and self._thread.is_alive():
             self.end_connections()  # those that its constructor made meanwhile
-            client = self._client
-            if client is not None and time.monotonic() - self._aborted_at > STUCK_S:
-                client.cut()  # it is stuck in a question to a store that does not answer
+            with self._lock:
+                if self._client is not None and time.monotonic() - self._aborted_at > STUCK_S:
+                    self._client.cut()  # it is stuck in a question to a store that does not answer
             return False
         if any(not work.is_completed() for work in self._works):
             self.end_connections()
@@ -357,6 +414,24 @@ class Incarnation:
         if ranks:
             return f"rank {', '.join(ranks)} did not come"
         return "all ranks are there, but connecting to them did not finish"
+
+
+class _Settling:
+    """Given to the reaper after an abort: fails the futures that Gloo leaves open."""
+
+    def __init__(self, incarnation: Incarnation) -> None:
+        self._incarnation = incarnation
+        self._fail_at = time.monotonic() + GRACE_S
+
+    def try_destroy(self) -> bool:
+        left = self._incarnation.outcomes_left()
+        if not left:
+            return True
+        if time.monotonic() < self._fail_at:
+            return False
+        for outcome in left:
+            outcome.lose()
+        return True
 
 
 def _device(kind: str, value: str) -> Any:

@@ -1,8 +1,8 @@
 """`ManagedProcessGroup`: the replicas of a Manager, as a process group that torch code can be given.
 
 Its size is the number of participants, its allreduce is the Manager's (which waits for the quorum, records errors for
-the commit and leaves out what does not count). Other collectives are refused: the Manager has no rule for what they mean
-when a replica fails. The Manager owns and configures the real group; this one only stands for it.
+the commit and leaves out what does not count). Other collectives are refused: the Manager has no rule for what they
+mean when a replica fails. The Manager owns and configures the real group; this one only stands for it.
 
 Threads: those of `manager.allreduce`.
 """
@@ -71,7 +71,7 @@ class ManagedProcessGroup(ProcessGroup):
         """Return another one of the same Manager."""
         return ManagedProcessGroup(self._manager)
 
-    def getBackendName(self) -> str:  # noqa: N802 - c10d's name
+    def getBackendName(self) -> str:
         """Return the name."""
         return "ft-managed"
 
@@ -85,10 +85,14 @@ class ManagedProcessGroup(ProcessGroup):
 
     def _launch(self, name: str, *arguments: Any) -> Work:
         if name not in ("allreduce", "allreduce_coalesced"):
-            raise NotAvailableError(f"{name} over the replicas needs a rule for replicas that fail; only allreduce has one")
+            raise NotAvailableError(
+                f"{name} over the replicas needs a rule for replicas that fail; only allreduce has one"
+            )
         tensors, opts = arguments
-        if not opts.reduceOp == ReduceOp.SUM:  # noqa: SIM201 - c10d's ReduceOp defines only ==
-            raise NotAvailableError(f"{opts.reduceOp} over the replicas needs a rule for those that do not count; use SUM")
+        if not opts.reduceOp == ReduceOp.SUM:
+            raise NotAvailableError(
+                f"{opts.reduceOp} over the replicas needs a rule for those that do not count; use SUM"
+            )
         return _ManagedWork(tensors, [self._manager.allreduce(tensor) for tensor in tensors])
 
 

@@ -1,18 +1,20 @@
 """The one thread that destroys Gloo groups, once nothing runs on them any more.
 
-Destroying a group that has work in flight, or destroying it from whatever thread or finalizer happens to drop the last
-reference, can block for the collective's timeout or end the process. So owners only hand groups in, at any time and even
-from a finalizer, and this thread polls each until it says that it is gone.
+Destroying a group that has work in flight, or destroying it from whatever thread or finalizer happens to drop the
+last reference, can block for the collective's timeout or end the process. So owners only hand groups in, at any time
+and even from a finalizer, and this thread polls each until it says that it is gone.
 
-Invariants: `retire` never blocks and takes no lock (SimpleQueue.put is re-entrant). A group is in the list at most once:
-its owner hands it in once. The list is bounded by what fails to end; beyond WARN_ABOVE that is logged.
+Invariants: `retire` never blocks and takes no lock (SimpleQueue.put is re-entrant). A group is in the list at most
+once: its owner hands it in once. The list is bounded by what fails to end; beyond WARN_ABOVE that is logged.
 
 Threads: `retire` from any; the rest is the daemon thread "ft-gloo-reaper", which polls while something is left, sleeps
-otherwise, and lives as long as the process.
+otherwise, and lives until the interpreter exits. It must not be inside a destructor then: taking the GIL back in an
+ending interpreter ends the thread from within C++, which aborts the process. So `stop` waits for it.
 """
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
 import queue
@@ -25,6 +27,8 @@ logger = logging.getLogger(__name__)
 POLL_FIRST_S = 0.002
 POLL_LAST_S = 0.05
 WARN_ABOVE = 64
+EXIT_S = 2.0
+"""How long interpreter exit waits for groups to be gone; what is left then is left to the kernel."""
 
 
 class Retired(Protocol):
@@ -43,6 +47,8 @@ class Reaper:
         self._pid = os.getpid()
         self._held = 0
         self._empty = threading.Event()
+        self._destroying = threading.Lock()
+        self._stopped = False
 
     def __repr__(self) -> str:
         return f"Reaper({self._held} groups left)"
@@ -62,6 +68,16 @@ class Reaper:
         """Wait until everything handed in is gone; whether that came true in time."""
         return self._thread is None or self._empty.wait(timeout_s)
 
+    def stop(self, timeout_s: float) -> None:
+        """Destroy what ends within `timeout_s` and nothing after it: the interpreter is about to exit."""
+        if os.getpid() != self._pid or threading.current_thread() is self._thread:
+            return
+        deadline = time.monotonic() + timeout_s
+        self.wait_empty(timeout_s)
+        self._stopped = True
+        if self._destroying.acquire(timeout=max(0.1, deadline - time.monotonic())):
+            self._destroying.release()
+
     def _run(self) -> None:
         held: list[Retired] = []
         poll_s = POLL_FIRST_S
@@ -71,10 +87,13 @@ class Reaper:
                 poll_s = POLL_FIRST_S
             except queue.Empty:
                 poll_s = min(POLL_LAST_S, poll_s * 1.5)
-            left = [group for group in held if not self._destroyed(group)]
-            if len(left) > WARN_ABOVE >= len(held) - 1 and len(left) > self._held:
-                logger.warning("%d aborted Gloo groups do not end; their sockets and threads stay", len(left))
-            held = left
+            with self._destroying:
+                if not self._stopped:
+                    held = [group for group in held if not self._destroyed(group)]
+            if self._stopped:
+                threading.Event().wait()  # for ever: returning would drop, and so destroy, what is left
+            if len(held) > WARN_ABOVE and len(held) > self._held:
+                logger.warning("%d aborted Gloo groups do not end; their sockets and threads stay", len(held))
             self._held = len(held)
             if not held and self._incoming.empty():
                 self._empty.set()
@@ -97,5 +116,10 @@ def _after_fork_in_child() -> None:
     reaper = Reaper()
 
 
+def _at_exit() -> None:
+    reaper.stop(EXIT_S)
+
+
+atexit.register(_at_exit)
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_after_fork_in_child)

@@ -23,7 +23,7 @@ from collections.abc import Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
-from torch.distributed import Store
+from torch._C._distributed_c10d import Store
 
 from ft_core.errors import CollectiveError, ConfigError
 from ft_core.process_group import sockets

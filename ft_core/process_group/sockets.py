@@ -1,16 +1,19 @@
 """Which file descriptors of this process are which TCP connection, and how to end one.
 
-Gloo and c10d's TCPStore open sockets in C++ and give no handle to them. Both data-plane needs of this project come down
-to finding them again: `abort()` has to end a group's connections now, and a forked child has to drop its copies of them.
+Gloo and c10d's TCPStore open sockets in C++ and give no handle to them. Both data-plane needs of this project come
+down to finding them again: `abort()` has to end a group's connections now, and a forked child has to drop its copies
+of them.
 
-How it works: every descriptor in /proc/self/fd that is a socket is asked for its own and its peer's address, and is picked
-by these addresses. Nothing is remembered by descriptor number, because C++ may close a descriptor at any instant and
-another thread may get the same number back. `shut_down` therefore first duplicates the descriptor (which pins the socket
-behind it), checks the addresses on the duplicate, and shuts that down: it can never hit a socket that is not the one meant.
+How it works: every descriptor in /proc/self/fd that is a socket is asked for its own and its peer's address, and is
+picked by these addresses. Nothing is remembered by descriptor number, because C++ may close a descriptor at any
+instant and another thread may get the same number back. `shut_down` therefore first duplicates the descriptor (which
+pins the socket behind it), checks the addresses on the duplicate, and shuts that down: it can never hit a socket that
+is not the one meant.
 
-Invariants: a listening socket is never shut down (that makes Gloo end the whole process); a descriptor that is not ours is
-never closed. Raw system calls through ctypes are used instead of `socket.socket(fileno=...)`: the latter would take over
-the descriptor, and would switch it to non-blocking mode if the user had called `socket.setdefaulttimeout`.
+Invariants: a listening socket is never shut down (that makes Gloo end the whole process); a descriptor that is not
+ours is never closed. Raw system calls through ctypes are used instead of `socket.socket(fileno=...)`: the latter
+would take over the descriptor, and would switch it to non-blocking mode if the user had called
+`socket.setdefaulttimeout`.
 
 Threads: no state; any thread, and a forked child (no lock is taken).
 """

@@ -5,14 +5,15 @@
 `warm_store(store_addr)` puts one there ahead of need (at join).
 
 Why not just `TCPStore(...)`: against a dead host it takes more than twice its timeout, and a frozen one holds it for
-ever. So the address is probed with a plain connection first, and the client is then made on a thread that is given up at
-the deadline. Why one user per client: a TCPStore client holds its own lock during a blocking wait, so two groups that
-configure at once over one client block each other, across ranks even for good.
+ever. So the address is probed with a plain connection first, and the client is then made on a thread that is given up
+at the deadline. Why one user per client: a TCPStore client holds its own lock during a blocking wait, so two groups
+that configure at once over one client block each other, across ranks even for good.
 
-Invariants: a client in the pool is idle and has one owner, the pool; taken out, its owner is the taker, who gives it back
-only after an exchange that succeeded. At most MAX_IDLE idle clients, the least recently used goes first. `StoreClient.fd`
-is the client's socket, found as the one new connection to that address while connections to it were made one at a time;
-where that is ambiguous (foreign code connecting at the same moment), another attempt is made, then it is None.
+Invariants: a client in the pool is idle and has one owner, the pool; taken out, its owner is the taker, who gives it
+back only after an exchange that succeeded. At most MAX_IDLE idle clients, the least recently used goes first.
+`StoreClient.fd` is the client's socket, found as the one new connection to that address while connections to it were
+made one at a time; where that is ambiguous (foreign code connecting at the same moment), another attempt is made,
+then it is None.
 
 Threads: everything here from any thread.
 """
@@ -29,7 +30,7 @@ from collections import OrderedDict
 from collections.abc import Iterator
 from datetime import timedelta
 
-from torch.distributed import PrefixStore, Store, TCPStore
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from ft_core.errors import ConfigError, PeerError
 from ft_core.process_group import sockets
@@ -69,7 +70,7 @@ class StoreClient:
         return not poll.poll(0)  # an idle client is never sent anything: readable means ended
 
     def cut(self) -> None:
-        """End the connection: a call that is blocked in the store raises at once. Best effort without a known socket."""
+        """End the connection: a call that is blocked in it raises at once. Nothing happens without a known socket."""
         mine = self.connection
         if mine is not None:
             sockets.shut_down(lambda connection: connection == mine)
@@ -140,15 +141,17 @@ def parse_store_addr(store_addr: str) -> tuple[Endpoint, str]:
     host, colon, port = place.rpartition(":")
     host = host.strip("[]")
     if not colon or not host or not port.isdecimal() or not 0 < int(port) < 65536:
-        raise ConfigError(f'store_addr={store_addr!r}: expected "host:port/prefix", for example "10.0.0.5:29500/job/3/0"')
+        raise ConfigError(
+            f'store_addr={store_addr!r}: expected "host:port/prefix", for example "10.0.0.5:29500/job/3/0"'
+        )
     return Endpoint(host, int(port)), prefix
 
 
 def create_store_client(store_addr: str, timeout: timedelta) -> Store:
     """Connect to the store at "host:port/prefix" and return a client of it under that prefix.
 
-    `timeout` bounds the connecting and is the client's timeout afterwards. Raises ConfigError for a malformed address and
-    PeerError if there is no store within the timeout. Forked children close the client's socket.
+    `timeout` bounds the connecting and is the client's timeout afterwards. Raises ConfigError for a malformed address
+    and PeerError if there is no store within the timeout. Forked children close the client's socket.
     """
     address, prefix = parse_store_addr(store_addr)
     client = connect(address, timeout.total_seconds())
@@ -171,7 +174,7 @@ def connect(address: Endpoint, timeout_s: float) -> StoreClient:
     deadline = time.monotonic() + timeout_s
     hosts = _probe(address, deadline)
     with _one_at_a_time(address, deadline):
-        for attempt in range(IDENTIFY_ATTEMPTS):
+        for attempt in range(1, IDENTIFY_ATTEMPTS + 1):
             before = set(_connected_to(hosts, address.port))
             store = _make_client(address, hosts, before, deadline)
             new = set(_connected_to(hosts, address.port)) - before
@@ -179,9 +182,10 @@ def connect(address: Endpoint, timeout_s: float) -> StoreClient:
                 fd = new.pop()
                 _remember(fd)
                 return StoreClient(address, store, fd)
-            if attempt < IDENTIFY_ATTEMPTS - 1:
-                del store
-    return StoreClient(address, store, None)
+            if attempt == IDENTIFY_ATTEMPTS:
+                return StoreClient(address, store, None)
+            del store
+    raise AssertionError("unreachable: the last attempt returns")
 
 
 def _probe(address: Endpoint, deadline: float) -> set[str]:

@@ -3,9 +3,9 @@
 For code that cannot stop in the middle of a step (a collective deep in a model): the error is kept, `error()` and
 `errored()` give it, every collective after it is skipped, and the caller's own end-of-step check throws the step away.
 
-Invariants: no collective and no wait on one raises a failure of the group (a caller's mistake, ConfigError and UsageError,
-still is raised); the first error stays until the next configure; output tensors of what was swallowed are unspecified.
-Threads: any; `_swallowed` is only ever set once per configure, a race keeps one of the errors.
+Invariants: no collective and no wait on one raises a failure of the group (a caller's mistake, ConfigError and
+UsageError, still is raised); the first error stays until the next configure; output tensors of what was swallowed are
+unspecified. Threads: any; `_swallowed` is only ever set once per configure, a race keeps one of the errors.
 """
 
 from __future__ import annotations
@@ -16,10 +16,9 @@ from typing import Any
 import torch
 from torch.distributed import Work
 
-from ft_core.errors import ConfigError, UsageError
+from ft_core.errors import CollectiveError, ConfigError, PeerError, UsageError
 from ft_core.process_group.work import NO_TIMEOUT, DoneWork
 from ft_core.process_group.wrapper import ProcessGroupWrapper
-
 
 
 class ErrorSwallowingProcessGroupWrapper(ProcessGroupWrapper):
@@ -78,7 +77,7 @@ class _SwallowingWork(Work):
             try:
                 swallowed.set_result(future.value())
             except Exception as error:  # noqa: BLE001 - the point of this class
-                self._group.report_error(error)
+                self._group.report_error(error if isinstance(error, PeerError) else CollectiveError(str(error)))
                 swallowed.set_result(self._default)
 
         self._inner.get_future().add_done_callback(settle)

@@ -1,4 +1,4 @@
-"""Process groups that are known by name and come with a later release: importing works, constructing says what is missing."""
+"""Process groups that come with a later release: importing them works, constructing one says what it needs."""
 
 from __future__ import annotations
 

@@ -7,11 +7,12 @@ The wrapper is registered with torch, not the wrapped group. Threads: those of t
 from __future__ import annotations
 
 from datetime import timedelta
-from typing import Any
-
-from torch.distributed import Work
+from typing import TYPE_CHECKING, Any
 
 from ft_core.process_group.base import ProcessGroup
+
+if TYPE_CHECKING:
+    from torch.distributed import Work
 
 
 class ProcessGroupWrapper(ProcessGroup):
@@ -58,7 +59,7 @@ class ProcessGroupWrapper(ProcessGroup):
         """Return the same kind of wrapper around a sibling of the wrapped group."""
         return type(self)(self._pg.sibling())
 
-    def getBackendName(self) -> str:  # noqa: N802 - c10d's name
+    def getBackendName(self) -> str:
         """Return the wrapped group's name."""
         return self._pg.getBackendName()
 

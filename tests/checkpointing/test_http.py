@@ -14,7 +14,6 @@ import pytest
 import torch
 
 from ft_core.checkpointing import Prefetched, StateServer, fetch, get_blob, http_server, offer_book
-from ft_core.checkpointing.memory import ChecksumCache
 from ft_core.errors import ConfigError, EncodingError, HealError, UsageError
 from tests.checkpointing.conftest import MIB, Gate, assert_same_state, heal_threads, make_state
 
@@ -235,15 +234,18 @@ def test_a_flipped_byte_is_noticed(donor: Start, monkeypatch: pytest.MonkeyPatch
     state = make_state(1)
     server = donor()
     server.offer("t", state)
-    original = ChecksumCache.compute
+    original = StateServer._checksum
     flips: list[int] = []
 
-    def flipping(self: ChecksumCache, owner: Any, start: int, data: memoryview, *, remember: bool) -> int:
-        value = original(self, owner, start, data, remember=remember)
+    def flipping(self: StateServer, offer: Any, index: int) -> tuple[int, memoryview]:
+        value, view = original(self, offer, index)
         flips.append(1)
-        return value ^ 1 if always or len(flips) == 1 else value
+        if always or len(flips) == 1:
+            view = memoryview(bytearray(view))
+            view[len(view) // 2] ^= 1
+        return value, view
 
-    monkeypatch.setattr(ChecksumCache, "compute", flipping)
+    monkeypatch.setattr(StateServer, "_checksum", flipping)
     if always:
         with pytest.raises(HealError, match="checksum of range"):
             fetch([server.address], "t")

@@ -172,3 +172,15 @@ def test_a_live_offer_outlives_a_replaced_and_a_freed_tensor(donor: Start) -> No
     server.offer_live({"f": freed})
     freed.untyped_storage().resize_(0)
     assert prefetch([server.address]).bytes == 0
+
+
+def test_changes_that_leave_every_sum_equal_are_seen(donor: Start) -> None:
+    """Behind autograd's back, and only moving values around: no version and no sum of words tells."""
+    state = {"x": torch.arange(1 << 20)}
+    server = donor()
+    with Trainer(server, state):
+        have = prefetch([server.address])
+        view = state["x"].numpy()
+        view[[0, 512]] = view[[512, 0]]
+        server.offer("t", state)
+        assert torch.equal(fetch([server.address], "t", have=have).state["x"], state["x"])

@@ -420,6 +420,15 @@ def test_a_failed_collective_does_not_raise_and_all_others_are_waited_for(fail_a
     assert attempt.events[-1] == "fail"
 
 
+def test_a_round_that_cannot_follow_a_complete_one_breaks_the_attempt() -> None:
+    model, port = wrap(mlp())
+    attempt = port.start()
+    backward(model)
+    attempt.is_ready = False
+    backward(model)
+    assert attempt.events == [*ONE, "ready", "fail"]
+
+
 def test_the_step_after_a_failure_is_clean() -> None:
     module = mlp()
     expected = local_gradients(module, inputs())

@@ -145,3 +145,4 @@ def test_three_replicas_agree_bit_for_bit_whatever_they_contribute() -> None:
     with ThreadPoolExecutor(3) as pool:
         first, *others = pool.map(member, range(3))
     assert all(torch.equal(first, other) for other in others)
+    assert nn.parallel.DistributedDataParallel._active_ddp_module is None

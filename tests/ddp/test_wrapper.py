@@ -227,7 +227,7 @@ def test_compile(inside: bool) -> None:
     expected = torch.autograd.grad(module(x).square().sum(), list(module.parameters()))
     compile_: Any = torch.compile
     if inside:
-        model, port = wrap(compile_(module, backend=backend))
+        model, port = wrap(compile_(module, backend=backend), bucket_cap_mb=0.5)
     else:
         wrapper, port = wrap(module)
         model = compile_(wrapper, backend=backend)

@@ -3,20 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
+from torch.distributed import TCPStore
 
 from ft_core import manager_setup
 from tests.manager.harness import Cluster
 from tests.manager.loopback import Loopback, LoopbackControl
 
 
+@pytest.fixture(scope="session")
+def store() -> TCPStore:
+    """One for all tests: connecting to a TCPStore makes a reverse DNS query, which may take seconds."""
+    return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=30))
+
+
 @pytest.fixture
-def lighthouse(monkeypatch: pytest.MonkeyPatch) -> Iterator[Loopback]:
+def lighthouse(monkeypatch: pytest.MonkeyPatch, store: TCPStore) -> Iterator[Loopback]:
     torch.set_num_threads(1)
     loopback = Loopback()
+    open_store = manager_setup._open_store
+    monkeypatch.setattr(
+        manager_setup,
+        "_open_store",
+        lambda config: (store, f"127.0.0.1:{store.port}") if config.store is None else open_store(config),
+    )
 
     def control(config: Any, replica_id: str, session: Any, store: Any) -> LoopbackControl:
         return LoopbackControl(loopback, replica_id, session)

@@ -7,6 +7,7 @@ to be in a state, so that tests need no sleeps.
 
 from __future__ import annotations
 
+import itertools
 import queue
 import threading
 import time
@@ -20,8 +21,12 @@ from ft_core.quorum import VOID, Ask, Version
 from ft_core.settings import LighthouseSettings
 
 if TYPE_CHECKING:
-    from ft_core.group_server import LeaseHandler
+    from ft_core.client import LeaseHandler
     from ft_core.step import Verdict
+
+
+_boots = itertools.count(1)
+"""Tests share a store, and quorum ids are part of its keys."""
 
 
 class Loopback:
@@ -29,7 +34,7 @@ class Loopback:
 
     def __init__(self, **settings: float) -> None:
         self.settings = LighthouseSettings(boot_window_s=0.0, **settings)  # type: ignore[arg-type]
-        self.ids = m.QuorumIds(boot=1, noise=7)
+        self.ids = m.QuorumIds(boot=next(_boots), noise=7)
         self.rooms: dict[str, m.Room] = {}
         self.handlers: dict[str, LeaseHandler] = {}
         self.generation = 0
@@ -96,9 +101,12 @@ class Loopback:
             self.event(event, room)
 
     def wait_for(self, condition: Callable[[], object], timeout_s: float = 20.0) -> None:
-        """Block until `condition()` holds; looked at after every event, under the lighthouse's lock."""
+        """Block until `condition()` holds; looked at after every event and every few ms, under the lighthouse's lock."""
+        end = time.monotonic() + timeout_s
         with self._changed:
-            assert self._changed.wait_for(condition, timeout_s), f"not reached: {self!r}\n" + "\n".join(self.log)
+            while not condition():
+                assert time.monotonic() < end, f"not reached: {self!r}\n" + "\n".join(self.log)
+                self._changed.wait(0.005)
 
     def asking(self, name: str, room: str = "default") -> bool:
         """A replica of that name has an open ask."""

@@ -25,10 +25,3 @@ def test_a_soft_error_skips_the_step_for_everybody_and_rebuilds_nothing(cluster:
     assert cluster.lighthouse.asks == 3
 
 
-@pytest.mark.parametrize("point", ["boundary", "started", "forward", "backward", "stepped"])
-def test_survivors_of_a_crash_lose_at_most_one_step(cluster: Cluster, point: str) -> None:
-    survivors = [Replica(0), Replica(1)]
-    cluster.run(*survivors, Replica(2, at={(3, point): crash}))
-    cluster.check(steps=6, survivors=2)
-    cluster.check_numbers()
-    assert all(r.vetoes in ([], [3], [4]) for r in survivors)

@@ -1,8 +1,8 @@
 """Several ranks of one group: in threads of this process, or in real processes that can be killed.
 
 Processes are forked from a clean server process that has torch imported (20 ms each instead of 1.5 s). A worker holds
-named process groups and does what it is told over a pipe, one call after the other: `worker.call(function, ...)` for the
-answer, `worker.start(...)` and `worker.answer()` to let several run at once.
+named process groups and does what it is told over a pipe, one call after the other: `worker.call(function, ...)` for
+the answer, `worker.start(...)` and `worker.answer()` to let several run at once.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
-import torch.distributed as dist
+from torch._C._distributed_c10d import TCPStore
 
 from ft_core.process_group import ProcessGroupGloo
 
@@ -32,7 +32,7 @@ class Store:
     """A TCPStore server in this process that hands out fresh prefixes."""
 
     def __init__(self) -> None:
-        self.server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self.server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self._count = 0
 
     def fresh(self) -> str:

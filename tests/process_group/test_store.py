@@ -10,7 +10,7 @@ from datetime import timedelta
 
 import pytest
 import torch
-import torch.distributed as dist
+from torch._C._distributed_c10d import TCPStore
 
 from ft_core.errors import ConfigError, PeerError
 from ft_core.process_group import create_store_client, sockets, warm_store
@@ -127,7 +127,7 @@ def connected_to(store: Store) -> int:
 
 
 def test_a_dead_idle_client_is_not_used(pool: stores.StorePool) -> None:
-    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     address = Endpoint("127.0.0.1", server.port)
     warm_store(f"{address}/x", timedelta(seconds=20))
     idle = pool.take(address, 20)

@@ -84,9 +84,7 @@ def test_the_dummy_can_be_aborted_and_configured_again() -> None:
         ProcessGroupDummy(1, 1)
 
 
-@pytest.mark.parametrize(
-    "kind", [ProcessGroupWrapper, ErrorSwallowingProcessGroupWrapper, FakeProcessGroupWrapper]
-)
+@pytest.mark.parametrize("kind", [ProcessGroupWrapper, ErrorSwallowingProcessGroupWrapper, FakeProcessGroupWrapper])
 def test_a_wrapper_passes_everything_on(store: Store, kind: type[ProcessGroupWrapper]) -> None:
     groups = [kind(ProcessGroupGloo(timedelta(seconds=20))) for _ in range(2)]
     configure_all(groups, store.fresh())

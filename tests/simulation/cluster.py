@@ -46,7 +46,7 @@ class Config:
     faults: tuple[str, ...] = ()
     fault_every_s: float = 1.0
     safety_s: float = 12.0
-    liveness_bound_s: float = 30.0
+    liveness_bound_s: float = 45.0
     forward_s: float = 0.2
     liveness_s: float = 1.0
     grace_s: float = 0.1
@@ -164,7 +164,7 @@ class World:
         self.check_bounds()
 
     def _all_well(self, goal: dict[str, tuple[int, int]]) -> bool:
-        alive = [g for g in self.active.values() if not g.done]
+        alive = [g for g in self.active.values() if not g.done and g.number != self.config.bad_group]
         if self.config.finish_at or not self.config.allow_heal:
             alive = [g for g in alive if not g.behind_for_good()]
         if len(alive) < self.config.min_replicas:
@@ -246,7 +246,7 @@ class World:
         self.at(self.between(0.02, 3.0), None, self._restart, group.number)
 
     def _restart(self, number: int) -> None:
-        if not self.living(number) and not self.calm:
+        if not self.living(number):
             self.spawn(number)
 
     def _fault_freeze(self, _: str, group: Group) -> None:
@@ -520,7 +520,8 @@ class Group:
         self.busy_until = 0.0
         self.commits = 0
         self.unleased_since: float | None = world.now
-        self.excused_at = self.presumed_gone_at = self.unreported_at = -1.0
+        self.excused_at = self.presumed_gone_at = -1.0
+        self.reported = (-1.0, 0)
         self.conn: Conn | None = None
         self._generation = 0
         self._open_ask: Ask | None = None
@@ -855,6 +856,8 @@ class Rank:
             self.world.say("%s cannot configure: %s", self.name, why)
             self.step.break_(f"configure: {why}")
             self.boundary()
+        elif token == self.token and self.step.phase is Phase.BROKEN:
+            self.boundary()
 
     def configured(self, ring: Ring) -> None:
         """The process group is up."""
@@ -885,7 +888,8 @@ class Rank:
         if in_place:
             step.tear()
             self.was_torn = True
-            self.state = -abs(hash((2, self.group.key, plan.quorum_id)))
+            self.state = hash((2, self.group.key, plan.quorum_id))
+            self.world.history.torn.add(self.state)
         self.world.at(self.world.config.heal_s, self.group, self._heal_deadline, plan.quorum_id)
         self._try_donor(plan.quorum_id, 0, plan.finish)
 
@@ -937,7 +941,7 @@ class Rank:
             world.history.finishes += 1
             world.say("%s finishes the step it could not follow with %s's gradients", self.name, donor_id)
             self.group.commits += not self.index
-            world.history.committed(self, before, kept[3], kept[4])
+            world.history.committed(self, before, kept[3], kept[4], finished=True)
         else:
             self.received = source.state
             self.step.healed(quorum_id)

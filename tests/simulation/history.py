@@ -18,6 +18,12 @@ if TYPE_CHECKING:
     from tests.simulation.cluster import Group, Op, Rank, World
 
 
+LOSSY = frozenset(
+    {"freeze", "duplicate", "cut_lighthouse", "cut_peers", "cut_all", "blip", "turbulence"}
+)
+"""Faults that, together with a restart of the lighthouse, leave the documented remainder (R9)."""
+
+
 class Violation(AssertionError):
     """An invariant does not hold; `rule` is its number in DESIGN 4."""
 
@@ -44,6 +50,9 @@ class History:
     held: dict[tuple[int, Version], int] = field(default_factory=dict)
     """(group rank, version) -> the state that goes by that name."""
     members: dict[int, tuple[str, ...]] = field(default_factory=dict)
+    torn: set[int] = field(default_factory=set)
+    """States that an interrupted heal left behind."""
+    formed_at: dict[int, float] = field(default_factory=dict)
     boot_of: dict[int, int] = field(default_factory=dict)
     last_id: dict[int, int] = field(default_factory=dict)
     published: dict[int, dict[int, Published]] = field(default_factory=dict)
@@ -61,6 +70,7 @@ class History:
         if quorum.quorum_id <= self.last_id.get(boot, 0):
             raise Violation("I2", f"id {quorum.quorum_id:#x} is not above the last one of this lighthouse")
         self.last_id[boot] = quorum.quorum_id
+        self.formed_at[quorum.quorum_id] = self.world.now
         self.boot_of[quorum.quorum_id] = boot
         world = self.world
         for group in world.groups.values():
@@ -71,8 +81,8 @@ class History:
                 group.excused_at = world.now
             elif record is not None and record.life.value == "gone":
                 group.presumed_gone_at = world.now
-            elif record is not None and group.ranks and record.stable < group.ranks[0].step.version:
-                group.unreported_at = world.now
+            elif record is not None:
+                group.reported = (world.now, record.stable.step)
 
     def formed_or_repeated(self, quorum: Quorum, boot: int, room: Room) -> None:
         """An announcement: of a quorum just formed, or once more of an old one (R14)."""
@@ -98,6 +108,7 @@ class History:
         """A replica entered a quorum (I2)."""
         if quorum.quorum_id <= highest:
             raise Violation("I2", f"{group.rid} went from quorum {highest:#x} back to {quorum.quorum_id:#x}")
+        group.presumed_gone_at = -1.0
         if group.rid not in quorum.ids:
             raise Violation("I2", f"{group.rid} entered a quorum it is not in")
 
@@ -109,10 +120,15 @@ class History:
         if known != state:
             raise Violation("I1", f"{rank.name} holds another state under {version} of {version.epoch:#x} than others")
 
-    def committed(self, rank: Rank, before: int, gradients: tuple[tuple[int, int], ...], divisor: int) -> None:
+    def committed(self, rank: Rank, before: int, gradients: tuple[tuple[int, int], ...], divisor: int, *, finished: bool = False
+    ) -> None:
         """A replica applied a committed step (I1, I4, I5, I6)."""
         step = rank.step
         self.commits += 1
+        if before in self.torn:
+            raise Violation("I1", f"{rank.name} trains on a half-received state")
+        if not finished:
+            self._check_in_force(rank)
         self.parent[rank.state] = (before, step.version.step)
         self.holds(rank, step.version, rank.state)
         if divisor != len(gradients):
@@ -128,6 +144,19 @@ class History:
         rank.last_step = step.version.step
         rank.was_torn = False
 
+    def _check_in_force(self, rank: Rank) -> None:
+        """R1 and R3 together: what is launched in a quorum after its successor has formed never commits."""
+        boot = self.boot_of.get(rank.quorum_id, 0)
+        latest = self.last_id.get(boot, 0)
+        if latest == rank.quorum_id or boot != self.world.boots:
+            return
+        follower = min(q for q, b in self.boot_of.items() if b == boot and q > rank.quorum_id)
+        if self.formed_at[follower] < rank.step.launched_at:
+            if rank.group.presumed_gone_at > 0:
+                self.remainder["I3: a closed lease was not re-opened within the grace"] += 1
+            else:
+                raise Violation("I3", f"{rank.name} commits in {rank.quorum_id:#x} beside {follower:#x}, formed earlier")
+
     def publish(self, rank: Rank) -> None:
         """A fence completed at the state this rank holds: every member of the quorum holds it (I3)."""
         if rank.index or rank.step.version == VOID:
@@ -136,7 +165,7 @@ class History:
         at_step = self.published.setdefault(number, {})
         if state in at_step:
             return
-        at_step[state] = Published(world.now, world.boots)
+        at_step[state] = Published(world.now, self.boot_of.get(rank.quorum_id, world.boots))
         if number == 0:
             return
         for other, published in at_step.items():
@@ -146,15 +175,17 @@ class History:
     def _published_twice(self, rank: Rank, number: int, other: int, published: Published) -> None:
         world = self.world
         for group in world.groups.values():
-            if not group.alive or not group.ranks or group is rank.group or not self._descends(group.ranks[0], other):
+            if not group.alive or group.done or not group.ranks or group is rank.group or not self._descends(group.ranks[0], other):
                 continue
             if group.excused_at >= published.at:
                 self.remainder["I3: rolled back after orphan_s"] += 1
             elif published.boot != world.boots or self.boot_of.get(rank.quorum_id) != world.boots:
+                if not LOSSY.intersection(world.config.faults):
+                    raise Violation("I3", f"{rank.name} publishes step {number} again after a restart without any loss")
                 self.remainder["I3: a restart of the lighthouse combined with a freeze or loss"] += 1
-            elif group.unreported_at >= published.at:
+            elif group.reported[0] >= published.at and group.reported[1] < number:
                 self.remainder["I3: its holder had not yet reported the step as stable"] += 1
-            elif group.presumed_gone_at >= published.at:
+            elif max(group.presumed_gone_at, rank.group.presumed_gone_at) > 0:
                 self.remainder["I3: a closed lease was not re-opened within the grace"] += 1
             else:
                 raise Violation(

@@ -1,0 +1,77 @@
+"""The lease's handler on group rank 0: hands everything to the group server's loop, which tells all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from ft_core import wire
+
+if TYPE_CHECKING:
+    from ft_core.membership import Hello
+    from ft_core.quorum import Quorum
+    from ft_core.stream_client import LeaseHandler, Peers
+
+
+class Relay:
+    """A LeaseHandler that answers `hello` itself and posts the rest.
+
+    Args:
+        post: runs work on the loop.
+        handler: of rank 0.
+        push: what the loop does with a push.
+        refused: what the loop does with a final refusal.
+    """
+
+    def __init__(
+        self, post: Callable[[Callable[[], object]], object], handler: LeaseHandler,
+        push: Callable[[wire.Push], object], refused: Callable[[Exception], object],
+    ) -> None:  # fmt: skip
+        self._post, self._handler, self._on_push, self._on_refused = post, handler, push, refused
+
+    def _push(self, push: wire.Push) -> None:
+        self._post(lambda: self._on_push(push))
+
+    def hello(self) -> Hello:
+        """See LeaseHandler."""
+        return self._handler.hello()
+
+    def on_welcome(self, peers: Peers) -> None:
+        """See LeaseHandler."""
+        self._post(lambda: self._handler.on_welcome(peers))
+
+    def on_quorum(self, seq: int, quorum: Quorum) -> None:
+        """See LeaseHandler."""
+        self._push(wire.Answer(seq, quorum))
+
+    def on_reason(self, reason: str) -> None:
+        """See LeaseHandler."""
+        self._push(wire.Reason(reason))
+
+    def on_change_pending(self, quorum_id: int, reason: str) -> None:
+        """See LeaseHandler."""
+        self._push(wire.Change(quorum_id, reason))
+
+    def on_member_lost(self, quorum_id: int, lost: tuple[str, ...]) -> None:
+        """See LeaseHandler."""
+        self._push(wire.Lost(quorum_id, lost))
+
+    def on_paused(self, quorum_id: int, replica_id: str, for_s: float) -> None:
+        """See LeaseHandler."""
+        self._push(wire.Busy(quorum_id, replica_id, for_s))
+
+    def on_superseded(self, quorum_id: int) -> None:
+        """See LeaseHandler."""
+        self._push(wire.Over(quorum_id))
+
+    def on_refused(self, error: Exception) -> None:
+        """See LeaseHandler."""
+        self._post(lambda: self._on_refused(error))
+
+    def on_drain(self, reason: str) -> None:
+        """See LeaseHandler."""
+        self._push(wire.Order(kill=False, reason=reason))
+
+    def on_kill(self, reason: str) -> None:
+        """See LeaseHandler."""
+        self._push(wire.Order(kill=True, reason=reason))

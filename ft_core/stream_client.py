@@ -1,0 +1,418 @@
+"""A bidirectional stream that is kept open whatever happens to the network or to the other side.
+
+How it works. `StreamClient` connects, sends an opening message, hands on what arrives, and when the stream ends it
+starts afresh with a new channel, after a pause that grows from nothing to `reconnect_s`. Subclasses say what is sent
+and what arrivals mean: `client.LeaseClient` towards the lighthouse, `control.RankControl` towards group rank 0.
+
+The stream is renewed every `progress_s`, or four times per liveness timeout if that is more often, because silence is
+what tells a frozen process from a closed one. `last_ack` (R3) is when the newest *acknowledged* message was sent, not
+when its acknowledgement was read: a process that was frozen for an hour finds an old acknowledgement in its socket
+buffer, and must not take it for a lease.
+
+Threads: `ft-lease` connects, reads and calls the handler, one call at a time; gRPC's own thread runs `_Outgoing`, which
+takes messages from the outbox or makes renewals. Public methods may be called from any thread; they take one lock for a
+few assignments. HTTP/2 keepalives are answered by gRPC's C core, without the GIL and without any of these threads.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections import deque
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+from ft_core import wire
+from ft_core.errors import ConfigError, LighthouseError, ProtocolError, RefusedError
+from ft_core.rpc import Tls, explain, grpc, open_channel, status_of, target, token_metadata
+
+if TYPE_CHECKING:
+    from ft_core.membership import Hello
+    from ft_core.quorum import Quorum
+    from ft_core.settings import TimeBudget
+
+BACKOFF_S = 0.02
+"""First pause between two attempts to connect; doubles up to the budget's reconnect_s."""
+MAX_OUTBOX = 64
+
+Peers = tuple[tuple[str, tuple[str, ...]], ...]
+"""(replica_id, heal addresses) of each current member."""
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class LeaseSettings:
+    """How to reach the lighthouse (or, for ranks > 0, the group's leader), and who asks. Durations come from
+    `budget`."""
+
+    address: str
+    """host:port or http://host:port."""
+    replica_id: str
+    budget: TimeBudget
+    room: str = "default"
+    token: str = ""
+    tls: Tls | None = None
+    """None: what FT_TLS_* say."""
+    setting: str = "lighthouse_addr (FT_LIGHTHOUSE)"
+    """What to call the address in messages."""
+
+
+class LeaseHandler(Protocol):
+    """What the Manager is told. Called one at a time, on a control-plane thread; must not block for long or raise."""
+
+    def hello(self) -> Hello:
+        """What to present now (called at every connect). generation, incarnation (if 0) and liveness_s are filled
+        in."""
+
+    def on_welcome(self, peers: Peers) -> None:
+        """The lease is open; `peers` are the current quorum's members, for prefetching."""
+
+    def on_quorum(self, seq: int, quorum: Quorum) -> None:
+        """The answer to the ask with this seq."""
+
+    def on_reason(self, reason: str) -> None:
+        """Why there is no quorum yet (when it changes)."""
+
+    def on_change_pending(self, quorum_id: int, reason: str) -> None:
+        """Somebody wants to join or leave: raise change-wanted in the next fence of `quorum_id`."""
+
+    def on_member_lost(self, quorum_id: int, lost: tuple[str, ...]) -> None:
+        """Members of `quorum_id` will not answer any more (or, if own replica_id is in `lost`, a rank of this
+        group)."""
+
+    def on_paused(self, quorum_id: int, replica_id: str, for_s: float) -> None:
+        """A peer is legitimately busy for at most `for_s`; 0: it is back."""
+
+    def on_superseded(self, quorum_id: int) -> None:
+        """`quorum_id` is over: abort and ask."""
+
+    def on_refused(self, error: Exception) -> None:
+        """Final: RefusedError, JobFinishedError, ProtocolError or ConfigError. The lease will not be re-opened."""
+
+    def on_drain(self, reason: str) -> None:
+        """An operator asks this replica to finish its step and leave."""
+
+    def on_kill(self, reason: str) -> None:
+        """An operator asks this process to exit now."""
+
+
+class _Outgoing:
+    """The request iterator of one stream, run by a thread of gRPC's."""
+
+    def __init__(self, client: StreamClient, opening: bytes) -> None:
+        self._client = client
+        self.first: bytes | None = opening
+        self.open = False
+        """The other side has answered the opening; only then anything else is sent."""
+        self.closed = False
+        self.renew_at = 0.0
+
+    def __iter__(self) -> _Outgoing:
+        return self
+
+    def __next__(self) -> bytes:
+        client = self._client
+        with client._changed:
+            while not self.closed:
+                if self.first is not None:
+                    first, self.first = self.first, None
+                    return first
+                if self.open and client._outbox:
+                    return client._outbox.popleft()
+                wait_s = None
+                if self.open:
+                    now = time.monotonic()
+                    wait_s = self.renew_at - now
+                    if wait_s <= 0:
+                        self.renew_at = now + client._renew_s
+                        return client._renewal(now)
+                client._changed.wait(wait_s)
+        raise StopIteration
+
+
+class StreamClient(ABC):
+    """A bidirectional stream that is re-opened whenever it ends, until `shutdown` or a final refusal.
+
+    Subclasses say what is sent and what arrivals mean; see the module's header for threads.
+    """
+
+    last_ack: float
+    """time.monotonic() at which the newest message was *sent* that the other side has acknowledged; -inf before."""
+    connected: bool
+    last_reason: str
+    """Why there is no quorum, or why the stream is not open; '' if neither."""
+
+    _method: str
+    _other: str
+    """Who is at the other end, for messages."""
+    _advice: str
+
+    def __init__(self, settings: LeaseSettings, handler: LeaseHandler) -> None:
+        target(settings.address, settings.setting)
+        self.settings = settings
+        self.last_ack = float("-inf")
+        self.connected = False
+        self.last_reason = ""
+        self._handler = handler
+        self._metadata = token_metadata(settings.token)
+        self._tls = settings.tls or Tls.from_env(os.environ)
+        self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)
+        self._outbox: deque[bytes] = deque()
+        self._outgoing: _Outgoing | None = None
+        self._call: grpc.Call | None = None
+        self._thread: threading.Thread | None = None
+        self._wanted = True
+        self._stopping = False
+        self._fatal: Exception | None = None
+        self._ever_connected = False
+        self._lost_at: float | None = None
+        self._opening_sent = 0.0
+        self._renew_s = settings.budget.progress_s
+
+    def __repr__(self) -> str:
+        state = "connected" if self.connected else ("refused" if self._fatal else "not connected")
+        because = f", {self.last_reason}" if self.last_reason else ""
+        return f"{type(self).__name__}({self.settings.replica_id} -> {self.settings.address}, {state}{because})"
+
+    # ------------------------------------------------------------ what subclasses say
+
+    @abstractmethod
+    def _opening(self) -> bytes:
+        """The first message."""
+
+    @abstractmethod
+    def _decode(self, data: bytes) -> wire.Push | None:
+        """What arrived."""
+
+    @abstractmethod
+    def _renewal(self, now: float) -> bytes:
+        """The message that renews the stream. Called with the lock held."""
+
+    @abstractmethod
+    def _resend(self) -> list[bytes]:
+        """What is still open and has to be presented on a new stream. Called with the lock held."""
+
+    @abstractmethod
+    def _on_push(self, push: wire.Push) -> None:
+        """Everything but Welcome, Refusal and Acked."""
+
+    def _on_open(self, welcome: wire.Welcome) -> None:  # noqa: B027 - optional
+        """The stream is open."""
+
+    def _on_acked(self, acked: wire.Acked) -> None:
+        """Something was acknowledged."""
+        if acked.clock_s > 0:
+            self.last_ack = max(self.last_ack, acked.clock_s - acked.lease_age_s)
+
+    def _on_down(self) -> None:  # noqa: B027 - optional
+        """The stream ended and will be re-opened."""
+
+    # ------------------------------------------------------------ public
+
+    def start(self) -> None:
+        """Start the thread and begin to connect; returns at once. Again: no effect."""
+        with self._changed:
+            if self._thread is not None or self._stopping:
+                return
+            self._thread = threading.Thread(target=self._run, name="ft-lease", daemon=True)
+            self._thread.start()
+
+    def wait_connected(self, timeout_s: float) -> None:
+        """Wait until the stream was open for the first time.
+
+        Raises:
+            RefusedError, JobFinishedError, ProtocolError, ConfigError: the other side refused.
+            LighthouseError: it did not answer in time; the message names the setting, the address and what to do.
+        """
+        deadline = time.monotonic() + timeout_s
+        with self._changed:
+            while not self._ever_connected:
+                if self._fatal is not None:
+                    raise self._fatal
+                left = deadline - time.monotonic()
+                if left <= 0 or self._stopping:
+                    raise LighthouseError(self._unreachable(f"within {timeout_s:g} s"))
+                self._changed.wait(left)
+
+    def shutdown(self, timeout_s: float = 5.0) -> None:
+        """Close the stream without a goodbye (unless one was said) and end the threads. Idempotent, bounded."""
+        with self._changed:
+            self._stopping = True
+            thread, self._thread = self._thread, None
+            self._close_stream()
+            self._changed.notify_all()
+        if thread is not None and thread is not threading.current_thread():
+            thread.join(timeout_s)
+            if thread.is_alive():
+                _log.warning("the lease thread did not end within %.1f s", timeout_s)
+
+    # ------------------------------------------------------------ sending (lock held)
+
+    def _send(self, data: bytes) -> None:
+        """Queue a message for the stream that is open now; what has to survive a reconnect belongs in `_resend`."""
+        if self._outgoing is None or not self._outgoing.open:
+            return
+        if len(self._outbox) >= MAX_OUTBOX:
+            # Nothing has left for many messages: the stream is stuck. A new one presents what is still open.
+            self._close_stream()
+            return
+        self._outbox.append(data)
+        self._changed.notify_all()
+
+    def _renew_now(self) -> None:
+        if self._outgoing is not None:
+            self._outgoing.renew_at = 0.0
+            self._changed.notify_all()
+
+    def _close_stream(self) -> None:
+        if self._outgoing is not None:
+            self._outgoing.closed = True
+        if self._call is not None:
+            self._call.cancel()
+
+    # ------------------------------------------------------------ the lease thread
+
+    def _run(self) -> None:
+        pause_s = 0.0
+        while True:
+            with self._changed:
+                if pause_s > 0 and not self._stopping:
+                    self._changed.wait_for(lambda: self._stopping, pause_s)
+                self._changed.wait_for(lambda: self._stopping or (self._wanted and self._fatal is None))
+                if self._stopping:
+                    return
+            opened = self._converse()
+            pause_s = 0.0 if opened else min(max(BACKOFF_S, 2 * pause_s), self.settings.budget.reconnect_s)
+
+    def _converse(self) -> bool:
+        """One stream from opening to end. True if it was opened."""
+        settings = self.settings
+        opened = False
+        channel: grpc.Channel | None = None
+        outgoing: _Outgoing | None = None
+        why = f"{self._other} closed the connection"
+        try:
+            outgoing = _Outgoing(self, self._opening())
+            channel = open_channel(settings.address, settings.setting, self._tls)
+            self._opening_sent = time.monotonic()
+            with self._changed:
+                if self._stopping:
+                    return False
+                method: grpc.StreamStreamMultiCallable[bytes, bytes] = channel.stream_stream(self._method)
+                call = method(outgoing, metadata=self._metadata, wait_for_ready=False)
+                self._call, self._outgoing = call, outgoing
+            for data in call:
+                push = self._decode(data)
+                if isinstance(push, wire.Welcome):
+                    opened = True
+                self._take(outgoing, push)
+        except grpc.RpcError as error:
+            why = explain(error)
+            self._judge(error, why)
+        except (ProtocolError, ConfigError) as error:
+            self._refuse(error)
+        except Exception:  # noqa: BLE001 - the lease outlives whatever a handler does
+            why = "a handler failed"
+            _log.exception("the lease of %s stumbled and is opened again", settings.replica_id)
+        finally:
+            with self._changed:
+                self._call = self._outgoing = None
+                if outgoing is not None:
+                    outgoing.closed = True
+                self._outbox.clear()
+                was_connected, self.connected = self.connected, False
+                self._changed.notify_all()
+            if channel is not None:
+                channel.close()
+        self._went_down(was_connected, why)
+        return opened
+
+    def _went_down(self, was_connected: bool, why: str) -> None:
+        if self._stopping or not self._wanted or self._fatal is not None:
+            return
+        if was_connected:
+            self._lost_at = time.monotonic()
+            self._on_down()
+        reason = f"{self._other} at {self.settings.address} cannot be reached: {why}"
+        if reason != self.last_reason:
+            self.last_reason = reason
+            level = logging.WARNING if self._ever_connected else logging.INFO
+            _log.log(level, "%s: %s; trying again", self.settings.replica_id, reason)
+
+    def _take(self, outgoing: _Outgoing, push: wire.Push | None) -> None:
+        match push:
+            case None:
+                pass
+            case wire.Welcome():
+                self._opened(outgoing, push)
+            case wire.Refusal():
+                self._refuse(push.error)
+            case wire.Acked():
+                self._on_acked(push)
+            case _:
+                self._on_push(push)
+
+    def _opened(self, outgoing: _Outgoing, welcome: wire.Welcome) -> None:
+        with self._changed:
+            self._renew_s = min(self.settings.budget.progress_s, max(0.02, welcome.liveness_s / 4))
+            self._outbox.clear()
+            self._outbox.extend(self._resend())
+            outgoing.open = True
+            self.connected = self._ever_connected = True
+            self.last_ack = max(self.last_ack, self._opening_sent)
+            self.last_reason = ""
+            self._changed.notify_all()
+        if self._lost_at is not None:
+            away_s, self._lost_at = time.monotonic() - self._lost_at, None
+            if away_s > 1.0:
+                _log.warning("%s: %s is back after %.1f s", self.settings.replica_id, self._other, away_s)
+        self._on_open(welcome)
+
+    def _judge(self, error: grpc.RpcError, why: str) -> None:
+        """Some ends of a stream are final."""
+        code = status_of(error)
+        where = f"{self.settings.setting}={self.settings.address!r}"
+        if code is grpc.StatusCode.UNAUTHENTICATED:
+            self._refuse(RefusedError(f"{where}: {why}"))
+        elif code is grpc.StatusCode.UNIMPLEMENTED and not self._ever_connected:
+            self._refuse(ProtocolError(f"{where} is a gRPC server, but not {self._other}: {self._advice}"))
+
+    def _refuse(self, error: Exception) -> None:
+        with self._changed:
+            if self._fatal is not None or self._stopping:
+                return
+            self._fatal = error
+            self.last_reason = str(error)
+            self._changed.notify_all()
+        self._handler.on_refused(error)
+
+    def _unreachable(self, when: str) -> str:
+        because = f" ({self.last_reason})" if self.last_reason else ""
+        where = f"{self.settings.setting}={self.settings.address!r}"
+        return f"{where}: {self._other} did not answer {when}{because}; {self._advice}"
+
+
+def deliver(handler: LeaseHandler, push: wire.Push) -> None:
+    """Call the handler's method for a push."""
+    match push:
+        case wire.Answer():
+            handler.on_quorum(push.seq, push.quorum)
+        case wire.Reason():
+            handler.on_reason(push.text)
+        case wire.Change():
+            handler.on_change_pending(push.quorum_id, push.reason)
+        case wire.Lost():
+            handler.on_member_lost(push.quorum_id, push.lost)
+        case wire.Busy():
+            handler.on_paused(push.quorum_id, push.replica_id, push.for_s)
+        case wire.Over():
+            handler.on_superseded(push.quorum_id)
+        case wire.Order():
+            (handler.on_kill if push.kill else handler.on_drain)(push.reason)
+        case _:
+            pass

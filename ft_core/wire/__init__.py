@@ -1,0 +1,108 @@
+"""Protobuf <-> the pure dataclasses, checked in both directions. Nothing else knows the generated classes' fields.
+
+`encode_*` turn pure values into bytes, `decode_*` turn bytes into pure values or raise. Nothing that came over the
+network leaves this package unchecked: lengths and counts have named bounds (`bounds`), numbers a range, enums a known
+value. No socket, thread or clock.
+"""
+
+from __future__ import annotations
+
+from ft_core._pb import coordination_pb2 as pb
+from ft_core.wire.bounds import (
+    MAX_ADDRESS,
+    MAX_DATA,
+    MAX_LAYOUT_LINES,
+    MAX_NAME,
+    MAX_PUSH_BYTES,
+    MAX_RANKS,
+    MAX_REQUEST_BYTES,
+    MAX_TEXT,
+    check_version,
+    clip,
+)
+from ft_core.wire.pushes import (
+    Acked,
+    Answer,
+    Busy,
+    Change,
+    Lost,
+    Order,
+    Over,
+    Push,
+    Reason,
+    Refusal,
+    Welcome,
+    answer,
+    decode_group_push,
+    decode_lease_push,
+    encode_joined,
+    encode_push,
+    encode_quorum,
+)
+from ft_core.wire.requests import (
+    Broken,
+    Join,
+    RankAsk,
+    decode_group_request,
+    decode_lease_request,
+    decode_quorum_info,
+    decode_unary,
+    encode_ask,
+    encode_hello,
+    encode_join,
+    encode_left,
+    encode_quorum_info,
+    encode_rank,
+    encode_renewal,
+    encode_unary,
+)
+from ft_core.wire.state import Opening, Renewal, fit_layout_lines
+
+__all__ = [
+    "Acked",
+    "Answer",
+    "Broken",
+    "Busy",
+    "Change",
+    "Join",
+    "Lost",
+    "MAX_ADDRESS",
+    "MAX_DATA",
+    "MAX_LAYOUT_LINES",
+    "MAX_NAME",
+    "MAX_PUSH_BYTES",
+    "MAX_RANKS",
+    "MAX_REQUEST_BYTES",
+    "MAX_TEXT",
+    "Opening",
+    "Order",
+    "Over",
+    "Push",
+    "RankAsk",
+    "Reason",
+    "Refusal",
+    "Renewal",
+    "Welcome",
+    "answer",
+    "check_version",
+    "clip",
+    "decode_group_push",
+    "decode_group_request",
+    "decode_lease_push",
+    "decode_lease_request",
+    "decode_quorum_info",
+    "decode_unary",
+    "encode_ask",
+    "encode_hello",
+    "encode_join",
+    "encode_joined",
+    "encode_left",
+    "encode_push",
+    "encode_quorum",
+    "encode_quorum_info",
+    "encode_rank",
+    "encode_renewal",
+    "encode_unary",
+    "fit_layout_lines",
+    "pb",
+]

@@ -1,0 +1,1 @@
+"""Real processes, really killed: each test proves much, so there are few."""

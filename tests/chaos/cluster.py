@@ -1,0 +1,193 @@
+"""Processes for the chaos tests: a lighthouse and trainers that can be killed, frozen and restarted; always ended by id.
+
+Every wait is for an event (a line a process prints, its end) with a deadline; a reader thread per process feeds one queue
+of lines per process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pathlib
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+WAIT_S = 45.0
+END_AFTER = 40
+"""Steps that all trainers still make together once the story is told; more than any of them can be ahead of what was read."""
+
+
+@dataclass(eq=False)
+class Process:
+    """One process and the lines it has printed, with the time at which they were read."""
+
+    name: str
+    popen: subprocess.Popen[str]
+    lines: list[tuple[float, str]] = field(default_factory=list)
+    errors: list[str] = field(default_factory=list)
+    changed: threading.Condition = field(default_factory=threading.Condition)
+
+    def commits(self) -> list[tuple[float, int, int, str]]:
+        """(time read, step, participants, lineage) of every commit."""
+        with self.changed:
+            rows = [(at, line.split()) for at, line in self.lines if line.startswith("commit ")]
+        return [(at, int(row[1]), int(row[2]), row[3]) for at, row in rows]
+
+    def step(self) -> int:
+        commits = self.commits()
+        return commits[-1][1] if commits else 0
+
+    def wait_for(self, what: Callable[[], bool], why: str) -> None:
+        """Wait until `what()` holds, looked at whenever the process prints a line."""
+        with self.changed:
+            if not self.changed.wait_for(lambda: what() or self.popen.poll() is not None, WAIT_S) or not what():
+                tail = "\n".join([*self.errors[-12:], *(line for _, line in self.lines[-5:])])
+                raise AssertionError(f"{self.name} (exit {self.popen.poll()}) never: {why}\n{tail}")
+
+    def wait_step(self, step: int) -> None:
+        self.wait_for(lambda: self.step() >= step, f"reached step {step} (is at {self.step()})")
+
+    def wait_end(self) -> str:
+        """Wait for a clean end; returns the digest it printed."""
+        code = self.popen.wait(WAIT_S)
+        assert code == 0, f"{self.name} exited with {code}:\n" + "\n".join(self.errors[-25:])
+        self.wait_for(lambda: any(line.startswith("done ") for _, line in self.lines), "printed its digest")
+        return next(line.split()[1] for _, line in self.lines if line.startswith("done "))
+
+    def signal(self, number: signal.Signals) -> None:
+        os.kill(self.popen.pid, number)
+
+
+class Cluster:
+    """A lighthouse and its trainers; a context manager that ends them all."""
+
+    def __init__(self, **env: object) -> None:
+        self.env = {key: str(value) for key, value in env.items()}
+        self.processes: list[Process] = []
+        self.trainers: dict[str, Process] = {}
+        with socket.create_server(("127.0.0.1", 0)) as probe:
+            self.port = probe.getsockname()[1]
+        self.lighthouse: Process | None = None
+        self._folder = tempfile.TemporaryDirectory(prefix="ft-chaos-")
+        self._end = pathlib.Path(self._folder.name) / "steps"
+
+    def __enter__(self) -> Cluster:
+        self.start_lighthouse()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        for process in self.processes:
+            if process.popen.poll() is None:
+                process.popen.kill()
+            process.popen.wait()
+            for _, line in process.lines:  # what a killed launcher has left behind
+                if line.startswith("pid "):
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(int(line.split()[1]), signal.SIGKILL)
+        self._folder.cleanup()
+        for process in self.processes:
+            for pipe in (process.popen.stdout, process.popen.stderr):
+                if pipe is not None:
+                    pipe.close()
+
+    def start_lighthouse(self) -> None:
+        """Start (or restart) the lighthouse on this cluster's port, and wait until it listens."""
+        command = [sys.executable, "-m", "ft_core.lighthouse", "--bind", f"127.0.0.1:{self.port}", "--liveness-ms", "1000"]
+        self.lighthouse = self._start("lighthouse", command, {})
+        self.lighthouse.wait_for(lambda: bool(self.lighthouse and self.lighthouse.lines), "said that it listens")
+
+    def start(self, name: str, **env: object) -> Process:
+        """Start (or restart) a trainer."""
+        return self.start_command(name, [sys.executable, "-m", "tests.chaos.worker"], **env)
+
+    def start_command(self, name: str, command: list[str], **env: object) -> Process:
+        """The same with another command, for example a launcher."""
+        mine = {
+            "FT_LIGHTHOUSE": f"127.0.0.1:{self.port}",
+            "FT_REPLICA_ID": name,
+            "FT_HOSTNAME": "127.0.0.1",
+            "OMP_NUM_THREADS": "1",
+            "STEPS_FILE": str(self._end),
+        }
+        process = self._start(name, command, mine | self.env | {key: str(value) for key, value in env.items()})
+        self.trainers[name] = process
+        return process
+
+    def kill(self, name: str) -> Process:
+        """SIGKILL a trainer."""
+        process = self.trainers.pop(name)
+        process.signal(signal.SIGKILL)
+        process.popen.wait(WAIT_S)
+        return process
+
+    def end_at(self, step: int) -> None:
+        """Let all trainers train to `step`, which must be ahead of them all."""
+        partial = self._end.with_suffix(".tmp")
+        partial.write_text(str(step))
+        partial.rename(self._end)
+
+    def wait_ends(self) -> set[str]:
+        """Let all trainers go on for a while, end well, and check the whole run; returns their digests."""
+        last = max(p.step() for p in self.trainers.values()) + END_AFTER
+        self.end_at(last)
+        digests = {process.wait_end() for process in list(self.trainers.values())}
+        self.check_commits(last)
+        return digests
+
+    def check_commits(self, steps: int) -> None:
+        """Every step was committed, with one history; no process repeated a step.
+
+        A process may jump: a kill can leave survivors with different verdicts, and the one behind then heals over the step.
+        """
+        histories: dict[int, set[str]] = {}
+        for process in self.processes:
+            rows = process.commits()
+            numbers = [row[1] for row in rows]
+            assert all(b > a for a, b in zip(numbers, numbers[1:], strict=False)), f"{process.name}: {numbers}"
+            for _, step, _, lineage in rows:
+                histories.setdefault(step, set()).add(lineage)
+        assert sorted(histories) == list(range(1, steps + 1))
+        forked = {step: found for step, found in histories.items() if len(found) > 1}
+        assert not forked, f"committed with different histories: {forked}"
+
+    def _start(self, name: str, command: list[str], env: dict[str, str]) -> Process:
+        popen = subprocess.Popen(
+            command, cwd=ROOT, env=os.environ | env, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        )
+        process = Process(name, popen)
+        self.processes.append(process)
+        threading.Thread(target=_read, args=(process,), daemon=True).start()
+        threading.Thread(target=_read_errors, args=(process,), daemon=True).start()
+        return process
+
+
+def gap_s(process: Process, around: float) -> float:
+    """The longest pause between two commits of a process that touches the time from `around` on."""
+    times = [row[0] for row in process.commits()]
+    pauses = [b - a for a, b in zip(times, times[1:], strict=False) if b >= around]
+    return max(pauses, default=0.0)
+
+
+def _read(process: Process) -> None:
+    assert process.popen.stdout is not None
+    for line in process.popen.stdout:
+        with process.changed:
+            process.lines.append((time.monotonic(), line.rstrip()))
+            process.changed.notify_all()
+    process.popen.wait()
+    with process.changed:
+        process.changed.notify_all()
+
+
+def _read_errors(process: Process) -> None:
+    assert process.popen.stderr is not None
+    for line in process.popen.stderr:
+        process.errors.append(line.rstrip())

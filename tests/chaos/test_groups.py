@@ -1,0 +1,53 @@
+"""Replica groups of two ranks each, started by torchrun, one of which loses a rank."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import sys
+
+import pytest
+
+from tests.chaos.cluster import Cluster, Process
+
+pytestmark = [pytest.mark.process, pytest.mark.timeout(120)]
+
+
+def start_group(cluster: Cluster, name: str) -> Process:
+    """torchrun with two ranks and one restart; its output holds the lines of both."""
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--max-restarts", "1"]
+    command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}", "--monitor-interval", "0.1"]
+    return cluster.start_command(name, [*command, "-m", "tests.chaos.worker"], PIDS=1)
+
+
+def digests(group: Process) -> dict[str, str]:
+    """rank -> digest, as printed at the end."""
+    rows = [line.split() for _, line in group.lines if line.startswith("done ")]
+    return {row[2]: row[1] for row in rows}
+
+
+def test_a_group_loses_a_rank_restarts_and_heals() -> None:
+    with Cluster(STEP_MS=20, FT_NUM_REPLICA_GROUPS=2) as cluster:
+        one, two = start_group(cluster, "one"), start_group(cluster, "two")
+        one.wait_step(15)
+        pids = [int(line.split()[1]) for _, line in two.lines if line.startswith("pid ")]
+        assert len(pids) == 2
+        os.kill(pids[1], signal.SIGKILL)  # rank 0 or 1 of group two: the agent restarts both
+        two.wait_for(lambda: sum(line.startswith("ready") for _, line in two.lines) == 4, "restarted both ranks")
+        back = two.step()
+        two.wait_step(back + 1)
+        cluster.end_at(one.step() + 40)
+        for group in (one, two):
+            assert group.popen.wait(60) == 0, "\n".join(group.errors[-25:])
+            group.wait_for(lambda group=group: len(digests(group)) == 2, "printed both digests")
+        assert digests(one) == digests(two)  # rank by rank: each rank holds its own part of the model
+        histories: dict[tuple[str, int], set[str]] = {}
+        for group in (one, two):
+            for _, line in group.lines:
+                if line.startswith("commit"):
+                    _, step, _, lineage, rank = line.split()
+                    histories.setdefault((rank, int(step)), set()).add(lineage)
+        assert all(len(found) == 1 for found in histories.values())

@@ -1,0 +1,79 @@
+"""Replicas that are killed, frozen and restarted while the others train; a lighthouse that dies."""
+
+from __future__ import annotations
+
+import signal
+import time
+
+import pytest
+
+from tests.chaos.cluster import Cluster, gap_s
+
+pytestmark = [pytest.mark.process, pytest.mark.timeout(120)]
+NAMES = ("a", "b", "c")
+
+
+def test_a_killed_replica_is_lost_and_taken_back() -> None:
+    with Cluster(FT_NUM_REPLICA_GROUPS=3, BN=1) as cluster:
+        a, b, _ = (cluster.start(name) for name in NAMES)
+        a.wait_step(30)
+        cluster.kill("c")
+        before = a.step()
+        a.wait_step(before + 20)
+        back = cluster.start("c")
+        back.wait_step(1)
+        assert back.commits()[0][2] == 3  # it contributes from its first step on
+        assert len(cluster.wait_ends()) == 1
+        assert {row[2] for row in a.commits()} == {2, 3}
+        assert b.step() == a.step()
+
+
+def test_a_death_hidden_by_a_forked_child_is_found_at_once() -> None:
+    with Cluster(FT_NUM_REPLICA_GROUPS=3) as cluster:
+        a, _b, _c = (cluster.start(name, **({"FORK": 1} if name == "c" else {})) for name in NAMES)
+        a.wait_step(30)
+        at = time.monotonic()
+        cluster.kill("c")
+        assert len(cluster.wait_ends()) == 1
+        assert gap_s(a, at) < 2.0  # not until the child ends, nor until a collective times out
+
+
+def test_a_frozen_replica_is_left_out_and_heals_when_it_thaws() -> None:
+    with Cluster(FT_NUM_REPLICA_GROUPS=3) as cluster:
+        a, _b, c = (cluster.start(name) for name in NAMES)
+        a.wait_step(30)
+        at = time.monotonic()
+        c.signal(signal.SIGSTOP)
+        a.wait_step(a.step() + 60)
+        assert gap_s(a, at) < 2.5  # liveness is 1 s
+        c.signal(signal.SIGCONT)
+        assert len(cluster.wait_ends()) == 1
+        steps = [row[1] for row in c.commits()]
+        healed = [b for a, b in zip(steps, steps[1:], strict=False) if b != a + 1]
+        assert len(healed) == 1, f"the frozen replica should jump once, over the steps it slept through: {healed}"
+
+
+def test_the_lighthouse_may_die() -> None:
+    with Cluster(FT_NUM_REPLICA_GROUPS=3) as cluster:
+        a, _b, _c = (cluster.start(name) for name in NAMES)
+        a.wait_step(30)
+        assert cluster.lighthouse is not None
+        cluster.lighthouse.signal(signal.SIGKILL)
+        cluster.lighthouse.popen.wait()
+        a.wait_step(a.step() + 60)  # nobody misses it
+        cluster.start_lighthouse()
+        a.wait_step(a.step() + 30)
+        cluster.kill("c")  # and membership changes work again
+        a.wait_step(a.step() + 20)
+        assert a.commits()[-1][2] == 2
+        cluster.start("c").wait_step(1)
+        assert len(cluster.wait_ends()) == 1
+
+
+def test_a_replica_that_hangs_is_left_out() -> None:
+    with Cluster(FT_NUM_REPLICA_GROUPS=2, TIMEOUT_S=4) as cluster:
+        a = cluster.start("a")
+        b = cluster.start("b", HANG_AT=30)
+        a.wait_step(60)
+        assert b.popen.poll() is None
+        assert b.step() == 30

@@ -1,0 +1,74 @@
+"""A trainer process for the chaos tests. Prints one line per event: `commit STEP PARTICIPANTS LINEAGE`, `done DIGEST`.
+
+Behaviour comes from the environment: STEPS_FILE (train until this file names a step, and to that step), STEP_MS (how long a step takes at least), FORK=1 (keep a forked child alive, as
+DataLoader workers do), HANG_AT (stop making progress before this step), BN=1 (a BatchNorm layer).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import pathlib
+import sys
+import threading
+from datetime import timedelta
+
+import torch
+from torch import nn
+
+from ft_core import DistributedDataParallel, Manager, Optimizer, ProcessGroupGloo
+
+
+def say(*words: object) -> None:
+    print(*words, flush=True)
+
+
+def main() -> int:
+    torch.set_num_threads(1)
+    env = os.environ
+    end, step_s = pathlib.Path(env["STEPS_FILE"]), float(env.get("STEP_MS", "5")) / 1000
+    rank = int(env.get("RANK", "0"))
+    if env.get("PIDS"):
+        say("pid", os.getpid())
+    torch.manual_seed(os.getpid())  # replicas start apart on purpose
+    if env.get("LOG"):
+        logging.basicConfig(level=logging.INFO)
+    layers = [nn.Linear(20, 64), *([nn.BatchNorm1d(64)] if env.get("BN") else []), nn.ReLU(), nn.Linear(64, 4)]
+    model = nn.Sequential(*layers)
+    inner = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    manager = Manager(
+        pg=ProcessGroupGloo(),
+        state_dict=lambda: {"model": model.state_dict(), "optim": inner.state_dict()},
+        load_state_dict=lambda s: (model.load_state_dict(s["model"]), inner.load_state_dict(s["optim"])),
+        timeout=timedelta(seconds=float(env.get("TIMEOUT_S", "20"))),
+    )
+    ddp = DistributedDataParallel(manager, model)
+    optimizer = Optimizer(manager, inner)
+    if env.get("FORK") and os.fork() == 0:
+        threading.Event().wait(60)
+        os._exit(0)
+    say("ready", manager.replica_id)
+    generator = torch.Generator().manual_seed(os.getpid())
+    pace = threading.Event()
+    while not end.exists() or manager.current_step() < int(end.read_text()):
+        if env.get("HANG_AT") and manager.current_step() == int(env["HANG_AT"]):
+            say("hanging")
+            pace.wait()
+        optimizer.zero_grad()
+        loss = ddp(torch.randn(8, 20, generator=generator)).square().mean()
+        pace.wait(step_s)
+        loss.backward()
+        optimizer.step()
+        if optimizer.committed:
+            lineage = manager.state_dict()["lineage"]
+            say("commit", manager.current_step(), manager.num_participants(), f"{lineage:x}", rank)
+    manager.leave("finished", finished=True)
+    digest = hashlib.sha256(b"".join(t.contiguous().numpy().tobytes() for t in model.state_dict().values()))
+    say("done", digest.hexdigest()[:16], rank)
+    manager.shutdown()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

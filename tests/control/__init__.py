@@ -1,0 +1,1 @@
+"""Tests of the control plane's shells: wire, lighthouse, leases, groups of several ranks."""

@@ -1,0 +1,133 @@
+"""A LeaseHandler that writes down what it is told, and lets a test wait for it; and a replica made of one."""
+
+from __future__ import annotations
+
+import threading
+import time
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from ft_core.client import LeaseClient, LeaseSettings, Peers
+from ft_core.membership import Hello
+from ft_core.quorum import Ask, Quorum, Version
+from ft_core.settings import TimeBudget
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+WAIT_S = 10.0
+BUDGET = TimeBudget.derive(8.0, overrides={"join_s": 2.0, "connect_s": 5.0})
+
+
+class Recorder:
+    """Events as (name, arguments)."""
+
+    def __init__(self, hello: Hello) -> None:
+        self.presented = hello
+        self.quorum: Quorum | None = None
+        self.events: list[tuple[str, tuple[Any, ...]]] = []
+        self.changed = threading.Condition()
+
+    def note(self, name: str, *arguments: Any) -> None:
+        with self.changed:
+            self.events.append((name, arguments))
+            self.changed.notify_all()
+
+    def wait(self, name: str, of: Callable[..., bool] = lambda *_: True, timeout_s: float = WAIT_S) -> tuple[Any, ...]:
+        """The arguments of the first such event."""
+        with self.changed:
+
+            def find() -> tuple[Any, ...] | None:
+                return next((a for n, a in self.events if n == name and of(*a)), None)
+
+            assert self.changed.wait_for(lambda: find() is not None, timeout_s), f"no {name} among {self.events}"
+            found = find()
+            assert found is not None
+            return found
+
+    def of(self, name: str) -> list[tuple[Any, ...]]:
+        with self.changed:
+            return [a for n, a in self.events if n == name]
+
+    def hello(self) -> Hello:
+        self.note("hello")
+        if self.quorum is None:
+            return self.presented
+        return replace(
+            self.presented,
+            quorum_id=self.quorum.quorum_id,
+            members=self.quorum.ids,
+            highest_id=self.quorum.quorum_id,
+        )
+
+    def on_welcome(self, peers: Peers) -> None:
+        self.note("welcome", peers)
+
+    def on_quorum(self, seq: int, quorum: Quorum) -> None:
+        self.quorum = quorum
+        self.note("quorum", seq, quorum)
+
+    def on_reason(self, reason: str) -> None:
+        self.note("reason", reason)
+
+    def on_change_pending(self, quorum_id: int, reason: str) -> None:
+        self.note("change_pending", quorum_id, reason)
+
+    def on_member_lost(self, quorum_id: int, lost: tuple[str, ...]) -> None:
+        self.note("member_lost", quorum_id, lost)
+
+    def on_paused(self, quorum_id: int, replica_id: str, for_s: float) -> None:
+        self.note("paused", quorum_id, replica_id, for_s)
+
+    def on_superseded(self, quorum_id: int) -> None:
+        self.note("superseded", quorum_id)
+
+    def on_refused(self, error: Exception) -> None:
+        self.note("refused", error)
+
+    def on_drain(self, reason: str) -> None:
+        self.note("drain", reason)
+
+    def on_kill(self, reason: str) -> None:
+        self.note("kill", reason)
+
+
+class Replica:
+    """A lease and its recorder."""
+
+    def __init__(
+        self, address: str, replica_id: str, *, token: str = "", room: str = "default", start: bool = True, **hello: Any
+    ) -> None:
+        presented = Hello(replica_id, replica_id.rpartition(":")[0] or replica_id, 0, 0, join_s=2.0, **hello)
+        self.replica_id = replica_id
+        self.recorder = Recorder(presented)
+        self.lease = LeaseClient(LeaseSettings(address, replica_id, BUDGET, room=room, token=token), self.recorder)
+        self.seq = 0
+        if start:
+            self.lease.start()
+
+    def ask(self, *, step: int = 0, failed: bool = False, room: str | None = None, **ask: Any) -> int:
+        """Ask for the next quorum; returns the seq."""
+        self.seq += 1
+        left = self.recorder.quorum.quorum_id if self.recorder.quorum else 0
+        wish = Ask(self.replica_id, self.seq, Version(step, left if step else 0), quorum_id=left, failed=failed, **ask)
+        self.lease.ask(wish, room=room)
+        return self.seq
+
+    def answer(self, seq: int | None = None) -> Quorum:
+        """Wait for the answer to an ask (default: the last)."""
+        wanted = self.seq if seq is None else seq
+        found: Quorum = self.recorder.wait("quorum", lambda s, _: s == wanted)[1]
+        return found
+
+    def close(self) -> None:
+        self.lease.shutdown()
+
+
+def wait_until(condition: Callable[[], bool], timeout_s: float = WAIT_S) -> None:
+    """For what has no event to wait for."""
+    deadline = time.monotonic() + timeout_s
+    pause = threading.Event()
+    while not condition():
+        assert time.monotonic() < deadline, "it did not come true in time"
+        pause.wait(0.005)

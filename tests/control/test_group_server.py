@@ -1,0 +1,324 @@
+"""A group of three ranks: one ask, one answer, one verdict, one end."""
+
+from __future__ import annotations
+
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from ft_core.client import LeaseSettings
+from ft_core.control import Control, LeaderControl, LocalControl, RankControl
+from ft_core.errors import ConfigError, LighthouseError, RefusedError
+from ft_core.membership import Hello
+from ft_core.quorum import VOID, Ask, Quorum, Version
+from ft_core.step import Outcome, Verdict
+from tests.control.recorder import BUDGET, Recorder, Replica, wait_until
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from ft_core.lighthouse import LighthouseServer
+
+ID = "g:1"
+SIZE = 3
+
+
+class Group:
+    """Three ranks in this process."""
+
+    def __init__(self, address: str, **settings: Any) -> None:
+        self.recorders = [Recorder(Hello(ID, "g", 0, 0, group_world_size=SIZE)) for _ in range(SIZE)]
+        lease = LeaseSettings(address, ID, BUDGET, **settings)
+        leader = LeaderControl(lease, self.recorders[0], world_size=SIZE, hostname="127.0.0.1")
+        self.address = leader.address
+        to_leader = replace(lease, address=leader.address, setting="group rank 0's address")
+        self.controls: list[Control] = [leader]
+        self.controls += [RankControl(to_leader, self.recorders[r], rank=r, world_size=SIZE) for r in (1, 2)]
+        self.seqs = [0, 10, 20]
+
+    def start(self) -> Group:
+        for control in self.controls:
+            control.start()
+        for control in self.controls:
+            control.wait_connected(5)
+        return self
+
+    def ask(self, rank: int, **more: Any) -> None:
+        self.seqs[rank] += 1
+        recorder = self.recorders[rank]
+        left = recorder.quorum.quorum_id if recorder.quorum else 0
+        ask = Ask(ID, self.seqs[rank], quorum_id=left, group_world_size=SIZE, heal_addresses=(f"heal{rank}",))
+        self.controls[rank].ask(replace(ask, **more))
+
+    def answers(self) -> list[Quorum]:
+        return [
+            self.recorders[rank].wait("quorum", lambda s, _, rank=rank: s == self.seqs[rank])[1] for rank in range(SIZE)
+        ]
+
+    def vote(self, attempt: int, outcomes: list[Outcome], timeout_s: float = 5.0) -> list[Verdict]:
+        quorum = self.recorders[0].quorum
+        assert quorum is not None
+
+        def one(rank: int) -> Verdict:
+            flags = {"change": rank == 1, "stop": rank == 2}
+            vote = Verdict(quorum.quorum_id, attempt, outcomes[rank], f"rank {rank}", 2, 2, **flags)
+            return self.controls[rank].vote(vote, timeout_s)
+
+        with ThreadPoolExecutor(SIZE) as threads:
+            return list(threads.map(one, range(len(outcomes))))
+
+    def close(self) -> None:
+        for control in reversed(self.controls):
+            control.shutdown()
+
+
+@pytest.fixture
+def bare(lighthouse: LighthouseServer) -> Iterator[Group]:
+    group = Group(lighthouse.address())
+    yield group
+    group.close()
+
+
+@pytest.fixture
+def group(bare: Group) -> Group:
+    """In a quorum."""
+    bare.start()
+    for rank in range(SIZE):
+        bare.ask(rank)
+    bare.answers()
+    return bare
+
+
+COMMIT, VETO, BROKEN = Outcome.COMMIT, Outcome.VETO, Outcome.BROKEN
+
+
+def test_all_ranks_ask_as_one(group: Group) -> None:
+    first, *others = group.answers()
+    assert all(quorum == first for quorum in others)
+    member = first.members[0]
+    assert (member.replica_id, member.group_world_size) == (ID, SIZE)
+    assert member.heal_addresses == ("heal0", "heal1", "heal2")
+
+
+def test_again_with_another_state_on_one_rank_heals_the_whole_group(
+    group: Group, replica: Callable[..., Replica]
+) -> None:
+    other = replica("h:1")
+    other.lease.wait_connected(5)
+    other.ask(step=4)
+    for rank in range(SIZE):
+        group.recorders[rank].wait("change_pending")
+        group.ask(rank, version=Version(4, 9 if rank == 1 else 1))
+    assert [member.version for member in group.answers()[2].members] == [VOID, Version(4, 0)]
+
+
+def test_one_verdict_for_all(group: Group) -> None:
+    for attempt, outcomes, wanted in (
+        (0, [COMMIT, COMMIT, COMMIT], COMMIT),
+        (1, [COMMIT, VETO, COMMIT], VETO),
+        (2, [COMMIT, COMMIT, COMMIT], COMMIT),
+    ):
+        verdicts = group.vote(attempt, outcomes)
+        assert {verdict.outcome for verdict in verdicts} == {wanted}
+        assert all(verdict.change and verdict.stop for verdict in verdicts)
+
+
+def test_a_vote_may_be_repeated(group: Group) -> None:
+    first = group.vote(0, [COMMIT, COMMIT, COMMIT])
+    assert group.vote(0, [VETO, VETO, VETO]) == first
+
+
+def test_one_broken_rank_breaks_the_group(group: Group) -> None:
+    quorum = group.answers()[0]
+    assert {verdict.outcome for verdict in group.vote(0, [COMMIT, BROKEN, COMMIT])} == {BROKEN}
+    for rank in (0, 2):
+        assert group.recorders[rank].wait("member_lost") == (quorum.quorum_id, (ID,))
+    for rank in range(SIZE):
+        group.ask(rank, failed=True)
+    assert group.answers()[0].quorum_id > quorum.quorum_id
+    assert {verdict.outcome for verdict in group.vote(0, [COMMIT, COMMIT, COMMIT])} == {COMMIT}
+
+
+@pytest.mark.parametrize("rank", range(SIZE))
+def test_breaking_is_told_to_every_other_rank_once(group: Group, rank: int) -> None:
+    quorum_id = group.answers()[0].quorum_id
+    group.controls[rank].break_group(quorum_id, "my ring broke")
+    group.controls[rank].break_group(quorum_id, "my ring broke")
+    for other in range(SIZE):
+        if other != rank:
+            assert group.recorders[other].wait("member_lost") == (quorum_id, (ID,))
+            group.controls[other].break_group(quorum_id, "so I heard")
+    for each in range(SIZE):
+        group.ask(each, failed=True)
+    group.answers()
+    assert [len(group.recorders[r].of("member_lost")) for r in range(SIZE)] == [int(r != rank) for r in range(SIZE)]
+
+
+def test_an_ask_after_a_failure_breaks_the_ranks_that_have_not_noticed(group: Group) -> None:
+    quorum_id = group.answers()[0].quorum_id
+    group.ask(2, failed=True, reason="ring 2 broke")
+    for rank in (0, 1):
+        assert group.recorders[rank].wait("member_lost") == (quorum_id, (ID,))
+
+
+def test_a_dead_rank_breaks_the_group_and_is_named(group: Group) -> None:
+    quorum_id = group.answers()[0].quorum_id
+    group.controls[2].shutdown()
+    began = time.monotonic()
+    assert {verdict.outcome for verdict in group.vote(0, [COMMIT, COMMIT])} == {BROKEN}
+    assert time.monotonic() - began < 3
+    for rank in (0, 1):
+        assert group.recorders[rank].wait("member_lost") == (quorum_id, (ID,))
+        group.ask(rank, failed=True)
+    for rank in (0, 1):
+        group.recorders[rank].wait("reason", lambda text: "group rank 2" in text and "not connected: 2" in text)
+        assert "group rank 2" in group.controls[rank].last_reason
+
+
+def test_a_dead_leader_breaks_the_others(group: Group) -> None:
+    quorum_id = group.answers()[0].quorum_id
+    results: list[Verdict] = []
+    vote = Verdict(quorum_id, 0, COMMIT)
+    voter = threading.Thread(target=lambda: results.append(group.controls[1].vote(vote, 10)))
+    voter.start()
+    group.controls[0].shutdown()
+    voter.join(5)
+    assert results[0].outcome is BROKEN
+    assert group.recorders[2].wait("member_lost") == (quorum_id, (ID,))
+    assert "group rank 0" in group.controls[1].last_reason
+
+
+def test_a_vote_that_nobody_joins_is_broken_at_the_timeout(group: Group) -> None:
+    verdict = group.controls[1].vote(Verdict(group.answers()[0].quorum_id, 0, COMMIT), 0.1)
+    assert verdict.outcome is BROKEN
+    assert "did not agree" in verdict.reason
+
+
+def test_the_lighthouses_pushes_reach_every_rank(group: Group, replica: Callable[..., Replica]) -> None:
+    other = replica("h:1")
+    other.lease.wait_connected(5)
+    other.ask()
+    for recorder in group.recorders:
+        assert recorder.wait("change_pending")[0] == group.answers()[0].quorum_id
+    for rank in range(SIZE):
+        group.ask(rank)
+    quorum = other.answer()
+    other.lease.progress(0, "saving", VOID, paused_s=9.0)
+    for recorder in group.recorders:
+        assert recorder.wait("paused")[:2] == (quorum.quorum_id, "h:1")
+    other.close()
+    for recorder in group.recorders:
+        assert recorder.wait("member_lost") == (quorum.quorum_id, ("h:1",))
+
+
+def test_a_pause_of_any_rank_is_the_groups(group: Group, replica: Callable[..., Replica]) -> None:
+    other = replica("h:1")
+    other.lease.wait_connected(5)
+    other.ask()
+    for rank in range(SIZE):
+        group.recorders[rank].wait("change_pending")
+        group.ask(rank)
+    other.answer()
+    group.controls[2].progress(0, "validation", VOID, paused_s=9.0)
+    assert other.recorder.wait("paused")[1] == ID
+    group.controls[2].progress(0, "step", VOID)
+    other.recorder.wait("paused", lambda _id, _who, for_s: for_s == 0)
+
+
+def test_acknowledgements_reach_every_rank_with_the_leases_age(group: Group) -> None:
+    since = time.monotonic()
+    wait_until(lambda: all(control.last_ack > since for control in group.controls))
+    assert all(control.connected for control in group.controls)
+    assert all(control.last_ack <= time.monotonic() for control in group.controls)
+
+
+def test_without_a_lighthouse_no_rank_is_acknowledged(group: Group, lighthouse: LighthouseServer) -> None:
+    lighthouse.shutdown()
+    gone = time.monotonic()
+    threading.Event().wait(0.6)  # several renewals between the ranks
+    assert all(control.last_ack < gone + 0.3 for control in group.controls)
+
+
+def test_differing_settings_are_refused_on_all_ranks(bare: Group) -> None:
+    bare.start()
+    for rank in range(SIZE):
+        bare.ask(rank, min_replicas=1 + rank)
+    for rank in range(SIZE):
+        error = bare.recorders[rank].wait("refused")[0]
+        assert isinstance(error, ConfigError)
+        assert "differ in min_replicas" in str(error)
+
+
+def test_ranks_that_never_come_are_named(lighthouse: LighthouseServer) -> None:
+    group = Group(lighthouse.address())
+    hurry = replace(BUDGET, connect_s=0.3)
+    leader = LeaderControl(
+        LeaseSettings(lighthouse.address(), "late:1", hurry), group.recorders[0], world_size=SIZE, hostname="127.0.0.1"
+    )
+    leader.start()
+    error = group.recorders[0].wait("refused")[0]
+    assert isinstance(error, RefusedError)
+    assert "group ranks 1, 2 of late:1 never connected" in str(error)
+    leader.shutdown()
+    group.close()
+
+
+def test_a_leader_that_never_comes_is_named() -> None:
+    recorder = Recorder(Hello(ID, "g", 0, 0))
+    settings = LeaseSettings("127.0.0.1:1", ID, replace(BUDGET, connect_s=0.3), setting="group rank 0's address")
+    control = RankControl(settings, recorder, rank=1, world_size=SIZE)
+    control.start()
+    with pytest.raises(LighthouseError, match="group rank 0"):
+        control.wait_connected(0.1)
+    assert "group rank 0 did not answer" in str(recorder.wait("refused")[0])
+    control.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("change", "rank", "size", "words"),
+    [
+        ({"replica_id": "x:1"}, 1, SIZE, "not of x:1"),
+        ({}, 1, 4, "world_size=4"),
+        ({}, 3, SIZE, "not one of ranks"),
+        ({"token": "no"}, 1, SIZE, "FT_TOKEN"),
+        ({}, 2, SIZE, "two processes"),
+    ],
+)
+def test_who_does_not_belong_is_refused(
+    lighthouse: LighthouseServer, change: dict[str, str], rank: int, size: int, words: str
+) -> None:
+    group = Group(lighthouse.address(), token="yes" if "token" in change else "")
+    if words == "two processes":
+        group.start()
+    else:
+        group.controls[0].start()
+    stranger = Recorder(Hello(ID, "g", 0, 0))
+    settings = replace(LeaseSettings(group.address, ID, BUDGET), **change)  # type: ignore[arg-type]
+    control = RankControl(settings, stranger, rank=rank, world_size=size)
+    control.start()
+    assert words in str(stranger.wait("refused")[0])
+    control.shutdown()
+    group.close()
+
+
+def test_leaving_in_any_order_breaks_nothing(group: Group) -> None:
+    for rank in (1, 0, 2):
+        assert group.controls[rank].leave("done", finished=False, version=Version(3, 1), agreed=True, timeout_s=5)
+    for recorder in group.recorders:
+        assert recorder.of("member_lost") == []
+
+
+def test_a_group_of_one_needs_nobody(lighthouse: LighthouseServer) -> None:
+    recorder = Recorder(Hello("s:1", "s", 0, 0))
+    control: Control = LocalControl(LeaseSettings(lighthouse.address(), "s:1", BUDGET), recorder)
+    control.start()
+    control.wait_connected(5)
+    vote = Verdict(1, 2, COMMIT)
+    assert control.vote(vote, 0.0) is vote
+    control.break_group(1, "mine alone")
+    control.shutdown()
+    assert recorder.of("member_lost") == []

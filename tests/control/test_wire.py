@@ -1,0 +1,200 @@
+"""Whatever is sent arrives as it was, and nothing else arrives."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ft_core import wire
+from ft_core.errors import ConfigError, JobFinishedError, ProtocolError, RefusedError
+from ft_core.membership import Hello, Left, Progress
+from ft_core.quorum import VOID, Ask, Member, Quorum, Version
+from ft_core.settings import PROTOCOL_VERSION
+from ft_core.step import Outcome, Verdict
+from ft_core.wire import pb
+
+INT64 = st.integers(0, 2**63 - 1)
+NAMES = st.text(st.characters(codec="utf-8"), min_size=1, max_size=30)
+TEXTS = st.text(st.characters(codec="utf-8"), max_size=60)
+ADDRESSES = st.lists(TEXTS, max_size=4).map(tuple)
+VERSIONS = st.just(VOID) | st.builds(Version, INT64, INT64)
+U64 = st.integers(0, 2**64 - 1)
+MILLIS = st.integers(0, 10**9).map(lambda ms: ms / 1000)
+FLAGS = {name: st.booleans() for name in ("init_sync", "allow_heal", "shrink_only", "heals_before_forward")}
+ASKS = st.builds(
+    Ask, NAMES, INT64, VERSIONS, U64, INT64, st.booleans(), TEXTS, min_replicas=st.integers(1, 256),
+    group_world_size=st.integers(1, 4096), heal_addresses=ADDRESSES, store_address=TEXTS, address=TEXTS, layout=U64,
+    open_attempt=st.integers(-1, 9), commit_failures=st.integers(0, 99), data=TEXTS, **FLAGS,
+)  # fmt: skip
+MEMBERS = st.builds(
+    Member, NAMES, VERSIONS, U64, st.integers(1, 4096), ADDRESSES, TEXTS, TEXTS, previous_quorum_id=INT64,
+    open_attempt=st.integers(-1, 9), commit_failures=st.integers(0, 99), data=TEXTS, **FLAGS,
+)  # fmt: skip
+QUORUMS = st.builds(
+    Quorum, INT64, st.lists(MEMBERS, min_size=1, max_size=4, unique_by=lambda m: m.replica_id).map(tuple), INT64
+)
+HELLOS = st.builds(
+    Hello, NAMES, NAMES, st.just(0), INT64, version=VERSIONS, stable=VERSIONS, highest_id=INT64, quorum_id=INT64,
+    members=st.lists(NAMES, max_size=4).map(tuple), layout=U64, layout_lines=ADDRESSES, expected=st.integers(0, 256),
+    min_replicas=st.integers(1, 256), group_world_size=st.integers(1, 4096), join_s=MILLIS, liveness_s=MILLIS,
+    orphan_s=MILLIS | st.just(math.inf), heal_addresses=ADDRESSES,
+)  # fmt: skip
+VERDICTS = st.builds(
+    Verdict, INT64, st.integers(0, 2**40), st.sampled_from(Outcome), TEXTS, U64, st.integers(0, 256), st.booleans(),
+    st.booleans(), st.booleans(), st.booleans(),
+)  # fmt: skip
+PROGRESSES = st.builds(Progress, st.just("me"), st.just(7), INT64, NAMES, VERSIONS, MILLIS, ADDRESSES)
+LEFTS = st.builds(Left, st.just("me"), st.just(7), TEXTS, st.booleans(), VERSIONS, st.booleans())
+PUSHES = (
+    st.builds(wire.Answer, INT64, QUORUMS)
+    | st.builds(wire.Reason, TEXTS)
+    | st.builds(wire.Change, INT64, TEXTS)
+    | st.builds(wire.Lost, INT64, ADDRESSES)
+    | st.builds(wire.Busy, INT64, NAMES, MILLIS)
+    | st.builds(wire.Over, INT64)
+    | st.builds(wire.Order, st.booleans(), TEXTS)
+    | st.builds(wire.Acked, st.integers(0, 10**9).map(float), MILLIS)
+)
+FAST = settings(max_examples=60, deadline=None)
+
+
+@FAST
+@given(HELLOS, NAMES)
+def test_hello_arrives(hello: Hello, room: str) -> None:
+    opening = wire.decode_lease_request(wire.encode_hello(hello, room, "1.2"))
+    assert opening == wire.Opening(hello, room)
+
+
+@FAST
+@given(ASKS)
+def test_ask_arrives(ask: Ask) -> None:
+    assert wire.decode_lease_request(wire.encode_ask(ask), ask.replica_id) == ask
+    assert wire.decode_group_request(wire.encode_rank(wire.RankAsk(ask, "x"))) == wire.RankAsk(ask, "x")
+
+
+@FAST
+@given(PROGRESSES, LEFTS, st.integers(0, 10**9).map(float))
+def test_progress_and_goodbye_arrive(progress: Progress, left: Left, clock_s: float) -> None:
+    renewal = wire.Renewal(clock_s, progress)
+    assert wire.decode_lease_request(wire.encode_renewal(renewal), "me", 7) == renewal
+    assert wire.decode_lease_request(wire.encode_left(left), "me", 7) == left
+
+
+@FAST
+@given(VERDICTS)
+def test_verdict_arrives(verdict: Verdict) -> None:
+    assert wire.decode_group_request(wire.encode_rank(verdict)) == verdict
+    assert wire.decode_group_push(wire.encode_push(verdict)) == verdict
+
+
+@FAST
+@given(PUSHES)
+def test_pushes_mean_the_same_to_a_lease_and_to_a_rank(push: wire.Push) -> None:
+    data = wire.encode_push(push)
+    assert wire.decode_lease_push(data) == push
+    assert wire.decode_group_push(data) == push
+
+
+@FAST
+@given(QUORUMS, INT64)
+def test_a_shared_quorum_answers_each_member(quorum: Quorum, seq: int) -> None:
+    assert wire.decode_lease_push(wire.answer(seq, wire.encode_quorum(quorum))) == wire.Answer(seq, quorum)
+    assert wire.decode_quorum_info(wire.encode_quorum_info(quorum)) == quorum
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.binary(max_size=200))
+def test_garbage_is_a_protocol_error_or_nothing(data: bytes) -> None:
+    for decode in (
+        wire.decode_lease_request,
+        wire.decode_group_request,
+        wire.decode_lease_push,
+        wire.decode_group_push,
+    ):
+        with contextlib.suppress(ProtocolError):
+            decode(data)
+
+
+@pytest.mark.parametrize("error", [RefusedError("r"), JobFinishedError("f"), ProtocolError("p"), ConfigError("c")])
+def test_a_refusal_arrives_as_the_error_it_is(error: Exception) -> None:
+    push = wire.decode_lease_push(wire.encode_push(wire.Refusal(error)))
+    assert isinstance(push, wire.Refusal)
+    assert type(push.error) is type(error)
+    assert str(push.error) == str(error)
+
+
+@pytest.mark.parametrize(
+    ("theirs", "upgrade"), [(PROTOCOL_VERSION - 1, "the trainer"), (PROTOCOL_VERSION + 1, "the lighthouse")]
+)
+def test_a_differing_version_names_both_and_what_to_upgrade(theirs: int, upgrade: str) -> None:
+    message = pb.LeaseRequest(hello=pb.Hello(protocol_version=theirs, release="9.9", replica_id="a"))
+    with pytest.raises(ProtocolError) as caught:
+        wire.decode_lease_request(message.SerializeToString())
+    text = str(caught.value)
+    assert f"version {theirs}" in text
+    assert f"version {PROTOCOL_VERSION}" in text
+    assert text.endswith(f"upgrade ft-training on {upgrade}")
+
+
+ASK = Ask("a:1", 1)
+
+
+@pytest.mark.parametrize(
+    ("change", "names"),
+    [
+        ({"replica_id": ""}, "replica_id"),
+        ({"replica_id": "x" * 257}, "replica_id"),
+        ({"min_replicas": 0}, "min_replicas"),
+        ({"min_replicas": 257}, "min_replicas"),
+        ({"heal_addresses": ("x",) * 5000}, "heal_addresses"),
+        ({"data": "x" * 20_000}, "data"),
+        ({"seq": -1}, "Ask"),
+        ({"store_address": "\udcff"}, "Ask"),
+        ({"layout": 2**64}, "Ask"),
+        ({"version": Version(-5, 0)}, "version"),
+    ],
+)
+def test_a_broken_bound_is_the_senders_mistake(change: dict[str, Any], names: str) -> None:
+    with pytest.raises((ConfigError, ProtocolError), match=names):
+        # A version below VOID can be written down but not read: protobuf has no bounds of its own.
+        wire.decode_lease_request(wire.encode_ask(replace(ASK, **change)), "a:1")
+
+
+def test_what_arrives_is_bounded_too() -> None:
+    for message, names in (
+        (pb.LeaseRequest(ask=pb.Ask(replica_id="a", min_replicas=0, group_world_size=1)), "min_replicas"),
+        (pb.LeaseRequest(ask=pb.Ask(replica_id="b", min_replicas=1, group_world_size=1)), "lease of"),
+        (pb.LeaseRequest(), "empty"),
+        (pb.LeaseRequest(progress=pb.Progress(phase="x" * 300)), "phase"),
+    ):
+        with pytest.raises(ProtocolError, match=names):
+            wire.decode_lease_request(message.SerializeToString(), "a")
+    with pytest.raises(ProtocolError, match="outcome"):
+        wire.decode_group_request(pb.GroupRequest(vote=pb.Verdict(quorum_id=1)).SerializeToString())
+    twice = pb.QuorumInfo(quorum_id=1)
+    for _ in range(2):
+        twice.members.add(replica_id="a", group_world_size=1)
+    with pytest.raises(ProtocolError, match="twice"):
+        wire.decode_lease_push(pb.LeasePush(quorum=twice).SerializeToString())
+
+
+def test_a_push_of_a_later_release_is_passed_over() -> None:
+    assert wire.decode_lease_push(b"") is None
+
+
+def test_long_reasons_are_cut_and_long_layouts_left_out() -> None:
+    push = wire.decode_lease_push(wire.encode_push(wire.Reason("x" * 10_000)))
+    assert isinstance(push, wire.Reason)
+    assert len(push.text) == wire.MAX_TEXT
+    lines = tuple(f"layer{n}.weight float32 [1024, 1024]" for n in range(100_000))
+    opening = wire.decode_lease_request(wire.encode_hello(Hello("a", "a", 0, 1, layout_lines=lines), "r", ""))
+    assert isinstance(opening, wire.Opening)
+    kept = opening.hello.layout_lines
+    assert 1000 < len(kept) <= wire.MAX_LAYOUT_LINES
+    assert kept == lines[: len(kept)]

@@ -1,0 +1,74 @@
+"""The quorum rule once more: slow, obvious, written from the text of DESIGN 3 alone. The real one must agree with it."""
+
+from __future__ import annotations
+
+from ft_core.quorum import VOID, Life, Seen, View
+
+
+def gone(view: View, name: str) -> bool:
+    """Nothing it does can reach anybody again."""
+    return name not in view.seen or view.seen[name].life is Life.GONE
+
+
+def out_of_reach(view: View, name: str) -> bool:
+    """It has been without a lease for orphan_s."""
+    seen = view.seen[name]
+    return seen.life is not Life.UP and view.now >= seen.since + view.orphan_s
+
+
+def may_form(view: View) -> tuple[str, ...] | None:
+    """The members of the quorum that may form now; None: it may not."""
+    askers = {n: s for n, s in view.seen.items() if s.life is Life.UP and s.ask is not None and s.admitted_at <= view.now}
+    if view.current and any(s.ask and s.ask.shrink_only for s in askers.values()):
+        askers = {n: s for n, s in askers.items() if n in view.current.members}
+    if not askers:
+        return None
+    newest = max(s.ask.version for s in askers.values() if s.ask)
+    complete = 0 < view.expected <= len(askers)
+    # R9: a lighthouse that has just started may have forgotten a quorum.
+    if view.current is None:
+        if view.now < view.boot_until and not complete:
+            return None
+        if view.expected and not complete and newest.step <= 0 and view.now < view.restart_until:
+            return None
+    elif view.now < view.boot_until and any(
+        n in view.seen and view.seen[n].life is Life.UNKNOWN for n in view.current.members
+    ):
+        return None
+    # R1: not beside a quorum that may still be training.
+    if view.current and not view.current.ended:
+        for name in view.current.members:
+            if not gone(view, name) and not out_of_reach(view, name):
+                return None
+    # R2: not from an older state than somebody within reach is known to hold.
+    for name, seen in view.seen.items():
+        if name not in askers and not gone(view, name) and seen.stable > newest and not out_of_reach(view, name):
+            return None
+    # 3.2: whoever is alive is waited for, within bounds.
+    first = min(s.asked_at for s in askers.values())
+    if view.current is None:
+        if len(askers) < view.expected and view.now < first + view.join_s:
+            return None
+        idle = [s for s in view.seen.values() if s.life is Life.UP and s.ask is None]
+        if idle and view.now < first + view.join_timeout_s:
+            return None
+    else:
+        first = max(first, view.current.ended_at)
+        for name in view.current.members:
+            if name not in askers and not gone(view, name) and _worth_waiting(view, view.seen[name], first):
+                return None
+    if len(askers) < max([view.min_replicas, *(s.ask.min_replicas for s in askers.values() if s.ask)]):
+        return None
+    if newest == VOID:
+        return None
+    return tuple(sorted(askers))
+
+
+def _worth_waiting(view: View, seen: Seen, first: float) -> bool:
+    if seen.life is Life.MISSED:
+        return False
+    if seen.life is Life.CLOSED:
+        return True  # the grace decides
+    if seen.life is Life.UNKNOWN:
+        return view.now < max(view.boot_until, seen.since + view.join_s)
+    return view.now < max(first + view.join_s, seen.paused_until)

@@ -1,0 +1,135 @@
+"""Thousands of seeded runs of the whole protocol, and each rule of DESIGN 3.9 shown to be necessary.
+
+`FT_SIM_SEEDS` (default 2000) and `FT_SIM_START` (default 0) choose the seeds. A failure prints how to see it again:
+`python -m tests.simulation --seed N --trace`.
+
+Which rule is shown necessary where (seeds needed until the first violation when it is turned off):
+
+| rule | switch | needs | violates |
+|---|---|---|---|
+| R0 verdict, tag | MemberRules.r0_verdict + r0_tag | 1 seed | I1 two states under one version |
+| R1 no quorum beside a living one | Rules.r1_ended | 4 | I3 two quorums commit side by side |
+| R2 no amnesia | Rules.r2_no_amnesia | 3 | I3 a published step is made again |
+| R3 autonomy | MemberRules.r3_autonomy | 64 | I3 two quorums commit side by side |
+| R4 aligned collectives | MemberRules.r4_aligned | 5 | I4 collectives of two attempts are paired |
+| R7 void while receiving | MemberRules.r7_void | 5 | I1 training goes on from a torn state |
+| R8 ids | QuorumIds.unique | 10 | I2 ids go back after a restart |
+| R9 boot window | Rules.r9_boot | about 300 | I3 a published step is made again |
+| R10 divisor | MemberRules.r10_divisor | 8 | I5 the divisor is not the number of gradients |
+| R11 no veto by a healing member | MemberRules.r11_no_veto | 1 | I7 a member that cannot heal stops the others |
+| R14 answers are repeated only in force | Rules.r14_in_force | 19 | I3 two quorums commit side by side |
+
+R5, R6, R10 (ready), R12, R13, R15 and R16 change what is lost or how long something takes, not what is true, so they have
+directed tests: tests/pure/test_rules.py.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from typing import Any
+
+import pytest
+
+from ft_core.quorum import Rules
+from ft_core.step import MemberRules
+from tests.simulation.cluster import Config, Result, simulate
+
+SEEDS = int(os.environ.get("FT_SIM_SEEDS", "2000"))
+START = int(os.environ.get("FT_SIM_START", "0"))
+CHUNK = 200
+
+
+def story(result: Result) -> str:
+    """What to print about a failed seed."""
+    config = result.world.config
+    return (
+        f"seed {result.seed}: {result.violation}\n{config}\n{result.world.transcript(60)}\n"
+        f"again: python -m tests.simulation --seed {result.seed} --trace"
+    )
+
+
+@pytest.mark.parametrize("start", range(START, START + SEEDS, CHUNK))
+def test_every_invariant_holds(start: int, record_property: pytest.RecordProperty) -> None:
+    remainder, commits = Counter[str](), 0
+    for seed in range(start, min(start + CHUNK, START + SEEDS)):
+        result = simulate(seed)
+        if result.violation:
+            pytest.fail(story(result), pytrace=False)
+        remainder.update(result.world.history.remainder)
+        commits += result.world.history.commits
+    assert commits > CHUNK, "the simulation hardly commits anything: it tests nothing"
+    for what, count in sorted(remainder.items()):
+        record_property(what, count)
+        print(f"documented remainder, seeds {start}..: {what}: {count} of {commits} commits")
+
+
+PLAIN: dict[str, Any] = {
+    "ranks": 1, "fixed_with_spares": False, "finish_at": 0, "fault_every_s": 0.5, "min_replicas": 1, "expected": 0,
+}  # fmt: skip
+NECESSARY: dict[str, tuple[int, str, dict[str, Any]]] = {
+    "R0": (20, "I1", {"faults": ("late",), "member_rules": MemberRules(r0_verdict=False, r0_tag=False)}),
+    "R1": (
+        60, "I3",
+        {"groups": 2, "faults": ("freeze", "duplicate", "kill", "cut_lighthouse"), "room_rules": Rules(r1_ended=False)},
+    ),
+    "R2": (60, "I3", {"faults": ("freeze", "duplicate", "kill"), "room_rules": Rules(r2_no_amnesia=False)}),
+    "R3": (
+        400, "I3",
+        {
+            "groups": 2, "faults": ("cut_lighthouse", "duplicate", "kill"),
+            "member_rules": MemberRules(r3_autonomy=False),
+        },
+    ),
+    "R4": (60, "I4", {"faults": ("skip",), "member_rules": MemberRules(r4_aligned=False)}),
+    "R7": (
+        60, "I1",
+        {
+            "groups": 4, "faults": ("heal", "kill"), "heals_before_forward": True,
+            "member_rules": MemberRules(r7_void=False),
+        },
+    ),
+    "R8": (60, "I2", {"faults": ("lighthouse",), "unique_ids": False}),
+    "R9": (1500, "I3", {"groups": 2, "faults": ("lighthouse", "kill"), "room_rules": Rules(r9_boot=False)}),
+    "R10": (60, "I5", {"faults": ("heal", "kill"), "member_rules": MemberRules(r10_divisor=False)}),
+    "R11": (20, "I7", {"faults": ("kill",), "bad_group": 0, "member_rules": MemberRules(r11_no_veto=False)}),
+    "R14": (
+        200, "I3", {"faults": ("cut_all", "cut_lighthouse", "freeze"), "room_rules": Rules(r14_in_force=False)},
+    ),
+}  # fmt: skip
+"""rule -> (seeds within which it must be found, the invariant that breaks, how to look for it)."""
+
+
+@pytest.mark.parametrize("rule", NECESSARY)
+def test_without_the_rule_the_simulation_finds_the_failure(rule: str) -> None:
+    limit, invariant, fixed = NECESSARY[rule]
+    for seed in range(limit):
+        violation = simulate(seed, Config.draw(seed, **{**PLAIN, **fixed})).violation
+        if violation:
+            print(f"without {rule}: seed {seed}: {violation}")
+            assert violation.rule == invariant, violation
+            return
+    pytest.fail(f"{limit} seeds without {rule} and no violation: is the rule necessary, or the simulation blind?")
+
+
+@pytest.mark.parametrize("rule", NECESSARY)
+def test_with_the_rule_the_same_runs_are_clean(rule: str) -> None:
+    limit, _, fixed = NECESSARY[rule]
+    off = {"member_rules", "room_rules", "unique_ids"}
+    for seed in range(min(limit, 60)):
+        result = simulate(seed, Config.draw(seed, **{**PLAIN, **{k: v for k, v in fixed.items() if k not in off}}))
+        if result.violation:
+            pytest.fail(story(result), pytrace=False)
+
+
+def test_a_run_is_a_function_of_its_seed() -> None:
+    first, second = simulate(11).world, simulate(11).world
+    assert first.transcript() == second.transcript()
+    assert first.events == second.events
+
+
+def test_a_member_that_never_heals_does_not_hold_the_others() -> None:
+    for seed in range(60):
+        result = simulate(seed, Config.draw(seed, bad_group=0))
+        if result.violation:
+            pytest.fail(story(result), pytrace=False)
