@@ -167,8 +167,8 @@ class Child:
         return [t for t, _, n in self.commits[bisect.bisect_right(self.commits, (at, 0, 0)) :] if n == participants]
 
     def beyond_normal(self, start: float, end: float) -> float:
-        """Longest interval that touches [start, end], less the median step of the second before `start`."""
-        return max(self.intervals(start, end), default=float("inf")) - median(self.intervals(start - 1.0, start))
+        """Longest interval that touches [start, end], less the median step since a second before."""
+        return max(self.intervals(start, end), default=float("inf")) - median(self.intervals(start - 1.0, end))
 
     def say(self, text: str) -> None:
         """One line to its standard input."""

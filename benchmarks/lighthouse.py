@@ -19,7 +19,7 @@ def one(job: Job, lighthouse: Child) -> tuple[Child, dict[str, float]]:
     newcomer = job.start_trainer(NEWCOMER, "--gated")
     job.wait(lambda: newcomer.read().events, "the newcomer to load")
     del job.trainers[NEWCOMER]
-    job.wait_settled(2)
+    job.wait_settled(2, steps=1500)
     before = {g: c.last_step for g, c in job.trainers.items()}
     down, _ = job.kill(lighthouse)
     newcomer.say("go")

@@ -214,7 +214,7 @@ def main() -> None:
 def start() -> tuple[subprocess.Popen[str], str]:
     """A lighthouse process and its address, once it listens."""
     process = subprocess.Popen(
-        [sys.executable, "-m", "ft_core.lighthouse", "--bind", "127.0.0.1:0"],
+        [sys.executable, "-m", "ft_core.lighthouse", "--bind", "127.0.0.1:0", "--join-timeout-ms", "5000"],
         cwd=Path(__file__).resolve().parent.parent, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
     )  # fmt: skip
     assert process.stdout is not None

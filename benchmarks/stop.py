@@ -17,7 +17,7 @@ FROZEN_S = 3.0
 
 def one(job: Job, group: int) -> tuple[float, float, float]:
     """Stop and continue replica `group`: (survivors' gap, the same before, seconds until it trains again)."""
-    job.wait_settled(3)
+    job.wait_settled(3, steps=1500)
     victim = job.trainers.pop(group)
     at = time.monotonic()
     os.kill(victim.process.pid, signal.SIGSTOP)
@@ -25,13 +25,14 @@ def one(job: Job, group: int) -> tuple[float, float, float]:
         end = job.wait_went_on(at, participants=2)
         time.sleep(max(0.0, at + FROZEN_S - time.monotonic()))
     finally:
-        woken = time.monotonic()
+        woken, newest = time.monotonic(), max(c.read().last_step for c in job.trainers.values())
         os.kill(victim.process.pid, signal.SIGCONT)
     gap = max(c.read().beyond_normal(at, end) for c in job.trainers.values())
     quiet = max(c.beyond_normal(at - 1.0, at - 0.005) for c in job.trainers.values())
     job.trainers[group] = victim
-    job.wait_went_on(woken, participants=3, steps=1)
-    return gap, quiet, victim.since(woken, participants=3)[0] - woken
+    job.wait_went_on(woken, participants=3)
+    back = min(t for t, step, n in victim.commits if t > woken and step > newest and n == 3)
+    return gap, quiet, back - woken
 
 
 def measure(options: Options) -> list[Row]:

@@ -16,6 +16,7 @@ Ownership: one event loop (or the simulation) calls it; nothing here is thread s
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -33,7 +34,6 @@ from ft_core.quorum import (
     Seen,
     Version,
     View,
-    certainly_gone,
     decide,
 )
 from ft_core.settings import MAX_REPLICAS, LighthouseSettings
@@ -450,7 +450,7 @@ class Room:
         if current is None or hello.quorum_id > current.quorum_id:
             if hello.replica_id not in hello.members:
                 return
-            ended = any(certainly_gone(self.records.get(i)) and i in self.records for i in hello.members)
+            ended = any(self.records[i].life is Life.GONE for i in hello.members if i in self.records)
             self._current = Current(hello.quorum_id, hello.members, ended, now)
             self._adopted = True
             self._pending = frozenset()
@@ -613,16 +613,20 @@ class Room:
                     out.append(Note(f"{replica_id} is gone (its last word: step {record.step}, {record.phase or 'start'})"))
                 else:
                     times.append(over)
-            member = self._current is not None and replica_id in self._current.members
-            if record.life is Life.GONE:
-                if member:
-                    self._end_current(now)
-                elif now - record.since > CRASH_WINDOW_S:
-                    del self.records[replica_id]
-            elif record.life in (Life.MISSED, Life.UNKNOWN) and not member:
-                # Nothing waits for it any more (R1, R2); if it ever returns it says hello.
-                if now - record.since > max(CRASH_WINDOW_S, record.hello.orphan_s):
-                    del self.records[replica_id]
+            if self._current is None or replica_id not in self._current.members:
+                self._forget(replica_id, record, now)
+            elif record.life is Life.GONE:
+                self._end_current(now)
+
+    def _forget(self, replica_id: str, record: Record, now: float) -> None:
+        """Drop the record of a replica that no quorum names and nothing waits for; should it return, it says hello."""
+        kept_s = {
+            Life.GONE: CRASH_WINDOW_S,
+            Life.MISSED: max(CRASH_WINDOW_S, record.hello.orphan_s),  # until then R1 and R2 may wait for it
+            Life.UNKNOWN: max(CRASH_WINDOW_S, record.hello.orphan_s),
+        }
+        if now - record.since > kept_s.get(record.life, math.inf):
+            del self.records[replica_id]
 
     def _announce_losses(self, out: list[Effect]) -> None:
         current = self._current
@@ -719,7 +723,7 @@ class Room:
         crashes = [t for t in self._crashes.get(name, ()) if now - t < CRASH_WINDOW_S]
         if len(crashes) <= CRASH_FREE:
             return 0.0
-        return now + min(CRASH_DELAY_MAX_S, CRASH_DELAY_S * 2 ** (len(crashes) - CRASH_FREE - 1))
+        return now + min(CRASH_DELAY_MAX_S, CRASH_DELAY_S * 2.0 ** (len(crashes) - CRASH_FREE - 1))
 
     def _saw_commit(self, epoch: int) -> None:
         """A step was committed in the quorum `epoch`: every member of it has got past its first commit (R15).

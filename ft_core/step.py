@@ -254,7 +254,7 @@ class Step:
             return False
         if self.behind:
             return self.heal is not Heal.READY
-        return not self.participating and not self.plan.heals
+        return not self.participating and self.plan.replica_rank not in self.plan.participants_healed
 
     # ------------------------------------------------------------ boundary
 

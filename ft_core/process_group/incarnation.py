@@ -54,8 +54,10 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 MAX_CONNECT_S = 5.0
-"""How long connecting to ranks that are all there (their records are in the store) may take. An abort in these milliseconds leaves the
-constructor's thread behind for as long: it may be waiting for a connection, and nothing ends that."""
+"""How long connecting to ranks that are all there (their records are in the store) may take.
+
+An abort in these milliseconds leaves the constructor's thread behind for as long: it may be waiting for a connection,
+and nothing ends that."""
 STUCK_S = 0.5
 """How long a forming thread may take to notice that it should end, before it counts as stuck in a call."""
 MAX_FORMING = 64
@@ -219,12 +221,12 @@ class Incarnation:
         elif not _warned_cannot_abort:
             _warned_cannot_abort = True
             logger.warning(
-                "Gloo's sockets cannot be found on this system (needs Linux and /proc/self/fd): after a failure,
-                pending " "collectives end only at their timeout, and forked workers keep a killed trainer's
-                connections open"
+                "Gloo's sockets cannot be found on this system (needs Linux and /proc/self/fd): after a failure, "
+                "pending collectives end only at their timeout, and forked workers keep a killed trainer's "
+                "connections open"
             )
 
-    # ----------------------------------------------------------------------------------------------------------- running
+    # ---------------------------------------------------------------------------------------------------------- running
 
     def track(self, work: Work) -> None:
         """Remember a work until it has ended: its buffers are in use, and its failure may be asked for."""
@@ -336,7 +338,7 @@ class Incarnation:
         """How many works have not ended."""
         return sum(1 for work in list(self._works) if not work.is_completed())
 
-    # ------------------------------------------------------------------------------------------------------------ ending
+    # ----------------------------------------------------------------------------------------------------------- ending
 
     def abort(self, reason: Exception) -> None:
         """End it: pending works fail here and on the peers, `form` raises; idempotent, and the first reason stays."""

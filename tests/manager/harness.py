@@ -170,7 +170,7 @@ class Replica:
             action(self)
 
     def loss(self) -> Tensor:
-        x, y = batch_of(self.index, self.step)
+        x, y = batch_of(self.index, self.manager.current_step())  # a newcomer was healed by start_quorum
         return nn.functional.cross_entropy(self.ddp(x), y)
 
     def iteration(self) -> None:
@@ -184,7 +184,7 @@ class Replica:
         loss.backward()
         participated = self.manager.is_participating()
         if participated:
-            self.offered.add(self.step + 1)
+            self.offered.add(self.manager.current_step() + 1)
         self.at("backward")
         self.optimizer.step()
         self.record(self.optimizer.committed, participated)
@@ -314,6 +314,7 @@ class Cluster:
         story = "\n".join(self.lighthouse.log)
         if not errors:
             assert [r for r in self.replicas if r.error is not None] == [], story
+        self._forget_the_dead()
         by_version: dict[tuple[int, int], set[str]] = {}
         epochs: dict[int, set[int]] = {}
         batches: dict[int, set[int]] = {}
@@ -331,6 +332,13 @@ class Cluster:
             assert sorted(epochs) == list(range(1, steps + 1)), story
             final = [r for r in self.replicas if r.commits and r.commits[-1].step == steps]
             assert len(final) == (survivors if survivors is not None else len(self.replicas)), f"{self!r}\n{story}"
+
+    def _forget_the_dead(self) -> None:
+        """What only a crashed replica committed died with it, and may be committed again (DESIGN 4.3)."""
+        lasting = {(c.step, c.epoch) for r in self.replicas if not r.crashed for c in r.commits}
+        for replica in self.replicas:
+            if replica.crashed:
+                replica.commits = [c for c in replica.commits if (c.step, c.epoch) in lasting]
 
     def contributors(self) -> dict[int, set[int]]:
         """Indices of the replicas whose gradients are in each committed step.

@@ -266,7 +266,6 @@ def test_optimizer_step_raising_heals_its_replica(cluster: Cluster) -> None:
     cluster.run(Replica(0, optim=torn), bad, Replica(2, optim=torn))
     cluster.check(steps=6)
     assert len(bad.caught) == 1
-    assert 4 not in [c.step for c in bad.commits]
 
 
 def test_load_state_dict_failing_once(cluster: Cluster) -> None:

@@ -214,3 +214,15 @@ def call_all(ranks: list[Worker], do: Callable[..., Any], argument: Callable[[in
     for index, worker in enumerate(ranks):
         worker.start(do, *argument(index))
     return [worker.answer() for worker in ranks]
+
+
+def start_all(ranks: list[Worker], do: Callable[..., Any], *arguments: Any) -> list[Worker]:
+    """Start `do(*arguments)` in all and return them, to be asked for their answers."""
+    for worker in ranks:
+        worker.start(do, *arguments)
+    return ranks
+
+
+def configure_workers(ranks: list[Worker], name: str, store_addr: str) -> None:
+    """Form the group `name` of all workers."""
+    call_all(ranks, configure, lambda rank: (name, store_addr, rank, len(ranks)))

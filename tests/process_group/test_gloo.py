@@ -8,6 +8,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from functools import partial
 
 import pytest
 import torch
@@ -188,7 +189,7 @@ def test_a_wait_that_runs_out_of_its_own_time_breaks_nothing(store: Store) -> No
 
 @pytest.mark.parametrize("by", ["wait", "future"])
 def test_an_abort_ends_work_also_where_gloo_loses_a_send(store: Store, by: str) -> None:
-    """Gloo's thread writing to the connection in the moment it breaks: without our help one of ten waits its timeout."""
+    """Gloo's thread writing to the connection in the moment it breaks; without help one of ten waits its timeout."""
 
     def train(group: ProcessGroupGloo) -> float:
         try:
@@ -371,7 +372,7 @@ def test_without_known_sockets_it_warns_and_works(
 
 
 def test_threads_that_abort_and_configure_at_once_do_no_harm(store: Store) -> None:
-    """Everything against everything; ends usable. Fewer turns than groups that may be stuck in forming (MAX_FORMING)."""
+    """Everything against everything; ends usable. Fewer turns than groups that may be stuck forming (MAX_FORMING)."""
     groups = [ProcessGroupGloo(GROUP_TIMEOUT) for _ in range(2)]
     stop = threading.Event()
 
@@ -379,7 +380,7 @@ def test_threads_that_abort_and_configure_at_once_do_no_harm(store: Store) -> No
         while not stop.wait(random.random() / 50):
             groups[rank].abort()
 
-    def train(rank: int, address: str) -> None:
+    def train(address: str, rank: int) -> None:
         try:
             groups[rank].configure(address, f"replica{rank}", rank, 2)
             for _ in range(20):
@@ -391,8 +392,7 @@ def test_threads_that_abort_and_configure_at_once_do_no_harm(store: Store) -> No
     for thread in disturbers:
         thread.start()
     for _ in range(20):
-        address = store.fresh()
-        in_threads(2, lambda rank, address=address: train(rank, address))
+        in_threads(2, partial(train, store.fresh()))
     stop.set()
     for thread in disturbers:
         thread.join()

@@ -35,6 +35,10 @@ def still_connected(pair: tuple[socket.socket, socket.socket]) -> bool:
     return True
 
 
+def allreduce_all(groups: list[ProcessGroupGloo]) -> None:
+    in_threads(len(groups), lambda rank: groups[rank].allreduce([torch.ones(1000)]).wait())
+
+
 def test_abort_leaves_everything_else_alone(store: Store, tcp_pair: tuple[socket.socket, socket.socket]) -> None:
     local = socket.socketpair()
     client = create_store_client(store.fresh(), timedelta(seconds=5))
@@ -42,7 +46,7 @@ def test_abort_leaves_everything_else_alone(store: Store, tcp_pair: tuple[socket
     with gloo_groups(3, store) as kept, gloo_groups(3, store) as aborted:
         for group in aborted:
             group.abort()
-        in_threads(3, lambda rank: kept[rank].allreduce([torch.ones(1000)]).wait())
+        allreduce_all(kept)
     assert still_connected(tcp_pair)
     assert still_connected(local)
     assert client.get("key") == b"value"
@@ -68,7 +72,7 @@ def test_aborts_while_other_threads_form_groups_and_open_sockets(store: Store) -
     def form_and_use() -> None:
         for _ in range(10):
             with gloo_groups(2, store) as groups:
-                in_threads(2, lambda rank, groups=groups: groups[rank].allreduce([torch.ones(1000)]).wait())
+                allreduce_all(groups)
 
     def connect_and_use() -> None:
         for _ in range(200):
@@ -169,11 +173,11 @@ def test_a_forked_child_has_none_of_the_sockets_and_the_parent_all(store: Store)
     with ranks.workers(2) as members:
         for name in ("one", "two"):
             address = store.fresh()
-            ranks.call_all(members, ranks.configure, lambda rank, n=name, a=address: (n, a, rank, 2))
+            ranks.configure_workers(members, name, address)
         seen = members[0].call(report_from_child, ["one", "two"])
         assert seen == {"one": "True", "two": "True", "connections": "0", "listeners": "0"}
         for name in ("one", "two"):
-            assert ranks.call_all(members, ranks.allreduce, lambda _, n=name: (n,)) == [2.0] * 2
+            assert [member.answer() for member in ranks.start_all(members, ranks.allreduce, name)] == [2.0] * 2
 
 
 def server_in_child() -> str:

@@ -1,4 +1,4 @@
-"""The quorum rule once more: slow, obvious, written from the text of DESIGN 3 alone. The real one must agree with it."""
+"""The quorum rule once more: slow, obvious, written from the text of DESIGN 3. The real one must agree with it."""
 
 from __future__ import annotations
 
@@ -16,9 +16,11 @@ def out_of_reach(view: View, name: str) -> bool:
     return seen.life is not Life.UP and view.now >= seen.since + view.orphan_s
 
 
-def may_form(view: View) -> tuple[str, ...] | None:
+def may_form(view: View) -> tuple[str, ...] | None:  # noqa: C901 - one rule after the other, as in the text
     """The members of the quorum that may form now; None: it may not."""
-    askers = {n: s for n, s in view.seen.items() if s.life is Life.UP and s.ask is not None and s.admitted_at <= view.now}
+    askers = {
+        n: s for n, s in view.seen.items() if s.life is Life.UP and s.ask is not None and s.admitted_at <= view.now
+    }
     if view.current and any(s.ask and s.ask.shrink_only for s in askers.values()):
         askers = {n: s for n, s in askers.items() if n in view.current.members}
     if not askers:

@@ -1,11 +1,11 @@
-"""Several real `Step`s in lockstep: the smallest cluster there is, without a lighthouse or a clock that moves by itself."""
+"""Several real `Step`s in lockstep: the smallest cluster, without a lighthouse or a clock that moves by itself."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
-from ft_core.assignment import Plan
+from ft_core.assignment import Plan  # noqa: TC001 - tests read better without a type-checking block
 from ft_core.quorum import Ask, Member, Quorum, Version
 from ft_core.step import Heal, MustAsk, Outcome, Step, StepSettings, Verdict
 

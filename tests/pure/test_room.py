@@ -83,7 +83,9 @@ class Script:
         }  # fmt: skip
         fields.update(self.hello_fields)
         fields.update(more)
-        return self.do(Hello(name, name.partition(":")[0], self.generation[name], fields.pop("incarnation", 1), **fields))
+        return self.do(
+            Hello(name, name.partition(":")[0], self.generation[name], fields.pop("incarnation", 1), **fields)
+        )
 
     def ask(self, name: str, step: int = 0, *, failed: bool = False, again: bool = False, **more: Any) -> list[str]:
         """A new ask; `again`: the last one once more."""
@@ -356,7 +358,9 @@ def test_a_finished_room_stays_closed_until_it_is_reopened() -> None:
     assert script.ask("b", 90)[0] == "quorum b -> b#2"
     assert script.hello("a:2")[0].startswith("refuse a:2 (finished): training in room 'job' finished at step 90")
     script.hello("c", quorum_id=script.quorum["b"], members=("b",))
-    assert script.ask("c", 89)[0].startswith("refuse c (finished)"), "it would train over the finished job's checkpoints"
+    assert script.ask("c", 89)[0].startswith("refuse c (finished)"), (
+        "it would train over the finished job's checkpoints"
+    )
     script.do(Reopen())
     assert script.hello("a:2") == []
 
@@ -488,8 +492,15 @@ class RoomMachine(RuleBasedStateMachine):
         members = script.members.get(name, ()) if present else ()
         self.step(
             Hello(
-                name, name, script.generation[name], 1, quorum_id=quorum, members=members, join_s=JOIN,
-                liveness_s=LIVENESS, orphan_s=ORPHAN,
+                name,
+                name,
+                script.generation[name],
+                1,
+                quorum_id=quorum,
+                members=members,
+                join_s=JOIN,
+                liveness_s=LIVENESS,
+                orphan_s=ORPHAN,
             )  # fmt: skip
         )
 

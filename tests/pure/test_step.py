@@ -357,9 +357,7 @@ def test_a_zero_sum_vetoes() -> None:
 
 @settings(max_examples=200, deadline=None)
 @given(
-    st.lists(
-        st.tuples(st.integers(0, MAX_WEIGHT), st.booleans(), st.booleans(), st.booleans()), min_size=1, max_size=6
-    )
+    st.lists(st.tuples(st.integers(0, MAX_WEIGHT), st.booleans(), st.booleans(), st.booleans()), min_size=1, max_size=6)
 )
 def test_every_member_reaches_the_same_verdict(inputs: list[tuple[int, bool, bool, bool]]) -> None:
     rig = Rig("abcdef"[: len(inputs)])

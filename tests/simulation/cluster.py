@@ -1,14 +1,15 @@
 """A whole cluster in one process: the real pure modules under a fake clock and a fake network, driven by a seed.
 
-How it works. `World` owns the clock, one event queue and one random generator; a run is a pure function of (seed, config).
-`Lighthouse` hosts a real `membership.Room` and can be restarted; a `Group` is one replica group, its `Rank`s run a real
-`step.Step` each through ask, configure, heal, forward, launch, fence and settle, and agree through `group.Votes`; a `Conn`
-is one lease stream (in order, but lossy at its end); a `Ring` is the data plane of one group rank in one quorum. An
-operation completes for a member when all members have launched it; if somebody aborts before all have received it, the
-dice decide who does (two generals). A frozen process does nothing; what arrives meanwhile is handled when it thaws.
+How it works. `World` owns the clock, one event queue and one random generator; a run is a pure function of its seed
+and its config. `Lighthouse` hosts a real `membership.Room` and can be restarted; a `Group` is one replica group, its
+`Rank`s run a real `step.Step` each through ask, configure, heal, forward, launch, fence and settle, and agree through
+`group.Votes`; a `Conn` is one lease stream (in order, but lossy at its end); a `Ring` is the data plane of one group
+rank in one quorum. An operation completes for a member when all members have launched it; if somebody aborts before
+all have received it, the dice decide who does (two generals). A frozen process does nothing; what arrives meanwhile is
+handled when it thaws.
 
-A run has a safety phase with faults, then a liveness phase: faults stop, everything is brought back, and everybody has to
-commit again within a bound. `history` checks DESIGN 4's invariants at each event; this file never looks inside a verdict.
+A run has a safety phase with faults, then a liveness phase: faults stop, everything is brought back, and everybody has
+to commit again within a bound. `history` checks DESIGN 4's invariants at each event that could break them.
 """
 
 from __future__ import annotations
@@ -67,8 +68,8 @@ class Config:
     supervised: bool = True
     bad_group: int = -1
     """A group whose heals never succeed."""
-    member_rules: MemberRules = MemberRules()
-    room_rules: Rules = Rules()
+    member_rules: MemberRules = field(default_factory=MemberRules)
+    room_rules: Rules = field(default_factory=Rules)
     unique_ids: bool = True
 
     @staticmethod
@@ -232,7 +233,8 @@ class World:
         kind = self.rng.choice(self.config.faults)
         groups = [g for g in self.active.values() if not g.done]
         if kind in ("lighthouse", "turbulence") or groups:
-            getattr(self, f"_fault_{kind}", self._fault_inject)(kind, self.rng.choice(groups) if groups else None)
+            inject: Callable[..., None] = getattr(self, f"_fault_{kind}", self._fault_inject)
+            inject(kind, self.rng.choice(groups) if groups else None)
         self.at(self.rng.expovariate(1 / self.config.fault_every_s), None, self._fault)
 
     def _how_long(self) -> float:
@@ -393,27 +395,30 @@ class Lighthouse:
             self.handle(room_events.Tick())
 
     def _perform(self, effect: room_events.Effect) -> None:
-        if isinstance(effect, room_events.Announce):
-            self.world.history.formed_or_repeated(effect.quorum, self.world.boots, self.room)
-            for replica_id, seq in effect.to:
-                self._push(replica_id, ("quorum", seq, effect.quorum))
-        elif isinstance(effect, room_events.Note):
-            self.world.say("lighthouse: %s", effect.text)
-        elif isinstance(effect, room_events.Explain):
-            self.world.say("lighthouse to %s: %s", ", ".join(effect.to), effect.reason)
-        elif isinstance(effect, room_events.Superseded):
-            self._push(effect.to, ("lost", effect.quorum_id, "superseded"))
-        elif isinstance(effect, room_events.MemberLost):
-            for replica_id in effect.to:
-                self._push(replica_id, ("lost", effect.quorum_id, f"{', '.join(effect.lost)} is lost"))
-        elif isinstance(effect, room_events.ChangePending):
-            for replica_id in effect.to:
-                self._push(replica_id, ("change", effect.quorum_id, effect.reason))
-        elif isinstance(effect, room_events.Paused):
-            for replica_id in effect.to:
-                self._push(replica_id, ("paused", effect.quorum_id, effect.for_s))
-        elif isinstance(effect, room_events.Refuse):
-            self._push(effect.to, ("refused", effect.finished, effect.reason))
+        world = self.world
+        match effect:
+            case room_events.Announce(quorum, to):
+                world.history.formed_or_repeated(quorum, world.boots, self.room)
+                for replica_id, seq in to:
+                    self._push(replica_id, ("quorum", seq, quorum))
+            case room_events.Note(text):
+                world.say("lighthouse: %s", text)
+            case room_events.Explain(to, reason):
+                world.say("lighthouse to %s: %s", ", ".join(to), reason)
+            case room_events.Superseded(replica_id, quorum_id):
+                self._push(replica_id, ("lost", quorum_id, "superseded"))
+            case room_events.Refuse(replica_id, reason, finished):
+                self._push(replica_id, ("refused", finished, reason))
+            case room_events.MemberLost(to, quorum_id, lost):
+                self._push_all(to, ("lost", quorum_id, f"{', '.join(lost)} is lost"))
+            case room_events.ChangePending(to, quorum_id, reason):
+                self._push_all(to, ("change", quorum_id, reason))
+            case room_events.Paused(to, quorum_id, _, for_s):
+                self._push_all(to, ("paused", quorum_id, for_s))
+
+    def _push_all(self, to: tuple[str, ...], message: tuple[Any, ...]) -> None:
+        for replica_id in to:
+            self._push(replica_id, message)
 
     def _push(self, replica_id: str, message: tuple[Any, ...]) -> None:
         conn = self.conns.get(replica_id)
@@ -738,9 +743,7 @@ class Group:
             return
         self.world.say("%s leaves: %s", self.rid, why)
         if self.conn is not None:
-            event = room_events.Left(
-                self.rid, self._generation, why, finished, self.ranks[0].step.version, agreed
-            )
+            event = room_events.Left(self.rid, self._generation, why, finished, self.ranks[0].step.version, agreed)
             self.conn.send(event, self.world.now)
         self.stop()
 
@@ -1253,9 +1256,7 @@ class Ring:
         rank.fence_done(op)
 
     def _fail_soon(self, op: Op, rank: Rank) -> None:
-        self.world.at(
-            self.world.between(0.001, 0.02), rank.group, rank.op_failed, op, "a peer closed its connection"
-        )
+        self.world.at(self.world.between(0.001, 0.02), rank.group, rank.op_failed, op, "a peer closed its connection")
 
     def leave(self, rank: Rank, *, hidden: bool) -> None:
         """A member aborts, or dies. `hidden`: a forked child keeps its sockets open, so nobody notices."""

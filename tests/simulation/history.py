@@ -18,9 +18,7 @@ if TYPE_CHECKING:
     from tests.simulation.cluster import Group, Op, Rank, World
 
 
-LOSSY = frozenset(
-    {"freeze", "duplicate", "cut_lighthouse", "cut_peers", "cut_all", "blip", "turbulence"}
-)
+LOSSY = frozenset({"freeze", "duplicate", "cut_lighthouse", "cut_peers", "cut_all", "blip", "turbulence"})
 """Faults that, together with a restart of the lighthouse, leave the documented remainder (R9)."""
 
 
@@ -120,7 +118,8 @@ class History:
         if known != state:
             raise Violation("I1", f"{rank.name} holds another state under {version} of {version.epoch:#x} than others")
 
-    def committed(self, rank: Rank, before: int, gradients: tuple[tuple[int, int], ...], divisor: int, *, finished: bool = False
+    def committed(
+        self, rank: Rank, before: int, gradients: tuple[tuple[int, int], ...], divisor: int, *, finished: bool = False
     ) -> None:
         """A replica applied a committed step (I1, I4, I5, I6)."""
         step = rank.step
@@ -155,7 +154,9 @@ class History:
             if rank.group.presumed_gone_at > 0:
                 self.remainder["I3: a closed lease was not re-opened within the grace"] += 1
             else:
-                raise Violation("I3", f"{rank.name} commits in {rank.quorum_id:#x} beside {follower:#x}, formed earlier")
+                raise Violation(
+                    "I3", f"{rank.name} commits in {rank.quorum_id:#x} beside {follower:#x}, formed earlier"
+                )
 
     def publish(self, rank: Rank) -> None:
         """A fence completed at the state this rank holds: every member of the quorum holds it (I3)."""
@@ -175,7 +176,8 @@ class History:
     def _published_twice(self, rank: Rank, number: int, other: int, published: Published) -> None:
         world = self.world
         for group in world.groups.values():
-            if not group.alive or group.done or not group.ranks or group is rank.group or not self._descends(group.ranks[0], other):
+            holder = group.alive and not group.done and bool(group.ranks) and group is not rank.group
+            if not holder or not self._descends(group.ranks[0], other):
                 continue
             if group.excused_at >= published.at:
                 self.remainder["I3: rolled back after orphan_s"] += 1

@@ -1,0 +1,212 @@
+"""A client of the lighthouse that needs no lease: unary calls, for protocols of one's own, supervisors and tools.
+
+Thread safe; every call is bounded by its timeout. Errors: see ft_core.errors; what the lighthouse refuses arrives as
+the error that names it.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+from ft_core import wire
+from ft_core.errors import (
+    FaultToleranceError,
+    JobFinishedError,
+    LighthouseError,
+    ProtocolError,
+    QuorumTimeoutError,
+    RefusedError,
+    UsageError,
+)
+from ft_core.rpc import LIGHTHOUSE, Tls, explain, grpc, open_channel, status_of, token_metadata
+from ft_core.settings import PROTOCOL_VERSION
+from ft_core.wire import pb
+
+if TYPE_CHECKING:
+    from ft_core.quorum import Quorum as PureQuorum
+
+HEARTBEAT_S = timedelta(seconds=5)
+TOOL_S = 5.0
+"""How long a tool's call may take."""
+
+
+@dataclass(frozen=True)
+class QuorumMember:
+    """One member of a quorum, as it asked for it."""
+
+    replica_id: str
+    address: str
+    store_address: str
+    step: int
+    world_size: int
+    shrink_only: bool
+    data: str | None = None
+
+
+@dataclass(frozen=True)
+class Quorum:
+    """An agreed member list, sorted by replica_id. `created`: the lighthouse's wall clock, in seconds since 1970."""
+
+    quorum_id: int
+    participants: list[QuorumMember]
+    created: float
+
+
+def public_quorum(quorum: PureQuorum) -> Quorum:
+    """The quorum in the form that users of the unary calls know."""
+    members = [
+        QuorumMember(
+            m.replica_id, m.address, m.store_address, max(m.version.step, 0), m.group_world_size, m.shrink_only,
+            m.data or None,
+        )
+        for m in quorum.members
+    ]  # fmt: skip
+    return Quorum(quorum.quorum_id, members, quorum.created_ms / 1000)
+
+
+_ERRORS: dict[grpc.StatusCode, type[FaultToleranceError]] = {
+    grpc.StatusCode.UNAUTHENTICATED: RefusedError,
+    grpc.StatusCode.FAILED_PRECONDITION: RefusedError,
+    grpc.StatusCode.ABORTED: JobFinishedError,
+    grpc.StatusCode.INVALID_ARGUMENT: ProtocolError,
+    grpc.StatusCode.UNIMPLEMENTED: ProtocolError,
+    grpc.StatusCode.DEADLINE_EXCEEDED: QuorumTimeoutError,
+}
+
+
+class LighthouseClient:
+    """Talks to a lighthouse without a lease: one call at a time, from any thread.
+
+    Args:
+        addr: host:port or http://host:port.
+        connect_timeout: how long the constructor waits for the lighthouse.
+        token: the job's secret; None: FT_TOKEN.
+        tls: certificates; None: FT_TLS_CERT, FT_TLS_KEY, FT_TLS_CA.
+        room: the quorum namespace.
+
+    Raises:
+        ConfigError: the address has a wrong form.
+        LighthouseError: nobody answers there within `connect_timeout`.
+    """
+
+    def __init__(
+        self,
+        addr: str,
+        connect_timeout: timedelta = timedelta(seconds=60),
+        *,
+        token: str | None = None,
+        tls: Tls | None = None,
+        room: str = "default",
+    ) -> None:
+        self._addr = addr
+        self._room = room
+        self._metadata = token_metadata(os.environ.get("FT_TOKEN", "") if token is None else token)
+        self._tls = tls or Tls.from_env(os.environ)
+        self._channel = open_channel(addr, "addr", self._tls)
+        deadline = time.monotonic() + connect_timeout.total_seconds()
+        while True:
+            try:
+                self._status(max(0.1, deadline - time.monotonic()))
+                return
+            except (RefusedError, ProtocolError):
+                self.close()
+                raise
+            except LighthouseError as error:
+                if time.monotonic() >= deadline:
+                    self.close()
+                    limit = f"within connect_timeout={connect_timeout.total_seconds():g} s"
+                    raise LighthouseError(f"addr={addr!r}: no lighthouse answered {limit}: {error}") from None
+            # gRPC keeps the back-off of a failed channel: a fresh one tries at once.
+            self._channel.close()
+            threading.Event().wait(0.05)
+            self._channel = open_channel(addr, "addr", self._tls)
+
+    def __repr__(self) -> str:
+        return f"LighthouseClient({self._addr}, room={self._room!r})"
+
+    def quorum(
+        self,
+        replica_id: str,
+        timeout: timedelta,
+        address: str = "",
+        store_address: str = "",
+        step: int = 0,
+        world_size: int = 0,
+        shrink_only: bool = False,
+        data: str | None = None,
+    ) -> Quorum:
+        """Ask to be in the next quorum and wait for it.
+
+        Raises:
+            QuorumTimeoutError: none formed within `timeout`; the message carries the lighthouse's reason.
+            RefusedError, JobFinishedError, ProtocolError, LighthouseError: the lighthouse refused or is not there.
+        """
+        request = pb.QuorumRequest(
+            protocol_version=PROTOCOL_VERSION, room=self._room, replica_id=replica_id, address=address,
+            store_address=store_address, step=step, world_size=world_size, shrink_only=shrink_only, data=data or "",
+        )  # fmt: skip
+        try:
+            answer = self._call("Quorum", wire.encode_unary(request), timeout.total_seconds())
+        except QuorumTimeoutError as error:
+            limit = f"within {timeout.total_seconds():g} s"
+            raise QuorumTimeoutError(f"no quorum for {replica_id} {limit}: {error}") from None
+        return public_quorum(wire.decode_quorum_info(answer))
+
+    def heartbeat(self, replica_id: str, timeout: timedelta = HEARTBEAT_S) -> None:
+        """Say that `replica_id` lives: needed between quorum calls further apart than heartbeat_timeout_ms."""
+        request = pb.HeartbeatRequest(protocol_version=PROTOCOL_VERSION, room=self._room, replica_id=replica_id)
+        self._call("Heartbeat", wire.encode_unary(request), timeout.total_seconds())
+
+    def status(self, timeout: timedelta = HEARTBEAT_S) -> pb.StatusResponse:
+        """What the lighthouse knows: rooms, their quorums, replicas, and why there is no quorum."""
+        return self._status(timeout.total_seconds())
+
+    def report_ended(self, replica_id: str, timeout: timedelta = HEARTBEAT_S) -> bool:
+        """A supervisor's word that a process (replica_id), or all of a name, ended. True if the lighthouse knew it."""
+        request = pb.ReportRequest(protocol_version=PROTOCOL_VERSION, room=self._room, ended=replica_id)
+        answer = self._call("Report", wire.encode_unary(request), timeout.total_seconds())
+        return pb.ReportResponse.FromString(answer).rooms > 0
+
+    def drain(self, replica: str, reason: str = "") -> list[str]:
+        """Ask a replica_id, or all of a name, to finish their step and leave. Needs a token. Returns who was told."""
+        return self._order("Drain", replica, reason)
+
+    def kill(self, replica: str, reason: str = "") -> list[str]:
+        """Ask a replica_id, or all of a name, to exit now. Needs a token. Returns who was told."""
+        return self._order("Kill", replica, reason)
+
+    def reopen(self) -> bool:
+        """Open the room again if a finished replica closed it. True if it was closed."""
+        request = pb.ReopenRequest(protocol_version=PROTOCOL_VERSION, room=self._room)
+        answer = self._call("Reopen", wire.encode_unary(request), TOOL_S)
+        return pb.ReopenResponse.FromString(answer).was_closed
+
+    def close(self) -> None:
+        """Close the connection. Idempotent."""
+        self._channel.close()
+
+    def _order(self, method: str, replica: str, reason: str) -> list[str]:
+        request = pb.OrderRequest(
+            protocol_version=PROTOCOL_VERSION, room=self._room, replica=replica, reason=wire.clip(reason)
+        )
+        return list(pb.OrderResponse.FromString(self._call(method, wire.encode_unary(request), TOOL_S)).told)
+
+    def _status(self, timeout_s: float) -> pb.StatusResponse:
+        request = pb.StatusRequest(protocol_version=PROTOCOL_VERSION)
+        return pb.StatusResponse.FromString(self._call("Status", wire.encode_unary(request), timeout_s))
+
+    def _call(self, method: str, request: bytes, timeout_s: float) -> bytes:
+        call: grpc.UnaryUnaryMultiCallable[bytes, bytes] = self._channel.unary_unary(f"/{LIGHTHOUSE}/{method}")
+        try:
+            return call(request, timeout=timeout_s, metadata=self._metadata)
+        except grpc.RpcError as error:
+            code = status_of(error)
+            kind = _ERRORS.get(code, LighthouseError) if code is not None else LighthouseError
+            raise kind(explain(error)) from None
+        except ValueError:
+            raise UsageError("this LighthouseClient has been closed") from None
