@@ -22,6 +22,12 @@ FIGURES = ("step", "kill", "stop", "lighthouse", "heal", "scale")
 RESULTS = pathlib.Path(__file__).parent / "results.json"
 
 
+def save(path: pathlib.Path, name: str, found: dict[str, object]) -> None:
+    """Replace one figure in the file, at once: a later one may take long, or fail."""
+    kept = json.loads(path.read_text()) if path.exists() else {}
+    path.write_text(json.dumps(kept | {name: found}, indent=1) + "\n")
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(FIGURES)}; default: all")
@@ -45,11 +51,8 @@ def main() -> int:
             found = [Row(name, "could not be measured", "-", met=False, detail=str(error).splitlines()[0])]
         print(f"{name} took {time.monotonic() - started:.0f} s", file=sys.stderr, flush=True)
         rows += found
+        save(args.json, name, {"machine": taken, "runs": args.runs, "rows": [row.as_json() for row in found]})
     print(table(rows))
-    kept = json.loads(args.json.read_text()) if args.json.exists() else {}
-    for name in {row.figure for row in rows}:
-        kept[name] = {"machine": taken, "runs": args.runs, "rows": [r.as_json() for r in rows if r.figure == name]}
-    args.json.write_text(json.dumps(kept, indent=1) + "\n")
     return 0
 
 

@@ -89,7 +89,7 @@ def plan(
         replica_id: whose plan.
         mode: same on all members.
         min_replicas: number of participants under FIXED_WITH_SPARES.
-        lineage_after: the lineage this member would hold had it committed its open attempt (R5); None if it kept nothing.
+        lineage_after: the lineage this member would hold had it committed its open attempt (R5); None: it kept nothing.
 
     Raises:
         ValueError: `replica_id` is not in the quorum.

@@ -156,7 +156,7 @@ class Calls:
     async def _reopen(self, data: bytes, context: Context) -> bytes:
         def work() -> bytes:
             request = wire.decode_unary(pb.ReopenRequest, data)
-            shell = self._rooms.find(request.room or DEFAULT_ROOM)
+            shell = next(iter(self._rooms.chosen(request.room or DEFAULT_ROOM)), None)
             was_closed = shell is not None and bool(shell.room.closed)
             if shell is not None and was_closed:
                 self._rooms.feed(shell, Reopen())
@@ -183,7 +183,7 @@ class Calls:
 def _patience(context: Context) -> float | None:
     """How long to wait so that the reason for not answering still arrives before the caller's deadline."""
     left_s: float | None = context.time_remaining()  # the stubs forget that a call may have no deadline
-    return None if left_s is None else max(0.0, left_s - min(0.1, left_s / 10))
+    return None if left_s is None else max(0.0, left_s - min(0.2, left_s / 10))
 
 
 def _room_status(room: Room, now: float) -> pb.RoomStatus:

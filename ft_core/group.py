@@ -4,8 +4,9 @@ Two questions are answered once for all ranks: "what does the group ask for?" (w
 became of attempt k of quorum q?" (when every rank has voted, R12). Both are keyed and idempotent: the same rank asking
 or voting again under the same key changes nothing and gets the same answer, so callers retry freely.
 
-Invariants: a group commits only if every rank's ring said commit, and applies it on all ranks or on none; one broken rank makes the group broken; flags are the
-OR over all ranks; if ranks hold different states the group's version is VOID, so the whole group heals.
+Invariants: a group commits only if every rank's ring said commit, and applies it on all ranks or on none; one broken
+rank makes the group broken; flags are the OR over all ranks; if ranks hold different states the group's version is
+VOID, so the whole group heals.
 """
 
 from __future__ import annotations
@@ -43,8 +44,8 @@ def merge_asks(asks: dict[int, Ask], world_size: int) -> Ask | Mismatch | None:
         if any(value != values[0] for value in values):
             return Mismatch(f"the ranks of {first.replica_id} differ in {field}: {values}; pass the same on all ranks")
     same = all(ask.version == first.version and ask.lineage == first.lineage for ask in ordered)
-    # Untrained ranks draw their lineage on their own: at step 0 they need not agree. The group's is then a mixture of all,
-    # so that a group in which only some ranks have received the common initial state does not pass for one that has it.
+    # Untrained ranks draw their lineage on their own: at step 0 they need not agree. The group's is then a mixture of
+    # all, so that a group of which only some ranks have the common initial state does not pass for one that has it.
     fresh = all(ask.version == first.version and ask.version.step == 0 for ask in ordered)
     return replace(
         first,

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from threading import Event
@@ -109,29 +109,31 @@ class Healing:
         else:
             self._transport.disallow_checkpoint()
 
-    def prefetch(self, donors: Sequence[str], into: Mapping[str, Any] | None, voided: Callable[[], None]) -> None:
+    def prefetch(self, donors: Sequence[str], into: Mapping[str, Any] | None) -> bool:
         """Copy what running members hold right now; what differs at join time is fetched then. Never raises.
 
         Args:
             donors: heal addresses.
             into: this rank's own (worthless) state to write into; None stages.
-            voided: called before the first byte is written in place.
+
+        Returns:
+            Whether `into` may have been written to.
         """
         if self._live is None or not donors:
-            return
+            return False
         started = time.monotonic()
         try:
-            if into is not None:
-                voided()
             self._prefetched = self._live.prefetch(donors, into=into, deadline_s=self._heal_s, cancel=self._cancel)
             self._into = into
         except HealError as error:
+            # No donor answered at all, so nothing was written: perhaps they are those of a job that has ended.
             log.info("prefetch of live state failed (%s); the whole state is fetched after joining", error)
-            return
+            return False
         log.info(
             "prefetched %.1f MB of live state from %d donors in %.2f s",
             self._prefetched.bytes / 1e6, len(self._prefetched.donors_used), time.monotonic() - started,
         )  # fmt: skip
+        return into is not None
 
     @property
     def cancelled(self) -> Event:

@@ -44,7 +44,7 @@ from ft_core.healing import Healing
 from ft_core.lanes import sum_options
 from ft_core.live_state import DEFAULT_KEY, LiveState
 from ft_core.membership import Hello
-from ft_core.parity import ParityCheck
+from ft_core.parity import ParityCheck, digest
 from ft_core.process_group import ProcessGroup
 from ft_core.quorum import Version
 from ft_core.rounds import QuorumWorker, Round
@@ -330,6 +330,7 @@ class Manager:
             template=setup.ask_template(
                 self._config, self._healing.address, self._store_address, allow_heal=self._allow_heal,
                 shrink_only=self._shrink_only, heals_first=fresh or not self._use_async or version.step <= 0,
+                layout=self._layout_lines() if fresh else (),
             ),
             room=self._room,
             timeout_s=(timeout.total_seconds() if timeout is not None else self._config.budget.quorum_s)
@@ -384,8 +385,10 @@ class Manager:
         """Lease thread: what to present."""
         step, config = self._step, self._config
         with self._session.lock:
-            lines = tuple(line for c in self._carriers for line in c.layout.describe())
-            return setup.hello(config, step, self._incarnation, self._healing.address, lines)
+            return setup.hello(config, step, self._incarnation, self._healing.address, self._layout_lines())
+
+    def _layout_lines(self) -> tuple[str, ...]:
+        return tuple(line for carrier in self._carriers for line in carrier.layout.describe())
 
     # ------------------------------------------------------------ collectives
 
@@ -542,17 +545,14 @@ class Manager:
         if not self._riding:
             attempt.own_fence()
         with session.lock:
-            verdict = step.verdict if step.phase is Phase.FENCED else None
-            if verdict is None:
-                reason = step.broken_reason or str(session.error or "the fence was never launched")
-                step.break_(reason)
-                quorum_id = step.plan.quorum_id if step.plan else 0
-                verdict = Verdict(quorum_id, step.attempt, Outcome.BROKEN, reason)
-        if self._config.world_size > 1 and step.plan is not None:
+            if step.plan is None:  # the round failed before there was a quorum
+                return Verdict(0, 0, Outcome.BROKEN, str(session.error or "there was no quorum"))
+            if step.phase is not Phase.FENCED:
+                step.break_(str(session.error or "the fence was never launched"))
+            verdict = step.vote()
+        if self._config.world_size > 1:
             verdict = session.control.vote(verdict, limit_s)
             if verdict.outcome is Outcome.BROKEN:
-                with session.lock:
-                    step.break_(verdict.reason)
                 session.lanes.abort()
         return verdict
 
@@ -562,7 +562,8 @@ class Manager:
             return verdict
         assert self._step.plan is not None
         try:
-            found = self._parity.compare(self._collect(), self._volatile(), self._step.plan, self._session.lanes)
+            mine = None if self._step.behind else digest(self._collect(), self._volatile())
+            found = self._parity.compare(mine, self._step.plan, self._session.lanes)
         except Exception as error:  # noqa: BLE001 - the comparison is a collective: its failure breaks the quorum
             self._session.fail(error)
             return Verdict(verdict.quorum_id, verdict.attempt, Outcome.BROKEN, f"parity check failed: {error}")
@@ -709,6 +710,8 @@ class Manager:
             decision = step.boundary() if step.plan is not None else None
             if isinstance(decision, Go):
                 step.leaving = True
+        if isinstance(decision, MustAsk) and not decision.failed:
+            agreed = True  # the last fence told everybody to ask: nobody waits for this rank, and some may still be in it
         if isinstance(decision, Go) and self._round is not None and self._round.configured.is_set():
             step.exhausted = True  # contributes zeros from here on
             self._new_attempt()

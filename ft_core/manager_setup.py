@@ -202,12 +202,20 @@ def hello(config: Config, step: Step, incarnation: int, heal_address: str, layou
 
 
 def ask_template(
-    config: Config, heal_address: str, store_address: str, *, allow_heal: bool, shrink_only: bool, heals_first: bool
+    config: Config,
+    heal_address: str,
+    store_address: str,
+    *,
+    allow_heal: bool,
+    shrink_only: bool,
+    heals_first: bool,
+    layout: tuple[str, ...],
 ) -> Ask:
     """The part of an ask that the step machine does not know."""
     return Ask(
         replica_id=config.replica_id, seq=0, heal_addresses=(heal_address,), store_address=store_address,
         init_sync=config.init_sync, allow_heal=allow_heal, shrink_only=shrink_only, heals_before_forward=heals_first,
+        layout_lines=layout,
     )  # fmt: skip
 
 

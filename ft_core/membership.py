@@ -2,8 +2,8 @@
 
 How it works. `Room.handle(event, now)` changes the records, then `_settle` draws every consequence that follows: leases
 whose grace is over become deaths, deaths are announced to the quorum they belonged to, and `quorum.decide` is asked
-whether the next quorum may form. What the shell must do comes back as effects, in order; `Room.next_at` is the instant at
-which to call `handle(Tick(), now)` if nothing happens before. There is no polling.
+whether the next quorum may form. What the shell must do comes back as effects, in order; `Room.next_at` is the instant
+at which to call `handle(Tick(), now)` if nothing happens before. There is no polling.
 
 Invariants:
 - one quorum_id names one member list; ids only grow (`ids.next`);
@@ -159,8 +159,8 @@ class Left:
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """A supervisor's word: the process of this replica has ended; or, if a name is given, every process of that name whose
-    lease does not stand."""
+    """A supervisor's word: the process of this replica has ended; or, if a name is given, every process of that name
+    whose lease does not stand."""
 
     replica_id: str
 
@@ -374,7 +374,8 @@ class Room:
         self._ids.observe(hello.highest_id)
         self._ids.observe(hello.version.epoch)
         record = self.records.get(hello.replica_id)
-        if record is not None and record.hello.incarnation == hello.incarnation and hello.generation < record.generation:
+        same = record is not None and record.hello.incarnation == hello.incarnation
+        if same and record is not None and hello.generation < record.generation:
             return  # an older stream of the same process, overtaken on its way here (R15)
         refusal = self._refusal(hello, record)
         if refusal:
@@ -389,7 +390,7 @@ class Room:
             self.records[hello.replica_id] = record
         else:
             if record.generation >= 0 and record.hello.incarnation != hello.incarnation:
-                # Another process under the same id, whose predecessor closed its connection: nothing is left of that one.
+                # Another process under the same id; its predecessor closed its connection: nothing is left of that one.
                 record.ask = record.answered = None
                 record.stable, record.committed = VOID, False
                 if self._current is not None and hello.replica_id in self._current.members:
@@ -401,12 +402,14 @@ class Room:
         record.heard_at = now
         record.accused = record.told_lost = record.agreed = False
         self._push_again(hello.replica_id)
-        if self._layout is None and hello.layout:
-            self._layout = (hello.layout, hello.layout_lines, hello.replica_id)
         self._present(hello, record, now, out)
+        answer = record.answered[1].quorum_id if record.answered else 0
+        if answer > hello.quorum_id and record.ask is None and not self._in_force(answer):
+            # It may be about to enter a quorum whose whole life it slept through (its answer lay in a socket's buffer).
+            out.append(Superseded(hello.replica_id, answer))
 
     def _push_again(self, replica_id: str) -> None:
-        """What was pushed while a member had no lease is lost to it: have it pushed once more (pushes are idempotent)."""
+        """What was pushed while a member had no lease is lost: have it pushed once more (pushes are idempotent)."""
         current = self._current
         if current is None or replica_id not in current.members:
             return
@@ -423,8 +426,8 @@ class Room:
         if other and record is not None and record.life is Life.MISSED:
             return Refuse(
                 hello.replica_id,
-                f"an earlier process called {hello.replica_id!r} went silent and may still be training: give the new one "
-                "its own replica_id, or report the end of the old one",
+                f"an earlier process called {hello.replica_id!r} went silent and may still be training: give the new "
+                "one its own replica_id, or report the end of the old one",
             )
         if record is not None and record.hello.incarnation != hello.incarnation and record.life is Life.UP:
             return Refuse(
@@ -432,14 +435,21 @@ class Room:
                 f"two live processes call themselves {hello.replica_id!r}: give every replica group its own "
                 "replica_id (FT_REPLICA_ID)",
             )
-        if self._layout is not None and hello.layout and hello.layout != self._layout[0]:
-            others = any(
-                r.life is Life.UP and r.hello.layout == self._layout[0] and i != hello.replica_id
-                for i, r in self.records.items()
-            )
-            if others:
-                return Refuse(hello.replica_id, _layout_difference(hello, self._layout))
-            self._layout = (hello.layout, hello.layout_lines, hello.replica_id)
+        return self._layout_refusal(hello.replica_id, hello.layout, hello.layout_lines)
+
+    def _layout_refusal(self, replica_id: str, layout: int, lines: tuple[str, ...]) -> Refuse | None:
+        """R4: a room trains one model. The first layout seen stands while anybody who has it is there."""
+        if not layout:
+            return None
+        known = self._layout
+        if known is not None and layout != known[0]:
+            if any(
+                r.life is Life.UP and r.hello.layout == known[0] and i != replica_id for i, r in self.records.items()
+            ):
+                return Refuse(replica_id, _layout_difference(replica_id, lines, known))
+            known = None
+        if known is None or (lines and not known[1]):
+            self._layout = (layout, lines, replica_id)
         return None
 
     def _present(self, hello: Hello, record: Record, now: float, out: list[Effect]) -> None:
@@ -514,6 +524,12 @@ class Room:
         if record.life is not Life.UP:
             return
         record.heard_at = now
+        refusal = self._layout_refusal(ask.replica_id, ask.layout, ask.layout_lines)
+        if refusal:
+            out.append(refusal)
+            return
+        if ask.layout_lines:
+            record.hello = replace(record.hello, layout=ask.layout, layout_lines=ask.layout_lines)
         if record.answered and record.answered[0] == ask.seq and self._in_force(record.answered[1].quorum_id):
             out.append(Announce(record.answered[1], ((ask.replica_id, ask.seq),)))
             return
@@ -610,7 +626,8 @@ class Room:
                 if now >= over or (record.accused and now >= self._turbulent_until):
                     record.life, record.since = Life.GONE, now
                     self._count_crash(record, now)
-                    out.append(Note(f"{replica_id} is gone (its last word: step {record.step}, {record.phase or 'start'})"))
+                    last = f"step {record.step}, {record.phase or 'start'}"
+                    out.append(Note(f"{replica_id} is gone (its last word: {last})"))
                 else:
                     times.append(over)
             if self._current is None or replica_id not in self._current.members:
@@ -783,15 +800,16 @@ def _name(replica_id: str) -> str:
     return replica_id.rpartition(":")[0] or replica_id
 
 
-def _layout_difference(hello: Hello, room: tuple[int, tuple[str, ...], str]) -> str:
+def _layout_difference(replica_id: str, ours: tuple[str, ...], room: tuple[int, tuple[str, ...], str]) -> str:
     """Name the first parameter in which a newcomer's model differs from the room's."""
     _, lines, holder = room
-    start = f"{hello.replica_id} has another model than {holder}: "
-    for index, (mine, theirs) in enumerate(zip(hello.layout_lines, lines, strict=False)):
+    start = f"{replica_id} has another model than {holder}: "
+    for index, (mine, theirs) in enumerate(zip(ours, lines, strict=False)):
         if mine != theirs:
             return start + f"parameter {index} is '{mine}' here and '{theirs}' there"
-    if len(hello.layout_lines) != len(lines):
-        longer = hello.layout_lines if len(hello.layout_lines) > len(lines) else lines
-        extra = longer[min(len(lines), len(hello.layout_lines))]
-        return start + f"{len(hello.layout_lines)} parameters here, {len(lines)} there; the first extra one is '{extra}'"
+    if len(ours) != len(lines):
+        longer = ours if len(ours) > len(lines) else lines
+        extra = longer[min(len(lines), len(ours))]
+        counts = f"{len(ours)} parameters here, {len(lines)} there"
+        return start + f"{counts}; the first extra one is '{extra}'"
     return start + "the bucket settings differ (bucket_cap_mb, broadcast_buffers, find_unused_parameters)"

@@ -23,6 +23,8 @@ from ft_core.lanes import Lanes
 from ft_core.live_state import tensors_in
 
 PIECES = 4
+SLOTS = PIECES + 1
+"""Per member: its digest, and whether it sent one (a member that is behind has nothing to compare)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,19 +54,21 @@ class ParityCheck:
         """Whether the attempt that builds on `base_step` carries a check: the same on all members."""
         return self._every > 0 and base_step > 0 and base_step % self._every == 0
 
-    def compare(self, state: Mapping[str, Any], volatile: Collection[int], plan: Plan, lanes: Lanes) -> Difference:
-        """Exchange digests over the second lane. Raises what the collective raises."""
-        mine = digest(state, volatile)
-        slots = torch.zeros(plan.size * PIECES)
-        for piece in range(PIECES):
-            slots[plan.replica_rank * PIECES + piece] = float((mine >> (16 * piece)) & 0xFFFF)
+    def compare(self, mine: int | None, plan: Plan, lanes: Lanes) -> Difference:
+        """Exchange digests over the second lane (None: I do not hold the state to compare). Raises what the collective raises."""
+        slots = torch.zeros(plan.size * SLOTS)
+        if mine is not None:
+            first = plan.replica_rank * SLOTS
+            for piece in range(PIECES):
+                slots[first + piece] = float((mine >> (16 * piece)) & 0xFFFF)
+            slots[first + PIECES] = 1.0
         lanes.sum(slots, lanes.second()).wait()
         values = [int(v) for v in slots.tolist()]
         digests = [
-            sum(values[rank * PIECES + piece] << (16 * piece) for piece in range(PIECES)) for rank in range(plan.size)
+            sum(values[first + piece] << (16 * piece) for piece in range(PIECES)) if values[first + PIECES] else None
+            for first in range(0, plan.size * SLOTS, SLOTS)
         ]
-        behind = set(plan.healing)
-        differing = judge([None if rank in behind else d for rank, d in enumerate(digests)])
+        differing = judge(digests)
         names = ", ".join(plan.quorum.members[rank].replica_id for rank in differing)
         return Difference(
             differing, plan.replica_rank in differing, f"the state of {names} differs from the others': it will heal"

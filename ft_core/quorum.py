@@ -33,7 +33,7 @@ VOID = Version(-1, -1)
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """One replica group's wish to be in the next quorum. Irrevocable; repeated with the same `seq` it is the same ask."""
+    """One replica group's wish to be in the next quorum. Irrevocable; with the same `seq` it is the same ask."""
 
     replica_id: str
     seq: int
@@ -50,12 +50,14 @@ class Ask:
     store_address: str = ""
     address: str = ""
     layout: int = 0
+    layout_lines: tuple[str, ...] = ()
+    """One line per parameter, in a group's first ask only: to name the first difference to the room's model."""
     init_sync: bool = True
     allow_heal: bool = True
     shrink_only: bool = False
     heals_before_forward: bool = False
     open_attempt: int = -1
-    """The attempt of `quorum_id` whose outcome this group could not follow, with its reduced gradients kept (R5); or -1."""
+    """The attempt of `quorum_id` whose outcome this group could not follow, its reduced gradients kept (R5); or -1."""
     commit_failures: int = 0
     data: str = ""
 
@@ -156,7 +158,7 @@ class Current:
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """Switches for the simulation: each rule of DESIGN 3.9 that lives here can be turned off to show that it is needed."""
+    """Switches for the simulation: each rule of DESIGN 3.9 that lives here can be turned off to show its need."""
 
     r1_ended: bool = True
     r2_no_amnesia: bool = True

@@ -167,10 +167,6 @@ class Rooms:
             shell = self._rooms[name] = RoomShell(Room(name, self.settings, self._ids, boot_at=self.started))
         return shell
 
-    def find(self, name: str) -> RoomShell | None:
-        """A room, if there is one of that name."""
-        return self._rooms.get(name)
-
     def chosen(self, name: str) -> list[RoomShell]:
         """The room of that name; all rooms for ''."""
         return [shell for known, shell in self._rooms.items() if name in ("", known)]
@@ -216,6 +212,9 @@ class Rooms:
                     self.say(shell, effect.text)
                 case Refuse():
                     self.say(shell, f"refused {effect.to}: {effect.reason}")
+                    lease = shell.leases.get(effect.to)
+                    if lease is not None:  # its ask was refused; a refused Hello has no lease, see _open
+                        lease.stream.send(wire.encode_push(wire.Refusal(_refusal(effect))))
 
     def _announce(self, shell: RoomShell, effect: Announce) -> None:
         shell.said = ""
@@ -342,7 +341,10 @@ class Rooms:
     def _open(self, shell: RoomShell, hello: Hello, stream: Stream) -> tuple[Lease | None, FaultToleranceError | None]:
         self._generation += 1
         hello = replace(
-            hello, generation=self._generation, liveness_s=self.liveness_s, layout_lines=self._share_layout(hello)
+            hello,
+            generation=self._generation,
+            liveness_s=self.liveness_s,
+            layout_lines=self._share_layout(hello.layout, hello.layout_lines),
         )
         now = self.now()
         self._notice_stall(now)
@@ -352,10 +354,10 @@ class Rooms:
         refusal = next((effect for effect in effects if isinstance(effect, Refuse)), None)
         if refusal is not None:
             # Meant for this stream only: another lease may be registered under the same replica_id.
-            self._perform(shell, effects)
+            self.say(shell, f"refused {refusal.to}: {refusal.reason}")
+            self._perform(shell, [effect for effect in effects if effect is not refusal])
             self._arm(shell)
-            kind = JobFinishedError if refusal.finished else RefusedError
-            return None, kind(refusal.reason)
+            return None, _refusal(refusal)
         old = shell.leases.get(hello.replica_id)
         lease = Lease(hello.replica_id, hello.generation, stream)
         shell.leases[hello.replica_id] = lease
@@ -387,6 +389,8 @@ class Rooms:
     def _asked(self, shell: RoomShell, lease: Lease, ask: Ask) -> None:
         if not shell.asks:
             asyncio.get_running_loop().call_soon(self.feed, shell)
+        if ask.layout_lines:
+            ask = replace(ask, layout_lines=self._share_layout(ask.layout, ask.layout_lines))
         shell.asks.append(Asked(ask, lease.generation))
         lease.told = ""
         self._explain_soon(shell)
@@ -412,15 +416,17 @@ class Rooms:
             shell.said = reason
             self.say(shell, f"no quorum yet: {reason}")
 
-    def _share_layout(self, hello: Hello) -> tuple[str, ...]:
-        """Equal layouts are kept once, not per replica (they are the largest thing a Hello carries)."""
-        known = self._layouts.get(hello.layout)
-        if known is not None and (known == hello.layout_lines or not hello.layout_lines):
+    def _share_layout(self, layout: int, lines: tuple[str, ...]) -> tuple[str, ...]:
+        """Equal layouts are kept once, not per replica (they are the largest thing a trainer sends)."""
+        if not lines:
+            return self._layouts.get(layout, ())
+        known = self._layouts.get(layout)
+        if known == lines:
             return known
         if len(self._layouts) >= MAX_LAYOUTS:
             self._layouts.pop(next(iter(self._layouts)))
-        self._layouts[hello.layout] = hello.layout_lines
-        return hello.layout_lines
+        self._layouts[layout] = lines
+        return lines
 
     @staticmethod
     def _peers(shell: RoomShell, me: str) -> tuple[tuple[str, tuple[str, ...]], ...]:
@@ -436,3 +442,7 @@ class Rooms:
             if replica_id != me and record is not None and record.life is Life.UP:
                 found.append((replica_id, record.hello.heal_addresses or asked.get(replica_id, ())))
         return tuple(found)
+
+
+def _refusal(effect: Refuse) -> FaultToleranceError:
+    return (JobFinishedError if effect.finished else RefusedError)(effect.reason)

@@ -239,7 +239,7 @@ class QuorumWorker:
                 return
         try:
             with session.busy("healing", session.budget.heal_s):
-                received = self._healing.receive(plan, round_.in_place, cancel)
+                received = self._healing.receive(plan, self._room_for(plan, round_), cancel)
         except HealError as error:
             round_.heal_error = error
             log.warning("%s: healing failed, asking again: %s", name, error)
@@ -255,12 +255,24 @@ class QuorumWorker:
             received.seconds, len(received.donors),
         )  # fmt: skip
 
+    def _room_for(self, plan: Plan, round_: Round) -> Mapping[str, Any] | None:
+        """What to receive into; VOID from now on (R7). None stages: at step 0 the own state is as good as anybody's."""
+        if round_.in_place is None or plan.target.step == 0:
+            return None
+        with self._session.lock:
+            self._session.step.tear()
+        return round_.in_place
+
     def _prefetch(self, round_: Round) -> None:
         session = self._session
         rank = session.step.settings.group_rank
         donors = [addresses[rank] for _, addresses in session.peers if len(addresses) > rank]
-        self._healing.prefetch(donors, round_.in_place, self._void)
-
-    def _void(self) -> None:
-        with self._session.lock:
-            self._session.step.tear()
+        if not donors:
+            return
+        with session.lock:
+            before = session.step.version
+            if round_.in_place is not None:
+                session.step.tear()  # before the first byte (R7)
+        if not self._healing.prefetch(donors, round_.in_place):
+            with session.lock:
+                session.step.version = before

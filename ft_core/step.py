@@ -1,15 +1,16 @@
 """One rank's side of the protocol: what an attempt at a step is, and what its fence decides. Pure: no clock, no I/O.
 
-Theory of operation. A member enters a quorum (`enter`), its process group is configured (`configured`), and attempts at a
-step follow each other: collectives are launched (`launching`), the fence goes out last (`slots`) and comes back as a
-sum over all members (`judge`). The verdict is a function of that sum alone, so all members reach the same one; a member
-that cannot follow it is *broken* (R0): it launches nothing more in this quorum and asks for a new one. `settle` applies a
-verdict. Between attempts `boundary` says whether to go on in the quorum or to ask for the next.
+Theory of operation. A member enters a quorum (`enter`), its process group is configured (`configured`), and attempts
+at a step follow each other: collectives are launched (`launching`), the fence goes out last (`slots`) and comes back as
+a sum over all members (`judge`). The verdict is a function of that sum alone, so all members reach the same one; a
+member that cannot follow it is *broken* (R0): it launches nothing more in this quorum and asks for a new one. `vote`
+tells it to the group, `settle` applies the group's answer. Between attempts `boundary` says whether to go on in the
+quorum or to ask for the next.
 
 The fence is FENCE_SLOTS float32 numbers; every slot is a small integer (at most 16 bits), so sums over up to 256
 members are exact. Slots carry: the weight of the gradient in two digits, who contributed, the flags, the number of
-members and a 64-bit tag of everything that has to be equal (version, lineage, quorum, attempt, layout, user collectives)
-in four pieces. A tag sum other than n times mine means that somebody is in another attempt: broken.
+members and a 64-bit tag of everything that has to be equal (version, lineage, quorum, attempt, layout, user
+collectives) in four pieces. A tag sum other than n times mine means that somebody is in another attempt: broken.
 
 Invariants: `version` names the state this rank holds (VOID while it must not be used); `base` is the state the current
 attempt builds on, equal on all members; version == base unless this member is behind; a verdict, once reached, is never
@@ -25,6 +26,7 @@ import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
+from typing import Any
 
 from ft_core.assignment import Plan, WorldSizeMode, plan
 from ft_core.quorum import VOID, Ask, Quorum, Version
@@ -125,7 +127,7 @@ class MustAsk:
 
 @dataclass(frozen=True, slots=True)
 class MemberRules:
-    """Switches for the simulation: each rule of DESIGN 3.9 that lives here can be turned off to show that it is needed."""
+    """Switches for the simulation: each rule of DESIGN 3.9 that lives here can be turned off to show its need."""
 
     r0_verdict: bool = True
     r0_tag: bool = True
@@ -249,7 +251,7 @@ class Step:
 
     @property
     def _adds_nothing(self) -> bool:
-        """A spare, or behind for this whole quorum: not what the others go on training for when they are out of data (R11)."""
+        """A spare, or behind for this whole quorum: the others do not go on for its sake when they are out of data."""
         if self.plan is None:
             return False
         if self.behind:
@@ -347,7 +349,7 @@ class Step:
     # ------------------------------------------------------------ events within a quorum
 
     def break_(self, reason: str, *, keep_gradients: bool = False) -> bool:
-        """This rank cannot follow its quorum any more (R0). False if a latched verdict stands, or it was broken already."""
+        """This rank cannot follow its quorum any more (R0). False if its vote stands, or it was broken already."""
         if self.phase in (Phase.BROKEN, Phase.OUTSIDE):
             return False
         if self._voted:
@@ -371,7 +373,8 @@ class Step:
             self.ask_next = self.ask_next or reason
             return False
         if self.phase is Phase.OPEN and self.ask_next:
-            return False  # nothing is launched, and the next boundary asks: an abort could only hurt who is still receiving
+            # Nothing is launched, and the next boundary asks: an abort could only hurt who is still receiving.
+            return False
         return self.break_(reason, keep_gradients=True)
 
     def want_change(self, quorum_id: int, reason: str) -> None:
@@ -403,8 +406,9 @@ class Step:
         return bool(self.soft_error) and not self._error_sent
 
     def vote(self) -> Verdict:
-        """What this rank tells its group about the attempt. From now on nothing but the group's answer breaks it (R0, R12):
-        otherwise one rank would apply the commit, another not, and the group's state would be worth nothing.
+        """What this rank tells its group about the attempt; from now on only the group's answer breaks it (R0, R12).
+
+        Otherwise one rank would apply the commit, another not, and the group's state would be worth nothing.
         """
         assert self.plan is not None
         if self.phase is Phase.FENCED and self.verdict is not None:
@@ -513,7 +517,7 @@ class Step:
         else:
             self.phase = Phase.FENCED
             self.verdict = verdict
-            # Without any lease the room may long have gone on without this quorum: nothing more is published (R2, R3, R6).
+            # Without any lease the room may long have gone on without this quorum: nothing more is published (R2, R6).
             lapsed = self.settings.rules.r3_autonomy and round(sums[NO_LEASE]) == self.plan.size
             if not self.behind and not lapsed:
                 self.stable = max(self.stable, self.base)
@@ -540,11 +544,12 @@ class Step:
             if values[NO_LEASE] == n:
                 return verdict(
                     Outcome.VETO,
-                    f"no member has had a lease for autonomy_s={self.settings.autonomy_s:g} s: waiting for a lighthouse",
+                    f"no member has had a lease for autonomy_s={self.settings.autonomy_s:g} s: waiting for a "
+                    "lighthouse",
                     change=values[CHANGE] > 0,
                 )
         weight = values[WEIGHT_LOW] + values[WEIGHT_HIGH] * DIGIT
-        more = {
+        more: dict[str, Any] = {
             "weight": weight,
             "contributors": values[CONTRIBUTED],
             "change": values[CHANGE] > 0,
@@ -554,7 +559,8 @@ class Step:
             "behind": self.behind and self.heal is not Heal.READY,
         }
         if values[FAILED]:
-            return verdict(Outcome.VETO, self.soft_error or f"{values[FAILED]} of {n} members failed in this step", **more)
+            reason = self.soft_error or f"{values[FAILED]} of {n} members failed in this step"
+            return verdict(Outcome.VETO, reason, **more)
         if weight == 0:
             reason = "every member is out of data" if values[EXHAUSTED] == n else "no member contributed a gradient"
             return verdict(Outcome.VETO, reason, **more)
@@ -582,18 +588,11 @@ class Step:
             if current:
                 self.version, self.lineage = self.base, self.base_lineage
                 self.batches_committed += verdict.contributors
-            else:
+            elif not self.plan.excluded:  # who may not heal stays: asking alone would leave the others waiting for it
                 self.ask_next = self.ask_next or "left behind by a commit"
                 if self.heal is Heal.PENDING:
                     self.heal = Heal.ABANDONED  # what may still arrive is older than `base` now
-        if commit and current:
-            self.own_failures = self.vetoes = 0
-        else:
-            self.vetoes += 1
-            if self.soft_error:
-                self.own_failures += 1
-            elif current:
-                self.own_failures = 0
+        self._count_failures(applied=commit and current, current=current)
         if verdict.healed and self.plan.ready_expected:
             self.roles_switched = True
         if verdict.change:
@@ -604,8 +603,19 @@ class Step:
         self.phase = Phase.OPEN
         return commit and current
 
+    def _count_failures(self, *, applied: bool, current: bool) -> None:
+        """R11: a member's own failures count first; one that is behind goes on counting its failed heals."""
+        if applied:
+            self.own_failures = self.vetoes = 0
+            return
+        self.vetoes += 1
+        if self.soft_error:
+            self.own_failures += 1
+        elif current:
+            self.own_failures = 0
+
     def finished(self, plan_: Plan) -> None:
-        """R5: the reduced gradients of the open attempt were fetched; this rank now commits what it could not follow."""
+        """R5: the reduced gradients of the open attempt were fetched: this rank commits what it could not follow."""
         assert plan_.finish
         assert self.plan is plan_
         self.version, self.lineage = plan_.target, plan_.target_lineage

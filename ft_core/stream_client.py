@@ -17,6 +17,7 @@ few assignments. HTTP/2 keepalives are answered by gRPC's C core, without the GI
 from __future__ import annotations
 
 import logging
+import math
 import os
 import threading
 import time
@@ -36,6 +37,8 @@ if TYPE_CHECKING:
 
 BACKOFF_S = 0.02
 """First pause between two attempts to connect; doubles up to the budget's reconnect_s."""
+STEADY_S = 1.0
+"""A stream that lived this long was a good one: if it ends, the next attempt is made at once and the reason is news."""
 MAX_OUTBOX = 64
 
 Peers = tuple[tuple[str, tuple[str, ...]], ...]
@@ -171,6 +174,8 @@ class StreamClient(ABC):
         self._fatal: Exception | None = None
         self._ever_connected = False
         self._lost_at: float | None = None
+        self._said = ""
+        """The last reason that was logged."""
         self._opening_sent = 0.0
         self._renew_s = settings.budget.progress_s
 
@@ -286,13 +291,13 @@ class StreamClient(ABC):
                 self._changed.wait_for(lambda: self._stopping or (self._wanted and self._fatal is None))
                 if self._stopping:
                     return
-            opened = self._converse()
-            pause_s = 0.0 if opened else min(max(BACKOFF_S, 2 * pause_s), self.settings.budget.reconnect_s)
+            steady = self._converse()
+            pause_s = 0.0 if steady else min(max(BACKOFF_S, 2 * pause_s), self.settings.budget.reconnect_s)
 
     def _converse(self) -> bool:
-        """One stream from opening to end. True if it was opened."""
+        """One stream from opening to end. True if it was open for a while."""
         settings = self.settings
-        opened = False
+        opened_at = math.inf
         channel: grpc.Channel | None = None
         outgoing: _Outgoing | None = None
         why = f"{self._other} closed the connection"
@@ -309,7 +314,7 @@ class StreamClient(ABC):
             for data in call:
                 push = self._decode(data)
                 if isinstance(push, wire.Welcome):
-                    opened = True
+                    opened_at = time.monotonic()
                 self._take(outgoing, push)
         except grpc.RpcError as error:
             why = explain(error)
@@ -329,18 +334,20 @@ class StreamClient(ABC):
                 self._changed.notify_all()
             if channel is not None:
                 channel.close()
-        self._went_down(was_connected, why)
-        return opened
+        steady = time.monotonic() - opened_at > STEADY_S
+        self._went_down(was_connected, steady, why)
+        return steady
 
-    def _went_down(self, was_connected: bool, why: str) -> None:
+    def _went_down(self, was_connected: bool, steady: bool, why: str) -> None:
         if self._stopping or not self._wanted or self._fatal is not None:
             return
         if was_connected:
             self._lost_at = time.monotonic()
             self._on_down()
         reason = f"{self._other} at {self.settings.address} cannot be reached: {why}"
-        if reason != self.last_reason:
-            self.last_reason = reason
+        self.last_reason = reason
+        if reason != self._said or steady:
+            self._said = reason
             level = logging.WARNING if self._ever_connected else logging.INFO
             _log.log(level, "%s: %s; trying again", self.settings.replica_id, reason)
 
@@ -388,6 +395,7 @@ class StreamClient(ABC):
                 return
             self._fatal = error
             self.last_reason = str(error)
+            self._close_stream()
             self._changed.notify_all()
         self._handler.on_refused(error)
 

@@ -23,7 +23,7 @@ import time
 from dataclasses import dataclass, field
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-LIMIT_S = 110.0
+LIMIT_S = 300.0
 
 
 @dataclass

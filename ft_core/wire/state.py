@@ -59,6 +59,7 @@ def _check_ask(m: pb.Ask, check: Check) -> None:
     check.text("store_address", m.store_address, MAX_ADDRESS)
     check.text("address", m.address, MAX_ADDRESS)
     check.text("data", m.data, MAX_DATA)
+    check.texts("layout_lines", m.layout_lines, MAX_LAYOUT_LINES, MAX_TEXT)
 
 
 def pb_ask(ask: Ask) -> pb.Ask:
@@ -67,8 +68,9 @@ def pb_ask(ask: Ask) -> pb.Ask:
         replica_id=ask.replica_id, seq=ask.seq, version=pb_version(ask.version), lineage=ask.lineage,
         quorum_id=ask.quorum_id, failed=ask.failed, reason=clip(ask.reason), min_replicas=ask.min_replicas,
         group_world_size=ask.group_world_size, heal_addresses=ask.heal_addresses, store_address=ask.store_address,
-        address=ask.address, layout=ask.layout, init_sync=ask.init_sync, allow_heal=ask.allow_heal,
-        shrink_only=ask.shrink_only, heals_before_forward=ask.heals_before_forward, open_attempt=ask.open_attempt,
+        address=ask.address, layout=ask.layout, layout_lines=fit_layout_lines(ask.layout_lines),
+        init_sync=ask.init_sync, allow_heal=ask.allow_heal, shrink_only=ask.shrink_only,
+        heals_before_forward=ask.heals_before_forward, open_attempt=ask.open_attempt,
         commit_failures=ask.commit_failures, data=ask.data,
     )  # fmt: skip
     _check_ask(message, Check(ConfigError, "Ask"))
@@ -83,8 +85,9 @@ def read_ask(m: pb.Ask) -> Ask:
         replica_id=m.replica_id, seq=m.seq, version=read_version(m.version, check, "version"), lineage=m.lineage,
         quorum_id=m.quorum_id, failed=m.failed, reason=clip(m.reason), min_replicas=m.min_replicas,
         group_world_size=m.group_world_size, heal_addresses=tuple(m.heal_addresses), store_address=m.store_address,
-        address=m.address, layout=m.layout, init_sync=m.init_sync, allow_heal=m.allow_heal,
-        shrink_only=m.shrink_only, heals_before_forward=m.heals_before_forward, open_attempt=m.open_attempt,
+        address=m.address, layout=m.layout, layout_lines=tuple(m.layout_lines),
+        init_sync=m.init_sync, allow_heal=m.allow_heal, shrink_only=m.shrink_only,
+        heals_before_forward=m.heals_before_forward, open_attempt=m.open_attempt,
         commit_failures=m.commit_failures, data=m.data,
     )  # fmt: skip
 

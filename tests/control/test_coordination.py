@@ -25,7 +25,10 @@ def client(lighthouse: LighthouseServer) -> Iterator[LighthouseClient]:
     one.close()
 
 
-def test_a_quorum_without_leases(client: LighthouseClient) -> None:
+def test_a_quorum_without_leases() -> None:
+    server = LighthouseServer("127.0.0.1:0", 1, 4000, boot_window_ms=0, token="")
+    client = LighthouseClient(server.address(), SOON)
+
     def ask(name: str, step: int) -> Quorum:
         return client.quorum(name, SOON, f"{name}-a", f"{name}-s", step=step, world_size=2, data="d")
 
@@ -37,6 +40,8 @@ def test_a_quorum_without_leases(client: LighthouseClient) -> None:
         QuorumMember("a", "a-a", "a-s", 3, 2, False, "d"),
         QuorumMember("b", "b-a", "b-s", 4, 2, False, "d"),
     ]
+    client.close()
+    server.shutdown()
 
 
 def test_the_id_stays_while_the_members_do(client: LighthouseClient) -> None:

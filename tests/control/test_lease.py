@@ -230,7 +230,8 @@ def test_each_reason_is_told_and_logged_once(replica: Callable[..., Replica], ca
     two = replica("b:1")
     two.lease.wait_connected(5)
     two.ask(min_replicas=3)
-    two.recorder.wait("reason", lambda text: "2 of the 3 groups" in text)
+    for each in (one, two):
+        each.recorder.wait("reason", lambda text: "2 of the 3 groups" in text)
     assert len([text for (text,) in one.recorder.of("reason") if words in text]) == 1
     assert len([line for line in caplog.messages if words in line]) == 1
     assert "2 of the 3 groups" in one.lease.last_reason
@@ -363,3 +364,15 @@ def test_bad_settings_are_refused_by_name(arguments: dict[str, object], names: s
 def test_reprs_sum_up(trio: list[Replica], lighthouse: LighthouseServer) -> None:
     assert repr(trio[0].lease) == f"LeaseClient(a:1 -> {lighthouse.address()}, connected)"
     assert "rooms=1, leases=3" in repr(lighthouse)
+
+
+def test_another_model_is_also_refused_when_it_asks(replica: Callable[..., Replica]) -> None:
+    one, other = replica("a:1"), replica("b:1")
+    for each in (one, other):
+        each.lease.wait_connected(5)
+    one.ask(layout=1, layout_lines=("w float32 [3]",))
+    one.answer()
+    other.ask(layout=2, layout_lines=("w float32 [4]",))
+    error = other.recorder.wait("refused")[0]
+    assert isinstance(error, RefusedError)
+    assert "'w float32 [4]' here and 'w float32 [3]' there" in str(error)

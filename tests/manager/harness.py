@@ -225,7 +225,7 @@ class Replica:
             else:
                 self.wrap()
             try:
-                (self._loop or Replica.train)(self)
+                self._loop(self) if self._loop else self.train()
             except Crash:
                 self.crashed = True
                 self.die()
@@ -290,7 +290,7 @@ class Cluster:
         lighthouse = self.lighthouse
 
         def asks() -> bool:
-            return lighthouse.asking(replica.name) or not replica.thread.is_alive()
+            return lighthouse.asking(replica.name) or bool(replica.commits) or not replica.thread.is_alive()
 
         def wanted() -> bool:
             managers = [r.manager for r in self.replicas if r is not replica and r.thread.is_alive()]
@@ -299,7 +299,8 @@ class Cluster:
         def act(actor: Replica) -> None:
             self.start(replica)
             lighthouse.wait_for(wanted)
-            actor.actions[actor.step + 1, "boundary"] = lambda _: lighthouse.wait_for(asks)
+            for later in (1, 2):  # with two votes per quorum steps count by two
+                actor.actions[actor.step + later, "boundary"] = lambda _: lighthouse.wait_for(asks)
 
         return act
 

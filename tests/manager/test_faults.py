@@ -45,7 +45,7 @@ def test_a_restarted_replica_heals_and_ends_equal(cluster: Cluster, point: str) 
     cluster.run(*others, Replica(2, steps=10, at={(3, point): crash}))
     cluster.check(steps=10, survivors=3)
     cluster.check_numbers()
-    assert again.commits[0].step in (6, 7, 8)
+    assert again.commits[0].step > 5
     assert again.commits[0].participated  # a newcomer heals before its first forward
 
 

@@ -182,11 +182,11 @@ class Gan(Replica):
 
 
 def test_two_models_and_two_votes_in_one_quorum(cluster: Cluster) -> None:
-    again = Gan(2, steps=12)
+    again = Gan(2, steps=16)
     cluster.run(
-        Gan(0, steps=12, at={(6, "boundary"): lambda r: cluster.start(again)}), Gan(1, steps=12), expected=2
+        Gan(0, steps=16, at={(4, "boundary"): cluster.joins(again)}), Gan(1, steps=16), expected=2
     )
-    cluster.check(steps=12)
+    cluster.check(steps=16)
 
 
 def test_two_models_one_crash(cluster: Cluster) -> None:

@@ -29,12 +29,13 @@ def quorums(draw: st.DrawFn) -> list[Member]:
     members = [
         member(
             name,
-            *dataclasses.astuple(draw(versions)),
-            lineage=draw(st.integers(1, 3)),
+            (version := draw(versions)).step,
+            version.epoch,
+            draw(st.integers(1, 3)),
             allow_heal=allow,
             init_sync=init,
             heals_before_forward=draw(st.booleans()),
-        )  # fmt: skip
+        )
         for name in names
     ]
     if all(m.version == VOID for m in members):

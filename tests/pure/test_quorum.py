@@ -135,8 +135,8 @@ SENTENCES: list[tuple[View, str]] = [
     ),
     (
         View(NOW, {"d": asks("d"), "a": Seen("a", Life.MISSED, 60.0)}, Current(9, ("a",), ended=False), orphan_s=50.0),
-        "the quorum of a may still be training out of reach; its place is free in 10 s (orphan_s), or as soon as one of "
-        "them returns or its supervisor reports its end",
+        "the quorum of a may still be training out of reach; its place is free in 10 s (orphan_s), or as soon as one "
+        "of them returns or its supervisor reports its end",
     ),
     (
         View(NOW, {"d": asks("d"), "a": Seen("a", Life.MISSED, 60.0, stable=V1, phase="open")}, ENDED),

@@ -198,8 +198,7 @@ def test_change_pending_is_pushed_again_to_a_member_whose_lease_broke_under_it()
     script.train("a")
     script.ends("a")
     script.hello("b")
-    assert script.ask("b") == ["tell b: the quorum of a may still be training out of reach; its place is free in 60 s "
-                               "(orphan_s), or as soon as one of them returns or its supervisor reports its end"]  # fmt: skip
+    assert "the quorum of a may still be training out of reach" in script.ask("b")[0]
     assert "change -> a: b wants to join" in script.hello("a")
     script.ends("a")
     assert "change -> a: b wants to join" in script.hello("a")
@@ -261,7 +260,7 @@ def test_members_have_the_whole_join_time_however_long_a_newcomer_has_waited() -
 
 
 def test_an_answer_is_repeated_only_while_its_quorum_is_in_force() -> None:
-    """Found as I3: who missed the whole life of its quorum of one entered it beside the successor, with a fresh lease."""
+    """Found as I3: who missed the whole life of its quorum of one entered it beside its successor, freshly leased."""
     script = Script()
     script.train("a")
     assert script.ask("a", 0, again=True) == ["quorum a -> a#1"]
@@ -273,6 +272,24 @@ def test_an_answer_is_repeated_only_while_its_quorum_is_in_force() -> None:
     out = script.ask("a", 0, again=True)
     assert not [text for text in out if text.startswith("quorum")]
     assert "change -> b: a wants to join" in out
+
+
+def test_an_answer_that_lay_in_a_buffer_while_its_quorum_passed_is_taken_back() -> None:
+    """Found as I3: thawed, it took the answer from the dead stream; its new hello still presented the quorum before."""
+    script = Script()
+    script.train("a", "b")
+    before = script.quorum["a"]
+    script.ends("b", silence_s=LIVENESS)
+    assert script.ask("a", 3, failed=True)[0] == "quorum a -> a#2"
+    script.ends("a", silence_s=LIVENESS)
+    script.hello("c")
+    script.ask("c", version=Version(5, 1))
+    assert script.later(ORPHAN + 1)[0] == "quorum c -> c#1"
+    taken = script.quorum["a"]
+    effects = script.room.handle(
+        Hello("a", "a", 9, 1, quorum_id=before, members=("a", "b"), orphan_s=ORPHAN), script.now
+    )
+    assert [e.quorum_id for e in effects if isinstance(e, Superseded)] == [before, taken]
 
 
 def test_a_member_believed_gone_that_returns_is_asked_to_make_room() -> None:
@@ -297,8 +314,7 @@ def test_a_late_word_about_a_name_does_not_end_its_next_incarnation() -> None:
     assert script.room.records["a:2"].life is Life.UP
     assert script.room.current is not None
     assert script.room.current.members == ("a:2",)
-    script.do(Ended("a:2"))
-    assert script.room.records["a:2"].life is Life.GONE
+    assert "# a:2 ended, says its supervisor" in script.do(Ended("a:2"))
 
 
 def test_a_new_process_under_an_old_id_does_not_get_the_old_answer() -> None:
@@ -501,7 +517,7 @@ class RoomMachine(RuleBasedStateMachine):
                 join_s=JOIN,
                 liveness_s=LIVENESS,
                 orphan_s=ORPHAN,
-            )  # fmt: skip
+            )
         )
 
     @rule(name=st.sampled_from(NAMES), step=st.integers(-1, 3), failed=st.booleans(), again=st.booleans())

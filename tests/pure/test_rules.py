@@ -1,6 +1,6 @@
 """Rules of DESIGN 3.9 that change what is lost or how long something takes, not what is true.
 
-The simulation cannot find them missing, so each has a scenario here that fails without it (the others: tests/simulation).
+The simulation cannot find them missing, so each has a scenario that fails without it (the others: tests/simulation).
 """
 
 from __future__ import annotations
@@ -87,7 +87,8 @@ def test_r11_a_healing_member_never_vetoes() -> None:
     rig["c"].heal_failed(rig["c"].plan.quorum_id, "too slow")  # type: ignore[union-attr]
     assert rig.attempt() == {"a": True, "b": True, "c": False}
     assert {s.boundary() for s in rig.steps.values()} == {
-        MustAsk("a member asked for a change of membership", failed=False), MustAsk("left behind by a commit", failed=False)
+        MustAsk("a member asked for a change of membership", failed=False),
+        MustAsk("left behind by a commit", failed=False),
     }  # fmt: skip
 
 
@@ -174,7 +175,8 @@ def test_r2_a_frozen_holder_is_waited_for_and_named() -> None:
     script.progress("b", 7, phase="launched")
     script.ends("b", silence_s=LIVENESS)
     assert script.ask("a", 6, failed=True)[0] == (
-        "tell a: b holds step 7, newer than the step 6 of those who ask (silent: frozen or cut off, last seen in launched)"
+        "tell a: b holds step 7, newer than the step 6 of those who ask (silent: frozen or cut off, last seen in "
+        "launched)"
     )
     assert script.later(59.0) == []
     assert script.later(2.0)[0] == "quorum a -> a#2"
