@@ -141,7 +141,7 @@ class Healing:
         return self._cancel
 
     def receive(self, plan: Plan, into: Mapping[str, Any] | None, cancel: Event) -> Received:
-        """Receive `plan.target` from its donors, verified. Blocks until it is there or `cancel` is set; raises HealError."""
+        """Receive `plan.target` from its donors, verified. Blocks, until `cancel` is set; raises HealError."""
         started = time.monotonic()
         if self._live is not None:
             have, self._prefetched = self._prefetched, None

@@ -21,7 +21,6 @@ from torch.distributed import AllreduceOptions, ReduceOp, Work
 from ft_core.errors import CollectiveError
 from ft_core.process_group import ProcessGroup
 
-
 ABORT_RETRY_S = 0.005
 ABORT_TRIES = 200
 """An abort is repeated until no configure is under way, for at most a second."""
@@ -53,7 +52,7 @@ class Lanes:
         return f"Lanes({state}, main={self.main!r}, second={'up' if self._second_ready else 'none'})"
 
     def configure(self, store_prefix: str, replica_id: str, rank: int, world_size: int, *, both: bool) -> None:
-        """(Re)build the data lane, and with `both` the second one, for one quorum. Raises what the process group raises."""
+        """(Re)build the data lane, and with `both` the second one, for one quorum. Raises what the group raises."""
         with self._lock:
             self._place = (store_prefix, replica_id, rank, world_size)
             self._second_ready = False

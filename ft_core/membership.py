@@ -17,10 +17,10 @@ Ownership: one event loop (or the simulation) calls it; nothing here is thread s
 from __future__ import annotations
 
 import math
-from collections import deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
+from ft_core.crash_log import CRASH_WINDOW_S, CrashLog
 from ft_core.quorum import (
     VOID,
     Ask,
@@ -36,228 +36,60 @@ from ft_core.quorum import (
     View,
     decide,
 )
+from ft_core.quorum_ids import QuorumIds
+from ft_core.room_events import (
+    Announce,
+    Asked,
+    ChangePending,
+    Effect,
+    Ended,
+    Event,
+    Explain,
+    Hello,
+    LeaseEnded,
+    Left,
+    MemberLost,
+    Note,
+    Paused,
+    Progress,
+    Refuse,
+    Reopen,
+    Superseded,
+    Tick,
+    Turbulence,
+)
+from ft_core.room_layout import RoomLayout, difference
 from ft_core.settings import MAX_REPLICAS, LighthouseSettings
 
+__all__ = [
+    "Announce",
+    "Asked",
+    "ChangePending",
+    "Effect",
+    "Ended",
+    "Event",
+    "Explain",
+    "Hello",
+    "LeaseEnded",
+    "Left",
+    "MAX_RECORDS",
+    "MemberLost",
+    "Note",
+    "Paused",
+    "Progress",
+    "QuorumIds",
+    "Record",
+    "Refuse",
+    "Reopen",
+    "Room",
+    "Superseded",
+    "Tick",
+    "Turbulence",
+]  # the events and effects are part of what a room is to its shells
+
 MAX_RECORDS = 4 * MAX_REPLICAS
-CRASH_WINDOW_S = 120.0
-"""Incarnations of one name that died without a commit are counted within this window (R15)."""
-CRASH_FREE = 2
-"""So many crashes cost a newcomer nothing; from then on its candidacy is delayed, doubling."""
-CRASH_DELAY_S = 1.0
-CRASH_DELAY_MAX_S = 30.0
-
-
-# ---------------------------------------------------------------- ids
-
-
-@dataclass(slots=True)
-class QuorumIds:
-    """R8: quorum_id = boot (31 bit) | random (16) | counter (16); one per lighthouse, shared by its rooms."""
-
-    boot: int
-    noise: int
-    entropy: deque[int] = field(default_factory=deque)
-    """Random 16-bit numbers handed in by the shell; one is used whenever the boot epoch moves."""
-    counter: int = 0
-    unique: bool = True
-    """False only in the simulation that shows what happens without R8."""
-    ours: set[int] = field(default_factory=set)
-    """`boot | noise` pairs handed out by this lighthouse: an id that carries one of them is not foreign."""
-
-    def next(self) -> int:
-        """The next id. Greater than every id handed out or observed before."""
-        if self.counter >= 0xFFFF:
-            self._move(self.boot + 1)
-        self.counter += 1
-        self.ours.add((self.boot << 16) | self.noise)
-        return (self.boot << 32) | (self.noise << 16) | self.counter
-
-    def observe(self, quorum_id: int) -> None:
-        """Take note of an id somebody presents: if another lighthouse made it, stay above it for ever."""
-        boot = quorum_id >> 32
-        if self.unique and boot >= self.boot and (quorum_id >> 16) not in self.ours:
-            self._move(boot + 1)
-
-    def _move(self, boot: int) -> None:
-        self.boot = boot
-        self.noise = self.entropy.popleft() if self.entropy else (self.noise * 40503 + 1) & 0xFFFF
-        self.counter = 0
-
-
-# ---------------------------------------------------------------- events
-
-
-@dataclass(frozen=True, slots=True)
-class Hello:
-    """A lease was opened (or re-opened) by a replica that speaks our protocol and knows the token."""
-
-    replica_id: str
-    name: str
-    generation: int
-    incarnation: int
-    leased: bool = True
-    """False for clients of the unary calls: they live until heartbeat_timeout_s after their last call."""
-    version: Version = Version(0, 0)
-    stable: Version = VOID
-    highest_id: int = 0
-    quorum_id: int = 0
-    members: tuple[str, ...] = ()
-    """The quorum it presents: the one it is in, or left by an ask that is still open."""
-    layout: int = 0
-    layout_lines: tuple[str, ...] = ()
-    expected: int = 0
-    min_replicas: int = 1
-    group_world_size: int = 1
-    join_s: float = 10.0
-    liveness_s: float = 5.0
-    orphan_s: float = 900.0
-    heal_addresses: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class LeaseEnded:
-    """A lease stream ended without a goodbye. `silence_s`: since the last message heard on it."""
-
-    replica_id: str
-    generation: int
-    silence_s: float
-
-
-@dataclass(frozen=True, slots=True)
-class Progress:
-    """What a replica is doing. `paused_s` > 0: it announced to be busy for at most that long."""
-
-    replica_id: str
-    generation: int
-    step: int
-    phase: str
-    stable: Version
-    paused_s: float = 0.0
-    heal_addresses: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class Asked:
-    """A replica group asks for the next quorum."""
-
-    ask: Ask
-    generation: int
-
-
-@dataclass(frozen=True, slots=True)
-class Left:
-    """An explicit goodbye. `finished`: training is over; the room stays closed for latecomers (R16)."""
-
-    replica_id: str
-    generation: int
-    reason: str
-    finished: bool
-    version: Version
-    agreed: bool
-    """The others know: change-wanted rode in the last fence, so nobody is stuck in a collective with the leaver."""
-
-
-@dataclass(frozen=True, slots=True)
-class Ended:
-    """A supervisor's word: the process of this replica has ended; or, if a name is given, every process of that name
-    whose lease does not stand."""
-
-    replica_id: str
-
-
-@dataclass(frozen=True, slots=True)
-class Turbulence:
-    """R15: most leases dropped together, or the lighthouse's own loop stalled; suspicions wait for the boot window."""
-
-
-@dataclass(frozen=True, slots=True)
-class Reopen:
-    """Open a room that was closed by a finished replica."""
-
-
-@dataclass(frozen=True, slots=True)
-class Tick:
-    """Time has passed."""
-
-
-Event = Hello | LeaseEnded | Progress | Asked | Left | Ended | Turbulence | Reopen | Tick
-
-
-# ---------------------------------------------------------------- effects
-
-
-@dataclass(frozen=True, slots=True)
-class Announce:
-    """Tell each (replica_id, seq) in `to` the same quorum."""
-
-    quorum: Quorum
-    to: tuple[tuple[str, int], ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Explain:
-    """Tell `to` why there is no quorum yet."""
-
-    to: tuple[str, ...]
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class ChangePending:
-    """Ask the members of `quorum_id` to agree on a new quorum at their next step boundary."""
-
-    to: tuple[str, ...]
-    quorum_id: int
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class MemberLost:
-    """Tell the members of `quorum_id` that `lost` will not answer any more: abort the data plane."""
-
-    to: tuple[str, ...]
-    quorum_id: int
-    lost: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Paused:
-    """Tell the members of `quorum_id` that a peer is busy, so that nobody's watchdog fires before `for_s`."""
-
-    to: tuple[str, ...]
-    quorum_id: int
-    replica_id: str
-    for_s: float
-
-
-@dataclass(frozen=True, slots=True)
-class Superseded:
-    """Tell `to` that its quorum is over: abort and ask."""
-
-    to: str
-    quorum_id: int
-
-
-@dataclass(frozen=True, slots=True)
-class Refuse:
-    """End this replica's lease for good; `finished`: not an error, the job is done."""
-
-    to: str
-    reason: str
-    finished: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Note:
-    """A line for the lighthouse's log."""
-
-    text: str
-
-
-Effect = Announce | Explain | ChangePending | MemberLost | Paused | Superseded | Refuse | Note
-
-
-# ---------------------------------------------------------------- state
+TWIN_LIVENESS = 1.5
+"""Liveness timeouts after which an earlier process of a newcomer's name is known to live, if it has not gone silent."""
 
 
 @dataclass(slots=True)
@@ -284,6 +116,8 @@ class Record:
     """It said goodbye after a fence that announced it: nobody has to abort because of it (R16)."""
     heard_at: float = 0.0
     committed: bool = False
+    twin_until: float = 0.0
+    """Another living process has the same name; if it still lives then, this newcomer is refused. 0: no such thing."""
     """A fence completed at a state it held: it is not crash-looping."""
 
 
@@ -307,12 +141,12 @@ class Room:
         self._boot_until = boot_at + settings.boot_window_s
         self._turbulent_until = boot_at
         """Until then no closed connection counts as a death (R15)."""
-        self._layout: tuple[int, tuple[str, ...], str] | None = None
+        self._layout: RoomLayout | None = None
         self._failed = 0
         """The quorum that a member last reported as broken."""
         self._pending: frozenset[str] = frozenset()
         """Who was waiting when change-pending was last pushed for the current quorum: pushed once per set."""
-        self._crashes: dict[str, deque[float]] = {}
+        self._crashes = CrashLog()
         self._last_quorum: Quorum | None = None
 
     def __repr__(self) -> str:
@@ -386,7 +220,10 @@ class Room:
                 out.append(Refuse(hello.replica_id, f"room {self.name!r} is full ({MAX_RECORDS} replicas)"))
                 return
             record = Record(hello, Life.UP, now, hello.stable, hello.generation)
-            record.admitted_at = self._debounce(hello.name, now)
+            record.admitted_at = self._crashes.not_before(hello.name, now)
+            if self._twin(hello):
+                record.twin_until = now + TWIN_LIVENESS * hello.liveness_s
+                record.admitted_at = max(record.admitted_at, record.twin_until)
             self.records[hello.replica_id] = record
         else:
             if record.generation >= 0 and record.hello.incarnation != hello.incarnation:
@@ -442,14 +279,15 @@ class Room:
         if not layout:
             return None
         known = self._layout
-        if known is not None and layout != known[0]:
+        if known is not None and layout != known.digest:
             if any(
-                r.life is Life.UP and r.hello.layout == known[0] and i != replica_id for i, r in self.records.items()
+                r.life is Life.UP and r.hello.layout == known.digest and i != replica_id
+                for i, r in self.records.items()
             ):
-                return Refuse(replica_id, _layout_difference(replica_id, lines, known))
+                return Refuse(replica_id, difference(replica_id, lines, known))
             known = None
-        if known is None or (lines and not known[1]):
-            self._layout = (layout, lines, replica_id)
+        if known is None or (lines and not known.lines):
+            self._layout = RoomLayout(layout, lines, replica_id)
         return None
 
     def _present(self, hello: Hello, record: Record, now: float, out: list[Effect]) -> None:
@@ -617,6 +455,8 @@ class Room:
                     record.life, record.since = Life.GONE, now
                 else:
                     times.append(until)
+            if record.twin_until and not self._keep_twin(record, now, times, out):
+                continue
             if record.life is Life.UNKNOWN:
                 times.append(self._boot_until)
                 if record.accused and now >= self._boot_until:
@@ -634,6 +474,29 @@ class Room:
                 self._forget(replica_id, record, now)
             elif record.life is Life.GONE:
                 self._end_current(now)
+
+    def _twin(self, hello: Hello) -> str:
+        """Another admitted, living replica of the same name; ''  if there is none."""
+        for replica_id, other in self.records.items():
+            same = other.hello.name == hello.name and replica_id != hello.replica_id
+            if same and hello.name and hello.leased and other.life is Life.UP and not other.twin_until:
+                return replica_id
+        return ""
+
+    def _keep_twin(self, record: Record, now: float, times: list[float], out: list[Effect]) -> bool:
+        """A newcomer waits until the earlier process of its name is gone or silent. False: it is refused."""
+        hello = record.hello
+        twin = self._twin(hello)
+        if not twin:
+            record.twin_until, record.admitted_at = 0.0, self._crashes.not_before(hello.name, now)
+            return True
+        if now < record.twin_until:
+            times.append(record.twin_until)
+            return True
+        del self.records[hello.replica_id]
+        reason = f"{twin} and {hello.replica_id} are both alive and both called {hello.name!r}"
+        out.append(Refuse(hello.replica_id, f"{reason}: give every replica group its own FT_REPLICA_ID (replica_id)"))
+        return False
 
     def _forget(self, replica_id: str, record: Record, now: float) -> None:
         """Drop the record of a replica that no quorum names and nothing waits for; should it return, it says hello."""
@@ -731,16 +594,8 @@ class Room:
         if self._current is not None and not self._current.ended:
             self._current = replace(self._current, ended=True, ended_at=now)
 
-    def _up(self, ids: object) -> tuple[str, ...]:
-        names = [i for i in ids]  # type: ignore[attr-defined]  # noqa: C416
-        return tuple(i for i in names if (r := self.records.get(i)) is not None and r.life is Life.UP)
-
-    def _debounce(self, name: str, now: float) -> float:
-        """R15: a name that keeps crashing before its first commit joins later and later."""
-        crashes = [t for t in self._crashes.get(name, ()) if now - t < CRASH_WINDOW_S]
-        if len(crashes) <= CRASH_FREE:
-            return 0.0
-        return now + min(CRASH_DELAY_MAX_S, CRASH_DELAY_S * 2.0 ** (len(crashes) - CRASH_FREE - 1))
+    def _up(self, ids: Iterable[str]) -> tuple[str, ...]:
+        return tuple(i for i in ids if (r := self.records.get(i)) is not None and r.life is Life.UP)
 
     def _saw_commit(self, epoch: int) -> None:
         """A step was committed in the quorum `epoch`: every member of it has got past its first commit (R15).
@@ -754,15 +609,13 @@ class Room:
             record = self.records.get(replica_id)
             if record is not None and not record.committed:
                 record.committed = True
-                self._crashes.pop(record.hello.name, None)
+                self._crashes.forgive(record.hello.name)
 
     def _count_crash(self, record: Record, now: float) -> None:
-        if record.committed or record.hello.name == "":
-            self._crashes.pop(record.hello.name, None)
-            return
-        if len(self._crashes) >= MAX_RECORDS:
-            self._crashes.pop(next(iter(self._crashes)))
-        self._crashes.setdefault(record.hello.name, deque(maxlen=16)).append(now)
+        if record.committed:
+            self._crashes.forgive(record.hello.name)
+        else:
+            self._crashes.crashed(record.hello.name, now)
 
     def _evict(self) -> bool:
         """Make room for a newcomer by forgetting the longest-gone replica that no quorum names."""
@@ -798,18 +651,3 @@ class Room:
 
 def _name(replica_id: str) -> str:
     return replica_id.rpartition(":")[0] or replica_id
-
-
-def _layout_difference(replica_id: str, ours: tuple[str, ...], room: tuple[int, tuple[str, ...], str]) -> str:
-    """Name the first parameter in which a newcomer's model differs from the room's."""
-    _, lines, holder = room
-    start = f"{replica_id} has another model than {holder}: "
-    for index, (mine, theirs) in enumerate(zip(ours, lines, strict=False)):
-        if mine != theirs:
-            return start + f"parameter {index} is '{mine}' here and '{theirs}' there"
-    if len(ours) != len(lines):
-        longer = ours if len(ours) > len(lines) else lines
-        extra = longer[min(len(lines), len(ours))]
-        counts = f"{len(ours)} parameters here, {len(lines)} there"
-        return start + f"{counts}; the first extra one is '{extra}'"
-    return start + "the bucket settings differ (bucket_cap_mb, broadcast_buffers, find_unused_parameters)"

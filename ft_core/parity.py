@@ -55,7 +55,7 @@ class ParityCheck:
         return self._every > 0 and base_step > 0 and base_step % self._every == 0
 
     def compare(self, mine: int | None, plan: Plan, lanes: Lanes) -> Difference:
-        """Exchange digests over the second lane (None: I do not hold the state to compare). Raises what the collective raises."""
+        """Exchange digests over the second lane; None: I do not hold the state to compare. Raises what the lane raises."""
         slots = torch.zeros(plan.size * SLOTS)
         if mine is not None:
             first = plan.replica_rank * SLOTS

@@ -27,6 +27,7 @@ class Version:
         return "void" if self.step < 0 else f"step {self.step}"
 
 
+UNTRAINED = Version(0, 0)
 VOID = Version(-1, -1)
 """A state that must not be used: torn by a heal that did not finish, or mixed within its group."""
 
@@ -37,7 +38,7 @@ class Ask:
 
     replica_id: str
     seq: int
-    version: Version = Version(0, 0)
+    version: Version = UNTRAINED
     lineage: int = 0
     quorum_id: int = 0
     """The quorum the group leaves by asking; 0 if it was in none."""
@@ -236,7 +237,8 @@ def decide(view: View) -> Formed | NotReady:
         candidates = {i: s for i, s in candidates.items() if i in members}
     if not candidates:
         held = ", ".join(f"{i} for {s.admitted_at - view.now:.0f} s more" for i, s in sorted(asking.items()))
-        return NotReady(f"held back after repeated crashes before a first commit: {held}", min(late, default=None))
+        why = "repeated crashes, or another live replica of that name"
+        return NotReady(f"held back ({why}): {held}", min(late, default=None))
 
     blocked = _booting(view, candidates) or _old_quorum_lives(view) or _newer_state_elsewhere(view, candidates)
     if blocked:

@@ -131,7 +131,7 @@ class QuorumWorker:
                     self._work(round_)
             except FaultToleranceError as error:
                 round_.error = error
-            except Exception as error:  # noqa: BLE001 - handed to the training thread, which raises it
+            except Exception as error:
                 log.exception("%s: unexpected failure while forming a quorum", self._session.step.settings.replica_id)
                 round_.error = error
             finally:
@@ -205,7 +205,7 @@ class QuorumWorker:
         session.watchdog.arm(time.monotonic() + min(session.budget.connect_s, session.budget.timeout_s))
         try:
             session.lanes.configure(prefix, session.step.settings.replica_id, rank, size, both=both)
-        except Exception as error:  # noqa: BLE001 - a peer died, a store is gone, an abort came: ask again
+        except Exception as error:
             with session.lock:
                 session.step.break_(f"the process group could not be built: {error}")
             session.lanes.abort()

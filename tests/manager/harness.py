@@ -2,9 +2,9 @@
 
 A replica trains a small model on batches seeded by (replica, step). `at={(step, point): action}` runs `action(replica)`
 once, when the replica reaches that point of that step. Points, in order: boundary (before start_quorum), started,
-forward, backward (gradients are there), stepped (after optimizer.step). An action may raise `Crash`: the replica dies as
-by SIGKILL (sockets and lease closed, no goodbye); any other exception leaves the training loop, and the replica shuts
-its Manager down as a script's `finally` would.
+forward, backward (gradients are there), stepped (after optimizer.step). An action may raise `Crash`: the replica dies
+as by SIGKILL (sockets and lease closed, no goodbye); any other exception leaves the training loop, and the replica
+shuts its Manager down as a script's `finally` would.
 
 Every commit is recorded with the digest of the whole state. `Cluster.check` asserts what DESIGN 4 promises of them.
 """
@@ -13,17 +13,19 @@ from __future__ import annotations
 
 import hashlib
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from ft_core import DistributedDataParallel, Manager, OptimizerWrapper, ProcessGroupGloo
-from ft_core.process_group import ProcessGroup
-from tests.manager.loopback import Loopback
+
+if TYPE_CHECKING:
+    from ft_core.process_group import ProcessGroup
+    from tests.manager.loopback import Loopback
 
 LIMIT_S = 20.0
 """How long a test may wait for anything."""
@@ -181,7 +183,7 @@ class Replica:
         self.at("started")
         loss = self.loss()
         self.at("forward")
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
         participated = self.manager.is_participating()
         if participated:
             self.offered.add(self.manager.current_step() + 1)
@@ -233,8 +235,6 @@ class Replica:
                 self.manager.shutdown()
         except BaseException as error:  # noqa: BLE001 - shown by Cluster.check
             self.error = error
-        finally:
-            self.cluster.ended(self)
 
     def die(self) -> None:
         """As by SIGKILL: connections close, nothing is said."""
@@ -277,9 +277,6 @@ class Cluster:
     def join(self) -> None:
         for replica in self.replicas:  # grows while actions start others
             replica.join()
-
-    def ended(self, replica: Replica) -> None:
-        """Hook for waits: nothing to do yet."""
 
     def joins(self, replica: Replica) -> Action:
         """An action for a boundary: start `replica` and make sure that it gets in before the others finish.
@@ -408,22 +405,9 @@ def hang(replica: Replica) -> None:
     assert replica.gate.wait(LIMIT_S)
 
 
-def leave(replica: Replica) -> None:
-    replica.manager.leave("had enough")
-    raise StopTraining
-
-
-class StopTraining(Exception):
-    """Ends a loop without being an error of the test."""
-
-
 def both(*actions: Action) -> Action:
     def act(replica: Replica) -> None:
         for action in actions:
             action(replica)
 
     return act
-
-
-def threads() -> Iterator[str]:
-    return (t.name for t in threading.enumerate())

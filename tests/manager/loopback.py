@@ -101,7 +101,7 @@ class Loopback:
             self.event(event, room)
 
     def wait_for(self, condition: Callable[[], object], timeout_s: float = 20.0) -> None:
-        """Block until `condition()` holds; looked at after every event and every few ms, under the lighthouse's lock."""
+        """Block until `condition()` holds; looked at under the lock, after every event and every few ms."""
         end = time.monotonic() + timeout_s
         with self._changed:
             while not condition():
@@ -126,7 +126,7 @@ class Loopback:
             self.handlers.pop(replica_id, None)
             self.event(m.LeaseEnded(replica_id, record.generation, silence_s), room)
 
-    def _push(self, effect: m.Effect) -> None:
+    def _push(self, effect: m.Effect) -> None:  # noqa: C901 - one case per effect
         def to(replica_id: str, call: Callable[[LeaseHandler], None]) -> None:
             handler = self.handlers.get(replica_id)
             if handler is not None:

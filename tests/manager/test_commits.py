@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.manager.harness import Cluster, Replica, crash, mlp, sgd, soft_error, with_batch_norm
+from tests.manager.harness import Cluster, Replica, soft_error
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
@@ -23,5 +23,3 @@ def test_a_soft_error_skips_the_step_for_everybody_and_rebuilds_nothing(cluster:
     cluster.check_numbers()
     assert [r.vetoes for r in replicas] == [[2], [2], [2]]
     assert cluster.lighthouse.asks == 3
-
-

@@ -47,7 +47,9 @@ def test_batch_norm_follows_the_first_participant(cluster: Cluster) -> None:
 def test_batch_norm_after_veto_crash_and_heal(cluster: Cluster) -> None:
     again = Replica(9, name="r2", steps=10, build=with_batch_norm)
     replicas = [
-        Replica(0, steps=10, build=with_batch_norm, at={(2, "forward"): soft_error, (6, "boundary"): cluster.joins(again)}),
+        Replica(
+            0, steps=10, build=with_batch_norm, at={(2, "forward"): soft_error, (6, "boundary"): cluster.joins(again)}
+        ),
         Replica(1, steps=10, build=with_batch_norm),
         Replica(2, steps=10, build=with_batch_norm, at={(4, "forward"): crash}),
     ]
@@ -183,9 +185,7 @@ class Gan(Replica):
 
 def test_two_models_and_two_votes_in_one_quorum(cluster: Cluster) -> None:
     again = Gan(2, steps=16)
-    cluster.run(
-        Gan(0, steps=16, at={(4, "boundary"): cluster.joins(again)}), Gan(1, steps=16), expected=2
-    )
+    cluster.run(Gan(0, steps=16, at={(4, "boundary"): cluster.joins(again)}), Gan(1, steps=16), expected=2)
     cluster.check(steps=16)
 
 
@@ -234,7 +234,11 @@ class Pure(Replica):
 
 
 def test_the_simple_wrapper(cluster: Cluster) -> None:
-    cluster.run(Pure(0, optim=sgd), Pure(1, optim=sgd, at={(2, "forward"): soft_error}), Pure(2, optim=sgd, at={(3, "forward"): crash}))
+    cluster.run(
+        Pure(0, optim=sgd),
+        Pure(1, optim=sgd, at={(2, "forward"): soft_error}),
+        Pure(2, optim=sgd, at={(3, "forward"): crash}),
+    )
     cluster.check(steps=6, survivors=2)
     cluster.check_numbers(optim=sgd)
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ft_core.membership import CRASH_DELAY_S, CRASH_FREE
+from ft_core.crash_log import CRASH_DELAY_S, CRASH_FREE
 from ft_core.quorum import VOID, Life, Version
 from ft_core.step import Heal, MemberRules, MustAsk, Outcome, Phase
 from tests.pure.rig import Rig, new_step

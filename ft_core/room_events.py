@@ -1,0 +1,179 @@
+"""What can happen to a room (events) and what its shell must do about it (effects). Values only; see `membership`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ft_core.quorum import UNTRAINED, VOID, Ask, Quorum, Version
+
+# ---------------------------------------------------------------- events
+
+
+@dataclass(frozen=True, slots=True)
+class Hello:
+    """A lease was opened (or re-opened) by a replica that speaks our protocol and knows the token."""
+
+    replica_id: str
+    name: str
+    generation: int
+    incarnation: int
+    leased: bool = True
+    """False for clients of the unary calls: they live until heartbeat_timeout_s after their last call."""
+    version: Version = UNTRAINED
+    stable: Version = VOID
+    highest_id: int = 0
+    quorum_id: int = 0
+    members: tuple[str, ...] = ()
+    """The quorum it presents: the one it is in, or left by an ask that is still open."""
+    layout: int = 0
+    layout_lines: tuple[str, ...] = ()
+    expected: int = 0
+    min_replicas: int = 1
+    group_world_size: int = 1
+    join_s: float = 10.0
+    liveness_s: float = 5.0
+    orphan_s: float = 900.0
+    heal_addresses: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseEnded:
+    """A lease stream ended without a goodbye. `silence_s`: since the last message heard on it."""
+
+    replica_id: str
+    generation: int
+    silence_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """What a replica is doing. `paused_s` > 0: it announced to be busy for at most that long."""
+
+    replica_id: str
+    generation: int
+    step: int
+    phase: str
+    stable: Version
+    paused_s: float = 0.0
+    heal_addresses: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A replica group asks for the next quorum."""
+
+    ask: Ask
+    generation: int
+
+
+@dataclass(frozen=True, slots=True)
+class Left:
+    """An explicit goodbye. `finished`: training is over; the room stays closed for latecomers (R16)."""
+
+    replica_id: str
+    generation: int
+    reason: str
+    finished: bool
+    version: Version
+    agreed: bool
+    """The others know: change-wanted rode in the last fence, so nobody is stuck in a collective with the leaver."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """A supervisor's word: the process of this replica has ended; or, if a name is given, every process of that name
+    whose lease does not stand."""
+
+    replica_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class Turbulence:
+    """R15: most leases dropped together, or the lighthouse's own loop stalled; suspicions wait for the boot window."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reopen:
+    """Open a room that was closed by a finished replica."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    """Time has passed."""
+
+
+Event = Hello | LeaseEnded | Progress | Asked | Left | Ended | Turbulence | Reopen | Tick
+
+
+# ---------------------------------------------------------------- effects
+
+
+@dataclass(frozen=True, slots=True)
+class Announce:
+    """Tell each (replica_id, seq) in `to` the same quorum."""
+
+    quorum: Quorum
+    to: tuple[tuple[str, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Explain:
+    """Tell `to` why there is no quorum yet."""
+
+    to: tuple[str, ...]
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class ChangePending:
+    """Ask the members of `quorum_id` to agree on a new quorum at their next step boundary."""
+
+    to: tuple[str, ...]
+    quorum_id: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class MemberLost:
+    """Tell the members of `quorum_id` that `lost` will not answer any more: abort the data plane."""
+
+    to: tuple[str, ...]
+    quorum_id: int
+    lost: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Paused:
+    """Tell the members of `quorum_id` that a peer is busy, so that nobody's watchdog fires before `for_s`."""
+
+    to: tuple[str, ...]
+    quorum_id: int
+    replica_id: str
+    for_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Superseded:
+    """Tell `to` that its quorum is over: abort and ask."""
+
+    to: str
+    quorum_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class Refuse:
+    """End this replica's lease for good; `finished`: not an error, the job is done."""
+
+    to: str
+    reason: str
+    finished: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Note:
+    """A line for the lighthouse's log."""
+
+    text: str
+
+
+Effect = Announce | Explain | ChangePending | MemberLost | Paused | Superseded | Refuse | Note

@@ -1,0 +1,29 @@
+"""R4: a room trains one model; what is known of it, and the sentence that names the first difference. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class RoomLayout:
+    """The layout of a room's model: its digest, one line per parameter (may be empty), and who brought it."""
+
+    digest: int
+    lines: tuple[str, ...]
+    holder: str
+
+
+def difference(replica_id: str, ours: tuple[str, ...], room: RoomLayout) -> str:
+    """Name the first parameter in which a newcomer's model differs from the room's."""
+    lines, holder = room.lines, room.holder
+    start = f"{replica_id} has another model than {holder}: "
+    for index, (mine, theirs) in enumerate(zip(ours, lines, strict=False)):
+        if mine != theirs:
+            return start + f"parameter {index} is '{mine}' here and '{theirs}' there"
+    if len(ours) != len(lines):
+        longer = ours if len(ours) > len(lines) else lines
+        extra = longer[min(len(lines), len(ours))]
+        counts = f"{len(ours)} parameters here, {len(lines)} there"
+        return start + f"{counts}; the first extra one is '{extra}'"
+    return start + "the bucket settings differ (bucket_cap_mb, broadcast_buffers, find_unused_parameters)"
