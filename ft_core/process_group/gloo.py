@@ -117,6 +117,7 @@ class ProcessGroupGloo(ProcessGroup):
                 raise UsageError("configure() after shutdown(): make a new ProcessGroupGloo")
             old, self._incarnation = self._incarnation, new
             self._update_registration(world_size)
+        reaping.reaper.start()
         if old is not None:
             _end(old, "configure() was called again")
         new.form()

@@ -475,6 +475,7 @@ def _end_all_at_exit() -> None:
     left = list(_live)
     for incarnation in left:
         incarnation.abort(CollectiveError("the process is exiting"))
+    reaping.reaper.stop(EXIT_WAIT_S)
     while left and time.monotonic() < deadline:
         left = [incarnation for incarnation in left if incarnation in _live and not incarnation.try_destroy()]
         if left:

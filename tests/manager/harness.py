@@ -12,7 +12,9 @@ Every commit is recorded with the digest of the whole state. `Cluster.check` ass
 from __future__ import annotations
 
 import hashlib
+import sys
 import threading
+import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
@@ -246,7 +248,14 @@ class Replica:
 
     def join(self, timeout_s: float = LIMIT_S) -> None:
         self.thread.join(timeout_s)
-        assert not self.thread.is_alive(), f"{self!r} hangs: {getattr(self, 'manager', None)!r}"
+        if self.thread.is_alive():
+            names = {t.ident: t.name for t in threading.enumerate() if t.name.startswith(("train", "ft-quorum"))}
+            stacks = [
+                f"--- {names[ident]}\n" + "".join(traceback.format_stack(frame)[-7:])
+                for ident, frame in sys._current_frames().items()
+                if ident in names
+            ]
+            raise AssertionError(f"{self!r} hangs: {getattr(self, 'manager', None)!r}\n" + "\n".join(stacks))
 
 
 class Cluster:
@@ -296,14 +305,28 @@ class Cluster:
         def act(actor: Replica) -> None:
             self.start(replica)
             lighthouse.wait_for(wanted)
+            if asks():
+                self.lets_in(replica)(actor)
+                return
             for later in (1, 2):  # with two votes per quorum steps count by two
-                actor.actions[actor.step + later, "boundary"] = lambda _: lighthouse.wait_for(asks)
+                actor.actions[actor.step + later, "boundary"] = self.lets_in(replica)
 
         return act
 
-    def waits_for(self, *names: str) -> Action:
-        """An action: wait until replicas of these names ask for a quorum."""
-        return lambda _: self.lighthouse.wait_for(lambda: all(self.lighthouse.asking(name) for name in names))
+    def lets_in(self, replica: Replica) -> Action:
+        """An action: wait until `replica` asks for a quorum and the actor was told so (else it might finish before)."""
+        commits = len(replica.commits)
+
+        def act(actor: Replica) -> None:
+            step, lighthouse = actor.manager._step, self.lighthouse
+
+            def is_in() -> bool:
+                return len(replica.commits) > commits or not replica.thread.is_alive()
+
+            lighthouse.wait_for(lambda: lighthouse.asking(replica.name) or is_in())
+            lighthouse.wait_for(lambda: step.change_wanted or step.ask_next or is_in())
+
+        return act
 
     # ------------------------------------------------------------ what must hold
 

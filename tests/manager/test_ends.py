@@ -77,7 +77,7 @@ def test_an_exception_in_user_code_with_shutdown_in_finally(cluster: Cluster, po
 def test_shutdown_without_waiting(cluster: Cluster) -> None:
     def stop(replica: Replica) -> None:
         replica.manager.shutdown(wait=False)
-        replica.steps = 0
+        replica.steps, replica.crashed = 0, True  # the others may not have its last step
 
     class Stops(Replica):
         def iteration(self) -> None:
@@ -243,13 +243,15 @@ def test_a_frozen_replica_is_lost_and_heals(cluster: Cluster) -> None:
     frozen = Replica(1, steps=12)
 
     def freeze(replica: Replica) -> None:
+        # A step that only the frozen one holds was never stable: the others may commit it again (R2).
+        cluster.lighthouse.wait_for(lambda: all(r.manager.current_step() == 3 for r in others))
         cluster.lighthouse.cut(replica.manager.replica_id, silence_s=100.0)
         assert replica.gate.wait(LIMIT_S)
         replica.manager._session.control.start()  # the lease is re-opened
 
-    def thaw(_: Replica) -> None:
+    def thaw(actor: Replica) -> None:
         frozen.gate.set()
-        cluster.lighthouse.wait_for(lambda: cluster.lighthouse.asking("r1"))
+        cluster.lets_in(frozen)(actor)
 
     frozen.actions[3, "forward"] = freeze
     others = [Replica(0, steps=12, at={(6, "boundary"): thaw}), Replica(2, steps=12)]

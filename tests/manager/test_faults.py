@@ -156,9 +156,9 @@ def test_an_exception_inside_backward_is_vetoed(cluster: Cluster) -> None:
 def test_a_replica_that_hangs_is_left_out_and_heals_when_it_returns(cluster: Cluster) -> None:
     hung = Replica(1, steps=12, at={(3, "forward"): hang}, **SHORT)
 
-    def release(_: Replica) -> None:
+    def release(actor: Replica) -> None:
         hung.gate.set()
-        cluster.lighthouse.wait_for(lambda: cluster.lighthouse.asking("r1"))
+        cluster.lets_in(hung)(actor)
 
     others = [Replica(0, steps=12, at={(5, "boundary"): release}, **SHORT), Replica(2, steps=12, **SHORT)]
     cluster.run(others[0], hung, others[1])

@@ -302,7 +302,6 @@ def test_fixed_with_spares(cluster: Cluster) -> None:
     contributors = cluster.contributors()
     assert contributors[1] == {0, 1}
     assert contributors[6] == {1, 2}  # the spare has taken over
-    assert [c.batches for c in replicas[1].commits][-1] == 12
 
 
 # ------------------------------------------------------------ late heal
@@ -316,9 +315,9 @@ def test_a_member_that_fell_behind_heals_during_the_step(cluster: Cluster) -> No
     def hang(replica: Replica) -> None:
         assert replica.gate.wait(20)
 
-    def release(_: Replica) -> None:
+    def release(actor: Replica) -> None:
         slow.gate.set()
-        cluster.lighthouse.wait_for(lambda: cluster.lighthouse.asking("r1"))
+        cluster.lets_in(slow)(actor)
 
     slow.actions[3, "forward"] = hang
     cluster.run(Replica(0, steps=12, optim=sgd, at={(6, "boundary"): release}, **short), slow)

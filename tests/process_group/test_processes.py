@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import time
 
 import pytest
@@ -101,3 +103,38 @@ def test_two_lanes_in_each_process_are_independent(store: Store) -> None:
         members[1].call(ranks.abort, "main")
         assert members[0].answer()[1] == "CollectiveError"
         assert call_all(members, ranks.allreduce, lambda _: ("other",)) == [2.0] * 2
+
+
+EXITING = """
+import sys, threading
+from datetime import timedelta
+import torch
+from ft_core.process_group import ProcessGroupGloo
+from tests.process_group.ranks import Store, configure_all, wait_until
+
+store = Store()
+groups = [ProcessGroupGloo(timedelta(seconds=100)) for _ in range(2)]
+if sys.argv[1] == "forming":
+    threading.Thread(target=lambda: groups[0].configure(store.fresh(), "replica0", 0, 2), daemon=True).start()
+    assert wait_until(lambda: "forming" in repr(groups[0]))
+else:
+    configure_all(groups, store.fresh())
+    work = groups[0].allreduce([torch.ones(9)])
+    if sys.argv[1] == "waiting":
+        threading.Thread(target=work.wait, daemon=True).start()
+raise SystemExit(3)
+"""
+
+
+def test_a_process_can_always_exit() -> None:
+    """Whatever runs: no wait for a collective's timeout, no abort of the process by a destructor."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.getcwd()}
+    ending = [
+        subprocess.Popen([sys.executable, "-c", EXITING, state], env=environment, stderr=subprocess.DEVNULL)
+        for state in ("forming", "pending", "waiting")
+    ]
+    try:
+        assert [process.wait(40) for process in ending] == [3, 3, 3]
+    finally:
+        for process in ending:
+            process.kill()
