@@ -19,7 +19,6 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,6 +33,8 @@ from torch.multiprocessing.spawn import spawn
 from ft_core.ddp import DistributedDataParallel
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from ft_core.carrier import Carrier
 
 MODELS: dict[str, tuple[tuple[int, ...], int, int, int]] = {

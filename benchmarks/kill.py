@@ -11,10 +11,13 @@ from __future__ import annotations
 import itertools
 import time
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from benchmarks.common import BenchmarkError, Child, Job, Options, Row, median, quantile, spread
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 STAGES = ("kill", "gone", "noticed", "asked", "answered", "configuring", "configured", "committed")
 WORKERS = 2

@@ -12,14 +12,17 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import pathlib
 import re
 import subprocess
 import sys
 import time
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from benchmarks.common import BenchmarkError, Job, Options, Row, median, spread, tail
+
+if TYPE_CHECKING:
+    import pathlib
 
 BASE, AGAIN, OURS, REFERENCE = "torch DDP", "torch DDP again (A/A)", "ft_core", "reference"
 

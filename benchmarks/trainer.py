@@ -14,14 +14,16 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from ft_core import DistributedDataParallel, Manager, Optimizer, ProcessGroupGloo
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
 
 WIDTHS = (64, 96, 32, 10)
 BATCH = 32

@@ -1,7 +1,7 @@
 """Fault-tolerant data-parallel training for PyTorch.
 
-The names a training script uses are here; they load on first use, so that the lighthouse (which imports `ft_core.lighthouse`)
-starts without torch.
+The names a training script uses are here; they load on first use, so that the lighthouse (which imports
+`ft_core.lighthouse`) starts without torch.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _HOME = {
     "ProcessGroupGloo": "ft_core.process_group",
     "ProcessGroupNCCL": "ft_core.process_group",
 }
-__all__ = [*_HOME, "__version__"]  # noqa: PLE0604 - names are literals, one place each
+__all__ = [*_HOME, "__version__"]
 
 
 def __getattr__(name: str) -> Any:

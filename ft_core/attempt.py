@@ -15,13 +15,14 @@ import time
 from typing import TYPE_CHECKING
 
 import torch
-from torch.distributed import Work
 
 from ft_core.carrier import FENCE_SLOTS
 from ft_core.errors import CollectiveError
 from ft_core.step import Heal, Phase, Verdict
 
 if TYPE_CHECKING:
+    from torch.distributed import Work
+
     from ft_core.rounds import Round
     from ft_core.session import Session
 
@@ -37,7 +38,7 @@ class StepAttempt:
         self.number = number
         self.verdict: Verdict | None = None
         self.averaged: list[torch.Tensor] = []
-        """What `Manager.allreduce(AVG)` reduced in this attempt, to be rescaled if the divisor differed from the plan."""
+        """What `Manager.allreduce(AVG)` reduced in this attempt: rescaled if the divisor differed from the plan."""
         self.planned = 1
         self.first = -1
         self._session = session
@@ -122,12 +123,12 @@ class StepAttempt:
         """A collective of this attempt failed."""
         self._session.fail(error)
 
-    def report(self, error: Exception) -> None:
+    def report(self, error: BaseException) -> None:
         """A failure here that leaves the collectives usable: the round is completed with zeros and vetoed."""
         with self._session.lock:
             self._session.step.fail_softly(f"{type(error).__name__}: {error}")
             if self._session.error is None:
-                self._session.error = error
+                self._session.error = error if isinstance(error, Exception) else CollectiveError(str(error))
 
     def own_fence(self) -> None:
         """Launch the fence as a reduction of its own, on the second lane, and wait for it."""

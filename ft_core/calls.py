@@ -10,8 +10,7 @@ Invariants: at most MAX_WAITING calls wait; one call per replica_id, a newer one
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from ft_core import wire
 from ft_core.errors import FaultToleranceError, JobFinishedError, ProtocolError, RefusedError
@@ -20,6 +19,9 @@ from ft_core.quorum import Ask, Life, Version
 from ft_core.rooms import DEFAULT_ROOM, Context, Rooms, RoomShell, Waiter
 from ft_core.rpc import grpc, release
 from ft_core.wire import pb
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
 
 MAX_WAITING = 4096
 """Unary Quorum calls that wait at the same time."""

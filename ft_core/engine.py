@@ -6,10 +6,13 @@ Threads: a callback is queued on, and runs at the end of, the graph task of the 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
 from torch.autograd.function import BackwardCFunction
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 queue_callback: Callable[[Callable[[], None]], None] = torch.autograd.Variable._execution_engine.queue_callback
 """Run something when the current backward (the innermost, if nested) has computed all gradients."""

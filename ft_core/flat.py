@@ -10,13 +10,14 @@ Threads: see ft_core.buckets, which owns this memory; nothing here is called whi
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from ft_core.layout import BucketPlan, Layout
 
 

@@ -12,15 +12,17 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from torch.futures import Future
 
 from ft_core.errors import ConfigError, PeerError, UsageError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
 
 __all__ = ["FutureTimeoutError", "context_timeout", "future_timeout", "future_wait"]
 

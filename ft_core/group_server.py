@@ -22,8 +22,8 @@ import os
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from ft_core import wire
 from ft_core.client import LeaseClient, LeaseHandler, LeaseSettings
@@ -37,6 +37,9 @@ from ft_core.serving import LoopServer, Stream, StreamDropped
 from ft_core.step import Outcome, Verdict
 from ft_core.stream_client import deliver
 from ft_core.waiting import MAX_BROKEN, Waiting
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 LATE_S = 1.0
 """After this long, ranks that have asked are told which ranks have not."""

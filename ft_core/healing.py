@@ -5,7 +5,8 @@ several donors at once; a newcomer copies most of it before it joins (prefetch) 
 is in. Any other `CheckpointTransport` is driven through its four calls, one donor at a time.
 
 Invariants (R7): what is received is used only in the quorum that planned it; an offer is closed before its tensors may
-change; state is written in place only while this replica's own is worthless (it never trained), and is VOID from then on.
+change; state is written in place only while this replica's own is worthless (it never trained), and is VOID from
+then on.
 Threads: `offer_*` and `close` on the training thread or quorum worker, `receive` and `prefetch` on the quorum worker.
 """
 
@@ -13,17 +14,20 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from threading import Event
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from ft_core.assignment import Plan
 from ft_core.checkpointing import CheckpointTransport, HTTPTransport
-from ft_core.checkpointing.receive_plan import Prefetched
 from ft_core.errors import HealError
-from ft_core.quorum import Version
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from ft_core.assignment import Plan
+    from ft_core.checkpointing.receive_plan import Prefetched
+    from ft_core.quorum import Version
 
 log = logging.getLogger("ft_core")
 

@@ -9,9 +9,8 @@ Threads: none.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +19,9 @@ from ft_core.carrier import FENCE_SLOTS
 from ft_core.errors import ConfigError
 from ft_core.flat import dense_strides
 from ft_core.layout import BucketSettings, Layout, TensorSpec, plan_layout
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
 
 MIB = 1 << 20
 DEFAULT_CAPS_BYTES = (1 * MIB, 25 * MIB)

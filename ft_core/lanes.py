@@ -14,12 +14,15 @@ from __future__ import annotations
 import contextlib
 import threading
 from datetime import timedelta
+from typing import TYPE_CHECKING
 
 import torch
 from torch.distributed import AllreduceOptions, ReduceOp, Work
 
 from ft_core.errors import CollectiveError
-from ft_core.process_group import ProcessGroup
+
+if TYPE_CHECKING:
+    from ft_core.process_group import ProcessGroup
 
 ABORT_RETRY_S = 0.005
 ABORT_TRIES = 200

@@ -17,7 +17,7 @@ import queue
 import signal
 import sys
 import threading
-from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from ft_core.calls import Calls
 from ft_core.errors import ConfigError
@@ -35,6 +35,9 @@ from ft_core.rpc import (
 )
 from ft_core.serving import LoopServer
 from ft_core.settings import LighthouseSettings
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 DEFAULT_LIVENESS_S = 1.0
 

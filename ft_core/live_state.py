@@ -41,7 +41,7 @@ class LiveState:
         """Registered keys, in order of registration."""
         return tuple(self._save)
 
-    def register(self, key: str, load: LoadFn, save: StateFn) -> None:
+    def register(self, key: str, load: object, save: object) -> None:
         """Add a pair of functions.
 
         Raises:

@@ -1,8 +1,10 @@
 """`Manager`: drives one rank's training steps through quorum -> gradients -> commit. The public API of ft_core.
 
-How it works. `start_quorum` opens an attempt at a step. In the steady state that sends nothing: the quorum is leased. When
-something changed (a member failed, wants to join or leave) it begins a `rounds.Round`. Gradients are reduced by a registered
-carrier (`ddp.DistributedDataParallel`) or by `allreduce`; the fence rides along (`attempt.StepAttempt`). `should_commit`
+How it works. `start_quorum` opens an attempt at a step. In the steady state that sends nothing: the quorum is
+leased. When
+something changed (a member failed, wants to join or leave) it begins a `rounds.Round`. Gradients are reduced by a
+registered carrier (`ddp.DistributedDataParallel`) or by `allreduce`; the fence rides along (`attempt.StepAttempt`).
+`should_commit`
 reads the verdict, loads state that was received meanwhile, and tells the caller whether to step the optimizer.
 All protocol decisions are `step.Step`'s; this file wires it to threads, process groups and user state.
 
@@ -26,34 +28,37 @@ import secrets
 import signal
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
-from torch.distributed import ReduceOp, Store, Work
+from torch.distributed import ReduceOp, Work
 
 from ft_core import manager_setup as setup
 from ft_core.assignment import Plan, WorldSizeMode
 from ft_core.attempt import StepAttempt
-from ft_core.carrier import Carrier
-from ft_core.checkpointing import CheckpointTransport
 from ft_core.errors import ConfigError, FaultToleranceError, HealError, UsageError
 from ft_core.futures import future_timeout
-from ft_core.healing import Healing
 from ft_core.lanes import sum_options
 from ft_core.live_state import DEFAULT_KEY, LiveState
-from ft_core.membership import Hello
 from ft_core.parity import ParityCheck, digest
 from ft_core.process_group import ProcessGroup
 from ft_core.quorum import Version
 from ft_core.rounds import QuorumWorker, Round
-from ft_core.session import Session
 from ft_core.step import Go, Heal, MustAsk, Outcome, Phase, Step, Verdict, fold_lineage
 from ft_core.work import ManagedWork, finished_work
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
+
+    from torch._C._distributed_c10d import Store
     from torch.futures import Future
+
+    from ft_core.carrier import Carrier
+    from ft_core.checkpointing import CheckpointTransport
+    from ft_core.healing import Healing
+    from ft_core.membership import Hello
+    from ft_core.session import Session
 
 __all__ = ["Manager", "WorldSizeMode"]
 
@@ -71,14 +76,16 @@ class Manager:
         load_state_dict: called on a healing replica with what `state_dict` returned on a donor; None: register later.
         state_dict: returns all state that must be equal on all replicas (model, optimizer, ...). Its tensors are served
             to healing peers from live memory until the next `optimizer.step`.
-        min_replica_size: a quorum holds at least this many groups; under FIXED_WITH_SPARES exactly this many participate.
+        min_replica_size: a quorum holds at least this many groups; under FIXED_WITH_SPARES exactly this many
+        participate.
         use_async_quorum: form quorums during the forward pass; a replica that fell behind then contributes zeros to the
             step in which it heals. False: `start_quorum` blocks, and a healed replica contributes at once.
         timeout: the one time budget everything else is derived from (`settings.TimeBudget`).
         quorum_timeout, connect_timeout: defaults 60 s, or TORCHFT_*_TIMEOUT_SEC.
         rank, world_size: inside the replica group; default RANK and WORLD_SIZE, else 0 and 1.
         world_size_mode: DYNAMIC or FIXED_WITH_SPARES; the same on all replicas.
-        store_addr, store_port: c10d store of the group; default MASTER_ADDR and MASTER_PORT; a group of one rank without
+        store_addr, store_port: c10d store of the group; default MASTER_ADDR and MASTER_PORT; a group of one rank
+        without
             either starts its own.
         lighthouse_addr: host:port or http://host:port; default FT_LIGHTHOUSE.
         replica_id: stable name of this group; a fresh suffix is added at every start. Default FT_REPLICA_ID.
@@ -252,7 +259,7 @@ class Manager:
         return self._step.stable.step
 
     def report_torn_state(self, error: BaseException) -> None:
-        """optimizer.step raised after a commit: this replica's state is neither old nor new and must be healed (R13)."""
+        """optimizer.step raised after a commit: this state is neither old nor new and must be healed (R13)."""
         with self._session.lock:
             self._step.tear()
         self._session.fail(error)
@@ -421,7 +428,8 @@ class Manager:
     ) -> Work:
         """Reduce `tensor` in place over the participants of the quorum; AVG divides by their number.
 
-        Errors are recorded and veto the step, never raised; after one the tensor's content is undefined. Members that do
+        Errors are recorded and veto the step, never raised; after one the tensor's content is undefined. Members
+        that do
         not participate (healing, spare, soft failure) contribute zeros. All replicas must make the same calls in the
         same order.
 
@@ -530,7 +538,9 @@ class Manager:
         if commit:
             self._parity.committed()
         elif verdict.reason:
-            log.info("%s: step %d not committed: %s", self._step.settings.replica_id, self.current_step(), verdict.reason)
+            log.info(
+                "%s: step %d not committed: %s", self._step.settings.replica_id, self.current_step(), verdict.reason
+            )
         if again and not self._shut_down:
             commit = self._recover(verdict.reason)
         self._new_attempt()
@@ -637,7 +647,12 @@ class Manager:
             carrier.adopt_reduced(buckets)
             carrier.committed()
         except (FaultToleranceError, ValueError) as error:
-            log.info("%s: could not finish step %d (%s): healing in full", self._step.settings.replica_id, step.base.step, error)
+            log.info(
+                "%s: could not finish step %d (%s): healing in full",
+                self._step.settings.replica_id,
+                step.base.step,
+                error,
+            )
             self._worker.heal(round_)
             return False
         with session.lock:
@@ -711,7 +726,9 @@ class Manager:
             if isinstance(decision, Go):
                 step.leaving = True
         if isinstance(decision, MustAsk) and not decision.failed:
-            agreed = True  # the last fence told everybody to ask: nobody waits for this rank, and some may still be in it
+            agreed = (
+                True  # the last fence told everybody to ask: nobody waits for this rank, and some may still be in it
+            )
         if isinstance(decision, Go) and self._round is not None and self._round.configured.is_set():
             step.exhausted = True  # contributes zeros from here on
             self._new_attempt()

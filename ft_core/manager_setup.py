@@ -8,18 +8,16 @@ The small functions at the end fill in the messages that describe this replica t
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from torch.distributed import Store, TCPStore
+from torch._C._distributed_c10d import Store, TCPStore
 
-from ft_core.assignment import WorldSizeMode
 from ft_core.checkpointing import CheckpointTransport, HTTPTransport
 from ft_core.client import LeaseSettings
-from ft_core.errors import ConfigError, LighthouseError
 from ft_core.control import Control, LeaderControl, LocalControl, RankControl
+from ft_core.errors import ConfigError, LighthouseError
 from ft_core.healing import Healing
 from ft_core.lanes import Lanes
 from ft_core.membership import Hello
@@ -31,9 +29,15 @@ from ft_core.session import Session
 from ft_core.settings import MAX_REPLICAS, Environment, TimeBudget, parse_address
 from ft_core.step import Step, StepSettings
 
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from ft_core.assignment import WorldSizeMode
+
 DEFAULT_TIMEOUT_S = 60.0
-WATCHED = timedelta(days=1)
-"""Gloo's own timeout: never the one that fires, because a peer may legitimately be busy (the watchdog knows, Gloo not)."""
+WATCHED = timedelta(hours=1)
+"""Gloo's own timeout: not the one that fires, because a peer may legitimately be busy (the watchdog knows,
+Gloo does not). Not longer either: work that an abort could not end (Gloo can lose a send) holds memory until then."""
 
 
 @dataclass(frozen=True)
@@ -302,9 +306,7 @@ def _control(config: Config, replica_id: str, session: Session, store: Store) ->
         return LocalControl(settings, session)
     key = f"{config.incarnation_key}/control"
     if config.rank == 0:
-        leader = LeaderControl(
-            settings, session, world_size=config.world_size, hostname=config.host, port=config.port
-        )
+        leader = LeaderControl(settings, session, world_size=config.world_size, hostname=config.host, port=config.port)
         store.set(key, leader.address)
         return leader
     try:

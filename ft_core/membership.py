@@ -17,8 +17,8 @@ Ownership: one event loop (or the simulation) calls it; nothing here is thread s
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from ft_core.crash_log import CRASH_WINDOW_S, CrashLog
 from ft_core.quorum import (
@@ -60,6 +60,9 @@ from ft_core.room_events import (
 )
 from ft_core.room_layout import RoomLayout, difference
 from ft_core.settings import MAX_REPLICAS, LighthouseSettings
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
 
 __all__ = [
     "Announce",

@@ -9,13 +9,15 @@ step was vetoed: `scaler.update(None if optimizer.committed else scaler.get_scal
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NoReturn, Protocol, SupportsIndex, cast
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol, SupportsIndex, cast
 
 import torch
 from torch.optim import Optimizer as TorchOptimizer
 
 from ft_core.errors import ConfigError, UsageError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 __all__ = ["CommitManager", "Optimizer", "OptimizerWrapper"]
 

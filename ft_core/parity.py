@@ -12,15 +12,18 @@ from __future__ import annotations
 import hashlib
 import zlib
 from collections import Counter
-from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ft_core.assignment import Plan
-from ft_core.lanes import Lanes
 from ft_core.live_state import tensors_in
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Mapping
+
+    from ft_core.assignment import Plan
+    from ft_core.lanes import Lanes
 
 PIECES = 4
 SLOTS = PIECES + 1
@@ -55,7 +58,7 @@ class ParityCheck:
         return self._every > 0 and base_step > 0 and base_step % self._every == 0
 
     def compare(self, mine: int | None, plan: Plan, lanes: Lanes) -> Difference:
-        """Exchange digests over the second lane; None: I do not hold the state to compare. Raises what the lane raises."""
+        """Exchange digests over the second lane; None: I do not hold the state to compare. Raises what it raises."""
         slots = torch.zeros(plan.size * SLOTS)
         if mine is not None:
             first = plan.replica_rank * SLOTS
@@ -94,5 +97,5 @@ def digest(state: Mapping[str, Any], volatile: Collection[int]) -> int:
             continue
         flat = tensor.detach().contiguous().cpu().view(-1).view(torch.uint8)
         # crc32 runs at 6 GB/s and releases the GIL; blake2b alone would be six times slower on large states.
-        hashed.update(zlib.crc32(memoryview(flat.numpy())).to_bytes(4, "little") if flat.numel() else b"\0")
+        hashed.update(zlib.crc32(memoryview(flat.numpy().data)).to_bytes(4, "little") if flat.numel() else b"\0")
     return int.from_bytes(hashed.digest(), "little")

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from ft_core import wire
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from ft_core.membership import Hello
     from ft_core.quorum import Quorum
     from ft_core.stream_client import LeaseHandler, Peers

@@ -24,7 +24,6 @@ import logging
 import secrets
 import time
 from collections import deque
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -55,6 +54,8 @@ from ft_core.rpc import grpc, token_refusal
 from ft_core.serving import Stream, StreamDropped
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from ft_core.settings import LighthouseSettings
 
 MAX_ROOMS = 64

@@ -6,8 +6,8 @@ is answered with, offers or receives state and configures the lanes. If anything
 `quorum_s` is over. The training thread waits for `configured` (before its first collective) and `healed` (before its
 fence).
 
-Invariants: a quorum_id is configured at most once (R14): a failed configure asks again. A received state belongs to the quorum
-of its round. The events are always set in the end, with `error` telling why if the round failed.
+Invariants: a quorum_id is configured at most once (R14): a failed configure asks again. A received state belongs to
+the quorum of its round. The events are always set in the end, with `error` telling why if the round failed.
 Threads: the worker runs `QuorumWorker._run`; a Round's fields are written by the worker before the event that
 publishes them.
 """
@@ -18,20 +18,23 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from ft_core.assignment import Plan
 from ft_core.errors import FaultToleranceError, HealError, LighthouseError, QuorumTimeoutError
-from ft_core.healing import Healing, Received
-from ft_core.quorum import Ask, Quorum
-from ft_core.session import Session
 from ft_core.step import MustAsk, Phase
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from ft_core.assignment import Plan
+    from ft_core.healing import Healing, Received
+    from ft_core.quorum import Ask, Quorum
+    from ft_core.session import Session
 
 log = logging.getLogger("ft_core")
 MAX_OPEN_ATTEMPTS = 2
-"""Attempts whose gradients are offered in one quorum: all members leave the same one, give or take an older straggler."""
+"""Attempts whose gradients are offered in one quorum: all members leave the same one, or an older one."""
 TELL_S = 1.0
 """A wait for a quorum shorter than this is nobody's concern; a longer one is logged with its reason."""
 REASK_PAUSE_S = 0.01
@@ -205,7 +208,7 @@ class QuorumWorker:
         session.watchdog.arm(time.monotonic() + min(session.budget.connect_s, session.budget.timeout_s))
         try:
             session.lanes.configure(prefix, session.step.settings.replica_id, rank, size, both=both)
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - a peer died, a store is gone, an abort came: ask again
             with session.lock:
                 session.step.break_(f"the process group could not be built: {error}")
             session.lanes.abort()
@@ -223,8 +226,8 @@ class QuorumWorker:
             return
         if round_.state is not None:
             self._healing.offer(plan, round_.state, self._session.budget.timeout_s)
-        # R5: whoever could not follow an attempt asks the holders for its gradients. An empty list says that they are gone
-        # (a later backward pass has overwritten them), so that nobody waits for them in vain.
+        # R5: whoever could not follow an attempt asks the holders for its gradients. An empty list says that they
+        # are gone (a later backward pass has overwritten them), so that nobody waits for them in vain.
         wanted = sorted({(m.previous_quorum_id, m.open_attempt) for m in plan.quorum.members if m.open_attempt >= 0})
         kept = {round_.buckets[:2]: round_.buckets[2]} if round_.buckets is not None else {}
         for key in wanted[-MAX_OPEN_ATTEMPTS:]:
@@ -247,7 +250,7 @@ class QuorumWorker:
                 session.step.heal_failed(plan.quorum_id, str(error))
             return
         with session.lock:
-            if not session.step.healed(plan.quorum_id) or session.step.phase is Phase.BROKEN:
+            if session.step.broken or not session.step.healed(plan.quorum_id):
                 return
             round_.received = received
         log.info(

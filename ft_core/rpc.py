@@ -25,9 +25,9 @@ import hmac
 import importlib.metadata
 import os
 import socket
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ft_core.errors import ConfigError
 from ft_core.settings import parse_address
@@ -38,6 +38,9 @@ if _quiet:
     os.environ["GRPC_VERBOSITY"] = "NONE"
 import grpc  # noqa: E402
 import grpc.aio  # noqa: E402
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 if _quiet:
     del os.environ["GRPC_VERBOSITY"]  # read once at import; the user's child processes keep their own logging

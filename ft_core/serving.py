@@ -19,11 +19,13 @@ import contextlib
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from ft_core.errors import ConfigError
 from ft_core.rpc import Options, Tls, grpc, join_host, server_credentials
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
 
 MAX_QUEUED = 1024
 MAX_QUEUED_BYTES = 16 << 20

@@ -1,4 +1,4 @@
-"""What the threads of one Manager share: the step machine and its lock, the lanes, the link to the group and lighthouse.
+"""What the threads of one Manager share: the step machine and its lock, the lanes, the control link.
 
 How it works. Every protocol decision is `step.Step`'s; this class calls it under `lock`, and performs what follows
 *after* releasing it (decide, release, act): abort the lanes, tell the other ranks, wake who waits. It is the
@@ -14,21 +14,22 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from ft_core.errors import CollectiveError
-from ft_core.quorum import Quorum
-from ft_core.settings import TimeBudget
-from ft_core.step import Step
 from ft_core.watchdog import Watchdog
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
     from torch.distributed import Work
 
     from ft_core.control import Control
     from ft_core.lanes import Lanes
     from ft_core.membership import Hello
+    from ft_core.quorum import Quorum
+    from ft_core.settings import TimeBudget
+    from ft_core.step import Step
 
 log = logging.getLogger("ft_core")
 MAX_ANSWERS = 4

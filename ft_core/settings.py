@@ -1,6 +1,7 @@
 """Every knob: its unit, default, rule and environment name; frozen dataclasses and nothing else.
 
-`TimeBudget.derive(timeout_s)` turns the one number users set into all the others (DESIGN 3.8). Each can be overridden by
+`TimeBudget.derive(timeout_s)` turns the one number users set into all the others (DESIGN 3.8). Each can be
+overridden by
 name; an order that cannot work is a `ConfigError` naming the two values and the rule. `Environment` reads FT_* (and the
 reference implementation's TORCHFT_* as fallbacks). An explicit argument beats the environment.
 
@@ -13,10 +14,13 @@ import dataclasses
 import difflib
 import math
 import warnings
-from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from ft_core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 PROTOCOL_VERSION = 1
 MAX_REPLICAS = 256
@@ -129,7 +133,8 @@ class TimeBudget:
         for holds, first, second, why in rules:
             if not holds:
                 raise ConfigError(
-                    f"{first}={getattr(self, first)} s and {second}={getattr(self, second)} s cannot work together: {why}"
+                    f"{first}={getattr(self, first)} s and {second}={getattr(self, second)} s cannot work together: "
+                    f"{why}"
                 )
 
 
@@ -159,7 +164,7 @@ class LighthouseSettings:
                 raise ConfigError(f"{name}={value!r} must be a number of seconds, 0 or more")
 
 
-def _positive(value: float) -> bool:
+def _positive(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) and value > 0
 
 

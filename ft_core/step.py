@@ -23,13 +23,15 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ft_core.assignment import Plan, WorldSizeMode, plan
 from ft_core.quorum import VOID, Ask, Quorum, Version
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 FENCE_SLOTS = 16
 (
@@ -243,6 +245,11 @@ class Step:
             and self.heal in (Heal.NONE, Heal.READY)
             and self.version == self.base
         )
+
+    @property
+    def broken(self) -> bool:
+        """This rank cannot follow its quorum any more."""
+        return self.phase is Phase.BROKEN
 
     @property
     def behind(self) -> bool:

@@ -1,7 +1,8 @@
 """One thread that turns a deadline into a call, for waits that the code waiting cannot end itself.
 
 A collective over Gloo waits for a silent peer as long as its own timeout says; ours is large, because a peer may
-legitimately be busy (`Manager.pause`). The watchdog ends the wait instead: `arm(deadline)` is a plain attribute store (no
+legitimately be busy (`Manager.pause`). The watchdog ends the wait instead: `arm(deadline)` is a plain attribute
+store (no
 wake-up, no lock: it runs in every step), the thread looks at the attribute when the last deadline it knew has passed.
 
 Invariant: `fire` runs on the watchdog thread, at most once per armed deadline, never after `stop` returned.
@@ -12,7 +13,10 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 _log = logging.getLogger(__name__)
 IDLE_S = 5.0

@@ -7,13 +7,16 @@ once, by whoever sees it first.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
 from torch.distributed import Work
 from torch.futures import Future
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from datetime import timedelta
+
+    import torch
 
 
 class ManagedWork(Work):

@@ -1,7 +1,9 @@
 """Runs the story of scripts/demo and checks its end. Standard library only.
 
-Starts a lighthouse and three replica groups of examples/ddp/train.py, then: SIGKILLs one mid-run and restarts it, SIGKILLs the
-lighthouse and restarts it, and SIGKILLs another replica to show that membership changes work again. Every process is a child
+Starts a lighthouse and three replica groups of examples/ddp/train.py, then: SIGKILLs one mid-run and restarts it,
+SIGKILLs the
+lighthouse and restarts it, and SIGKILLs another replica to show that membership changes work again. Every process is
+a child
 of this one and is ended by its id, whatever happens. Exit code 0 only if the three digests are equal and every step was
 committed exactly once.
 """
@@ -9,6 +11,7 @@ committed exactly once.
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import pathlib
 import re
@@ -82,13 +85,23 @@ class Demo:
                 if found := re.search(r"digest (\w+)", line):
                     child.digest = found[1]
                 if found := re.search(r"received step (\d+): (.+) in (\S+) s from (\d+) donors", line):
-                    self.say(f"    {child.name} healed to step {found[1]}: {found[2]} in {found[3]} s from {found[4]} donors")
+                    self.say(
+                        f"    {child.name} healed to step {found[1]}: {found[2]} in {found[3]} s from {found[4]} donors"
+                    )
                 if found := re.search(r"prefetched (.+) of live state", line):
                     self.say(f"    {child.name} copied {found[1]} of live state before it joined")
 
     def start_lighthouse(self) -> None:
         """Start (or restart) the lighthouse on the demo's port."""
-        command = [sys.executable, "-m", "ft_core.lighthouse", "--bind", f"127.0.0.1:{self.port}", "--min-replicas", "1"]
+        command = [
+            sys.executable,
+            "-m",
+            "ft_core.lighthouse",
+            "--bind",
+            f"127.0.0.1:{self.port}",
+            "--min-replicas",
+            "1",
+        ]
         self.lighthouse = self.start("lighthouse", command, {})
         self.wait(lambda: self._listening(), "the lighthouse to listen")
         self.say(f"lighthouse listens on port {self.port} (pid {self.lighthouse.process.pid})")
@@ -133,7 +146,7 @@ class Demo:
         self.wait(lambda: self.step() >= step, f"step {step}")
         child = max(self.trainers.values(), key=lambda c: len(c.steps()))
         rows = child.steps()[-20:]
-        pace = statistics.median(b[0] - a[0] for a, b in zip(rows, rows[1:], strict=False)) * 1000
+        pace = statistics.median(b[0] - a[0] for a, b in itertools.pairwise(rows)) * 1000
         self.say(f"step {rows[-1][1]}: {rows[-1][2]} members, {pace:.0f} ms per step")
 
     def kill_trainer(self, group: int) -> None:
@@ -148,9 +161,9 @@ class Demo:
         self.wait(lambda: all(len(c.steps()) >= base[g] + 8 for g, c in survivors), "the survivors to go on")
         for g, child in survivors:
             rows = child.steps()
-            normal = statistics.median(b[0] - a[0] for a, b in zip(rows, rows[1:], strict=False))
+            normal = statistics.median(b[0] - a[0] for a, b in itertools.pairwise(rows))
             around = rows[max(0, base[g] - 1) : base[g] + 8]
-            longest = max(b[0] - a[0] for a, b in zip(around, around[1:], strict=False))
+            longest = max(b[0] - a[0] for a, b in itertools.pairwise(around))
             self.say(
                 f"    trainer-{g} went on with {around[-1][2]} members; longest step {longest * 1000:.0f} ms, "
                 f"{(longest - normal) * 1000:.0f} ms beyond a normal one"
@@ -185,7 +198,7 @@ class Demo:
         for child in self.children:
             rows = child.steps()
             steps = [row[1] for row in rows]
-            if any(b <= a for a, b in zip(steps, steps[1:], strict=False)):
+            if any(b <= a for a, b in itertools.pairwise(steps)):
                 problems.append(f"{child.name} repeated a step: {steps}")
             for _, step, _, lineage in rows:
                 histories.setdefault(step, set()).add(lineage)
@@ -206,6 +219,7 @@ class Demo:
 
 
 def main() -> int:
+    """Tell the story; returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=1000, help="length of the training run (at least 300)")
     args = parser.parse_args()

@@ -9,8 +9,8 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable
 from datetime import timedelta
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -19,6 +19,9 @@ from torch.futures import Future
 from ft_core import futures
 from ft_core.errors import ConfigError, PeerError, UsageError
 from ft_core.futures import FutureTimeoutError, context_timeout, future_timeout, future_wait
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 SOON = timedelta(milliseconds=10)
 NEVER = timedelta(hours=1)

@@ -1,6 +1,7 @@
 """A character-level transformer on Python's own documentation, trained by replica groups that may die at any time.
 
-Start a lighthouse (`ft-lighthouse --bind [::]:29510 --min-replicas 1`), then one of these per replica group, on any machine:
+Start a lighthouse (`ft-lighthouse --bind [::]:29510 --min-replicas 1`), then one of these per replica group, on any
+machine:
 
     FT_LIGHTHOUSE=host:29510 FT_REPLICA_GROUP=0 FT_NUM_REPLICA_GROUPS=3 python examples/ddp/train.py
 
@@ -18,9 +19,10 @@ import pathlib
 import sys
 import time
 from datetime import timedelta
+from pydoc_data.topics import topics
+from typing import Any
 
 import torch
-from pydoc_data.topics import topics
 from torch import nn
 from torch.nn import functional as F
 
@@ -29,7 +31,7 @@ from ft_core import DistributedDataParallel, DistributedSampler, Manager, Optimi
 CONTEXT = 64
 
 
-class Text(torch.utils.data.Dataset):
+class Text(torch.utils.data.Dataset[tuple[torch.Tensor, torch.Tensor]]):
     """Windows of CONTEXT characters and the same shifted by one: (int64 [CONTEXT], int64 [CONTEXT])."""
 
     def __init__(self) -> None:
@@ -59,7 +61,9 @@ class Transformer(nn.Module):
         self.register_buffer("mask", mask, persistent=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.head(self.blocks(self.embed(x) + self.position, mask=self.mask, is_causal=True))
+        """Logits for the character after each position of `x`, int64 [batch, CONTEXT]."""
+        logits: torch.Tensor = self.head(self.blocks(self.embed(x) + self.position, mask=self.mask, is_causal=True))
+        return logits
 
 
 def digest(model: nn.Module) -> str:
@@ -95,9 +99,14 @@ def main() -> int:
 
     model = Transformer()
     inner = torch.optim.AdamW(model.parameters(), lr=args.lr)
+
+    def load_state(state: dict[str, Any]) -> None:
+        model.load_state_dict(state["model"])
+        inner.load_state_dict(state["optimizer"])
+
     manager = Manager(
         pg=ProcessGroupGloo(),
-        load_state_dict=lambda s: (model.load_state_dict(s["model"]), inner.load_state_dict(s["optimizer"])),
+        load_state_dict=load_state,
         state_dict=lambda: {"model": model.state_dict(), "optimizer": inner.state_dict()},
         timeout=timedelta(seconds=30),
     )
@@ -118,7 +127,8 @@ def main() -> int:
             optimizer.zero_grad()  # opens the step: joins, heals, or just goes on
             loss = F.cross_entropy(ddp(x).flatten(0, 1), y.flatten())
             loss.backward()
-            if optimizer.step() is False or not optimizer.committed:
+            optimizer.step()  # on all replicas, or on none
+            if not optimizer.committed:
                 continue
             step, now = manager.current_step(), time.monotonic()
             if args.commit_log:
@@ -132,7 +142,7 @@ def main() -> int:
                 last = now
             if checkpoint:
                 checkpoint.after_commit(step, args.save_every)
-            if step >= args.steps or index + 1 < len(loader) and step % len(loader) != (index + 1) % len(loader):
+            if step >= args.steps or (index + 1 < len(loader) and step % len(loader) != (index + 1) % len(loader)):
                 break  # done, or healed to another position in the data
     manager.leave("finished", finished=True)
     if checkpoint:
@@ -143,9 +153,11 @@ def main() -> int:
 
 
 class Checkpoint:
-    """Durable checkpoints, written by whoever is first participant, visible only once no failure can undo their step."""
+    """Durable checkpoints, written by the first participant, visible only once no failure can undo their step."""
 
-    def __init__(self, folder: pathlib.Path, manager: Manager, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    def __init__(
+        self, folder: pathlib.Path, manager: Manager, model: nn.Module, optimizer: torch.optim.Optimizer
+    ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.path, self.manager, self.model, self.optimizer = folder / "last.pt", manager, model, optimizer
         self.written: tuple[int, pathlib.Path] | None = None

@@ -27,14 +27,16 @@ import json
 import re
 import sys
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, NoReturn
+from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 import torch
 
 from ft_core.checkpointing.memory import byte_view
 from ft_core.errors import EncodingError, HealError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
 
 MAX_DEPTH: Final = 64
 """Deepest nesting carried; also what ends a state that contains itself."""

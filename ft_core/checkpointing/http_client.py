@@ -11,8 +11,6 @@ Threads: both block the caller; see `session` for the workers.
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import quote
@@ -22,6 +20,9 @@ from ft_core.checkpointing.session import Session
 from ft_core.errors import HealError
 
 if TYPE_CHECKING:
+    import threading
+    from collections.abc import Callable, Sequence
+
     from ft_core.checkpointing.receive_plan import Prefetched
 
 DEADLINE_S: Final = 60.0

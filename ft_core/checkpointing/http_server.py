@@ -25,7 +25,6 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable, Container
 from typing import TYPE_CHECKING, Final
 from urllib.parse import parse_qs, quote, unquote, urlsplit
 
@@ -48,6 +47,8 @@ from ft_core.errors import ConfigError, UsageError
 from ft_core.net import advertised_host
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Container
+
     from ft_core.checkpointing.offer import Offer
 
 logger = logging.getLogger(__name__)

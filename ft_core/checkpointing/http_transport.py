@@ -10,9 +10,6 @@ Threads: constructing it starts the server's accept thread (users of the name ex
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
-from datetime import timedelta
-from threading import Event
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ft_core.checkpointing import http_client
@@ -21,6 +18,10 @@ from ft_core.checkpointing.transport import CheckpointTransport
 from ft_core.errors import ConfigError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from datetime import timedelta
+    from threading import Event
+
     from ft_core.checkpointing.receive_plan import Prefetched
 
 T = TypeVar("T")

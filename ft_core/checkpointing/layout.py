@@ -13,12 +13,14 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from ft_core.checkpointing.encoding import DTYPES, Leaf
 from ft_core.errors import HealError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 FORMAT: Final = 1
 """Version of the manifest and of the range protocol; a receiver refuses any other."""

@@ -10,15 +10,17 @@ the server and are guarded by its lock.
 
 from __future__ import annotations
 
-import socket
-from collections.abc import Container
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import torch
 
 from ft_core.checkpointing.encoding import Encoded, Leaf, encode
 from ft_core.checkpointing.layout import Range, dump_manifest, layout_digest, plan_ranges
 from ft_core.checkpointing.memory import byte_view
+
+if TYPE_CHECKING:
+    import socket
+    from collections.abc import Container
 
 
 class Offer:

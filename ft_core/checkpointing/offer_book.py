@@ -16,16 +16,18 @@ at every step.
 from __future__ import annotations
 
 import contextlib
-import socket
 import threading
 import time
-from collections.abc import Callable, Container, Iterator
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from ft_core.checkpointing.http_wire import Cut, Refusal
 from ft_core.checkpointing.offer import Offer
 from ft_core.checkpointing.sockets import cut
 from ft_core.errors import ConfigError, UsageError
+
+if TYPE_CHECKING:
+    import socket
+    from collections.abc import Callable, Container, Iterator
 
 OFFERS_MAX: Final = 4
 """Offers open at once (state, and the reduced buckets of attempts); one more closes the oldest."""

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from ft_core.errors import NotAvailableError
 
 if TYPE_CHECKING:
+    from datetime import timedelta
+
     import torch
 
 

@@ -22,7 +22,6 @@ lock; workers write only into `target(i)` of ranges they own.
 from __future__ import annotations
 
 import bisect
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -33,6 +32,8 @@ from ft_core.checkpointing.memory import byte_view, checksum, fresh, version_of
 from ft_core.errors import HealError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from ft_core.checkpointing.layout import Manifest
 
 

@@ -22,9 +22,8 @@ import struct
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import quote, unquote
 
 from ft_core.checkpointing.donor_connection import DonorConnection, Refused, explain
@@ -32,6 +31,9 @@ from ft_core.checkpointing.layout import parse_manifest
 from ft_core.checkpointing.memory import checksum
 from ft_core.checkpointing.receive_plan import Prefetched, ReceivePlan
 from ft_core.errors import ConfigError, HealError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
 
 logger = logging.getLogger(__name__)
 

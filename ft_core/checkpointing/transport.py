@@ -8,8 +8,10 @@ Manager's executor, never two calls of one transport at once.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from datetime import timedelta
-from typing import Generic, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeVar
+
+if TYPE_CHECKING:
+    from datetime import timedelta
 
 T = TypeVar("T")
 

@@ -19,8 +19,7 @@ order is what matches them up across ranks). A kind of group says where it promi
 from __future__ import annotations
 
 from collections.abc import Sequence
-from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -43,6 +42,9 @@ from torch._C._distributed_c10d import (
 from torch.distributed import ReduceOp, Work
 
 from ft_core.errors import ConfigError, UsageError
+
+if TYPE_CHECKING:
+    from datetime import timedelta
 
 Tensors = Sequence[torch.Tensor]
 TensorLists = Sequence[Sequence[torch.Tensor]]

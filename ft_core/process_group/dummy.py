@@ -8,8 +8,6 @@ reductions in place leave their tensor as it is; it never fails unless aborted. 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,6 +17,9 @@ from ft_core.process_group.base import ProcessGroup
 from ft_core.process_group.work import DoneWork
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+    from datetime import timedelta
+
     from torch.distributed import Work
 
 

@@ -29,7 +29,6 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -49,6 +48,8 @@ from ft_core.process_group.store import StoreClient, parse_store_addr, pool
 from ft_core.process_group.work import GRACE_S, Outcome
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from ft_core.process_group.sockets import Connection, Endpoint
 
 logger = logging.getLogger(__name__)

@@ -9,8 +9,7 @@ Threads: those of `manager.allreduce`.
 
 from __future__ import annotations
 
-from datetime import timedelta
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch.distributed import ReduceOp, Work
@@ -18,6 +17,9 @@ from torch.distributed import ReduceOp, Work
 from ft_core.errors import NotAvailableError, UsageError
 from ft_core.process_group.base import ProcessGroup
 from ft_core.process_group.work import NO_TIMEOUT
+
+if TYPE_CHECKING:
+    from datetime import timedelta
 
 
 class AllreduceManager(Protocol):

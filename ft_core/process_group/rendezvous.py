@@ -19,8 +19,6 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Sequence
-from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from torch._C._distributed_c10d import Store
@@ -30,7 +28,8 @@ from ft_core.process_group import sockets
 from ft_core.process_group.sockets import Endpoint
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
+    from datetime import timedelta
 
 MAX_HEADER_BYTES = 64 * 1024
 POLL_FIRST_S = 0.0002

@@ -26,8 +26,10 @@ import socket
 import stat
 import struct
 import sys
-from collections.abc import Callable, Iterable, Iterator
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
 
 FD_DIRECTORY = "/proc/self/fd"
 SUPPORTED = sys.platform == "linux" and os.path.isdir(FD_DIRECTORY)

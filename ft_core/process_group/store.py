@@ -27,8 +27,8 @@ import socket
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Iterator
 from datetime import timedelta
+from typing import TYPE_CHECKING
 
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
@@ -36,6 +36,9 @@ from ft_core.errors import ConfigError, PeerError
 from ft_core.process_group import sockets
 from ft_core.process_group.fork import close_in_child
 from ft_core.process_group.sockets import Connection, Endpoint
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 MAX_IDLE = 16
 MAX_ADDRESS_LOCKS = 256

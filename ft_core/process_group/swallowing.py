@@ -10,8 +10,7 @@ unspecified. Threads: any; `_swallowed` is only ever set once per configure, a r
 
 from __future__ import annotations
 
-from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.distributed import Work
@@ -19,6 +18,9 @@ from torch.distributed import Work
 from ft_core.errors import CollectiveError, ConfigError, PeerError, UsageError
 from ft_core.process_group.work import NO_TIMEOUT, DoneWork
 from ft_core.process_group.wrapper import ProcessGroupWrapper
+
+if TYPE_CHECKING:
+    from datetime import timedelta
 
 
 class ErrorSwallowingProcessGroupWrapper(ProcessGroupWrapper):

@@ -6,12 +6,13 @@ The wrapper is registered with torch, not the wrapped group. Threads: those of t
 
 from __future__ import annotations
 
-from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from ft_core.process_group.base import ProcessGroup
 
 if TYPE_CHECKING:
+    from datetime import timedelta
+
     from torch.distributed import Work
 
 

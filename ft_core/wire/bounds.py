@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator, Sequence
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from google.protobuf.message import DecodeError, Message
 
@@ -18,6 +17,9 @@ from ft_core._pb import coordination_pb2 as pb
 from ft_core.errors import ConfigError, ProtocolError
 from ft_core.quorum import Version
 from ft_core.settings import PROTOCOL_VERSION
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
 
 MAX_NAME = 256
 """Characters of a replica_id, name, room or phase."""

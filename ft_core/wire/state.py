@@ -3,8 +3,8 @@ check and take."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from ft_core._pb import coordination_pb2 as pb
 from ft_core.errors import ConfigError, ProtocolError
@@ -30,6 +30,9 @@ from ft_core.wire.bounds import (
     read_version,
     to_ms,
 )
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 
 @dataclass(frozen=True, slots=True)

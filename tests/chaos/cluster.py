@@ -1,12 +1,13 @@
-"""Processes for the chaos tests: a lighthouse and trainers that can be killed, frozen and restarted; always ended by id.
+"""Processes for the chaos tests: a lighthouse and trainers that can be killed, frozen, restarted; always ended by id.
 
-Every wait is for an event (a line a process prints, its end) with a deadline; a reader thread per process feeds one queue
-of lines per process.
+Every wait is for an event (a line a process prints, its end) with a deadline; a reader thread per process feeds one
+queue of lines per process.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import pathlib
 import signal
@@ -16,13 +17,16 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 WAIT_S = 45.0
 END_AFTER = 40
-"""Steps that all trainers still make together once the story is told; more than any of them can be ahead of what was read."""
+"""Steps that all trainers still make together at the end; more than any of them can be ahead of what was read."""
 
 
 @dataclass(eq=False)
@@ -100,7 +104,15 @@ class Cluster:
 
     def start_lighthouse(self) -> None:
         """Start (or restart) the lighthouse on this cluster's port, and wait until it listens."""
-        command = [sys.executable, "-m", "ft_core.lighthouse", "--bind", f"127.0.0.1:{self.port}", "--liveness-ms", "1000"]
+        command = [
+            sys.executable,
+            "-m",
+            "ft_core.lighthouse",
+            "--bind",
+            f"127.0.0.1:{self.port}",
+            "--liveness-ms",
+            "1000",
+        ]
         self.lighthouse = self._start("lighthouse", command, {})
         self.lighthouse.wait_for(lambda: bool(self.lighthouse and self.lighthouse.lines), "said that it listens")
 
@@ -145,13 +157,14 @@ class Cluster:
     def check_commits(self, steps: int) -> None:
         """Every step was committed, with one history; no process repeated a step.
 
-        A process may jump: a kill can leave survivors with different verdicts, and the one behind then heals over the step.
+        A process may jump: a kill can leave survivors with different verdicts, and the one behind then heals over
+        the step.
         """
         histories: dict[int, set[str]] = {}
         for process in self.processes:
             rows = process.commits()
             numbers = [row[1] for row in rows]
-            assert all(b > a for a, b in zip(numbers, numbers[1:], strict=False)), f"{process.name}: {numbers}"
+            assert all(b > a for a, b in itertools.pairwise(numbers)), f"{process.name}: {numbers}"
             for _, step, _, lineage in rows:
                 histories.setdefault(step, set()).add(lineage)
         assert sorted(histories) == list(range(1, steps + 1))
@@ -172,7 +185,7 @@ class Cluster:
 def gap_s(process: Process, around: float) -> float:
     """The longest pause between two commits of a process that touches the time from `around` on."""
     times = [row[0] for row in process.commits()]
-    pauses = [b - a for a, b in zip(times, times[1:], strict=False) if b >= around]
+    pauses = [b - a for a, b in itertools.pairwise(times) if b >= around]
     return max(pauses, default=0.0)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import signal
 import socket
@@ -29,6 +30,10 @@ def digests(group: Process) -> dict[str, str]:
     return {row[2]: row[1] for row in rows}
 
 
+def _both_done(group: Process) -> bool:
+    return len(digests(group)) == 2
+
+
 def test_a_group_loses_a_rank_restarts_and_heals() -> None:
     with Cluster(STEP_MS=20, FT_NUM_REPLICA_GROUPS=2) as cluster:
         one, two = start_group(cluster, "one"), start_group(cluster, "two")
@@ -42,7 +47,7 @@ def test_a_group_loses_a_rank_restarts_and_heals() -> None:
         cluster.end_at(one.step() + 40)
         for group in (one, two):
             assert group.popen.wait(60) == 0, "\n".join(group.errors[-25:])
-            group.wait_for(lambda group=group: len(digests(group)) == 2, "printed both digests")
+            group.wait_for(functools.partial(_both_done, group), "printed both digests")
         assert digests(one) == digests(two)  # rank by rank: each rank holds its own part of the model
         histories: dict[tuple[str, int], set[str]] = {}
         for group in (one, two):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import signal
 import time
 
@@ -49,7 +50,7 @@ def test_a_frozen_replica_is_left_out_and_heals_when_it_thaws() -> None:
         c.signal(signal.SIGCONT)
         assert len(cluster.wait_ends()) == 1
         steps = [row[1] for row in c.commits()]
-        healed = [b for a, b in zip(steps, steps[1:], strict=False) if b != a + 1]
+        healed = [b for a, b in itertools.pairwise(steps) if b != a + 1]
         assert len(healed) == 1, f"the frozen replica should jump once, over the steps it slept through: {healed}"
 
 

@@ -1,6 +1,7 @@
 """A trainer process for the chaos tests. Prints one line per event: `commit STEP PARTICIPANTS LINEAGE`, `done DIGEST`.
 
-Behaviour comes from the environment: STEPS_FILE (train until this file names a step, and to that step), STEP_MS (how long a step takes at least), FORK=1 (keep a forked child alive, as
+Behaviour comes from the environment: STEPS_FILE (train until this file names a step, and to that step), STEP_MS (how
+long a step takes at least), FORK=1 (keep a forked child alive, as
 DataLoader workers do), HANG_AT (stop making progress before this step), BN=1 (a BatchNorm layer).
 """
 
@@ -13,6 +14,7 @@ import pathlib
 import sys
 import threading
 from datetime import timedelta
+from typing import Any
 
 import torch
 from torch import nn
@@ -38,17 +40,25 @@ def main() -> int:
     layers = [nn.Linear(20, 64), *([nn.BatchNorm1d(64)] if env.get("BN") else []), nn.ReLU(), nn.Linear(64, 4)]
     model = nn.Sequential(*layers)
     inner = torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+    def load_state(state: dict[str, Any]) -> None:
+        model.load_state_dict(state["model"])
+        inner.load_state_dict(state["optim"])
+
     manager = Manager(
         pg=ProcessGroupGloo(),
         state_dict=lambda: {"model": model.state_dict(), "optim": inner.state_dict()},
-        load_state_dict=lambda s: (model.load_state_dict(s["model"]), inner.load_state_dict(s["optim"])),
+        load_state_dict=load_state,
         timeout=timedelta(seconds=float(env.get("TIMEOUT_S", "20"))),
     )
     ddp = DistributedDataParallel(manager, model)
     optimizer = Optimizer(manager, inner)
-    if env.get("FORK") and os.fork() == 0:
-        threading.Event().wait(60)
-        os._exit(0)
+    if env.get("FORK"):
+        child = os.fork()
+        if child == 0:
+            threading.Event().wait(60)
+            os._exit(0)
+        say("pid", child)
     say("ready", manager.replica_id)
     generator = torch.Generator().manual_seed(os.getpid())
     pace = threading.Event()

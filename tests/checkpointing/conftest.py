@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 
 from ft_core.checkpointing import StateServer
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
 
 MIB = 1 << 20
 

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -14,6 +13,9 @@ from torch.multiprocessing.spawn import spawn
 
 from ft_core.carrier import FENCE_SLOTS, Attempt, Carrier
 from ft_core.ddp import DistributedDataParallel
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
 
 
 class FakeWork:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -17,6 +16,9 @@ from torch._C._distributed_c10d import FileStore, HashStore
 
 from ft_core.ddp import DistributedDataParallel
 from tests.ddp.fakes import GlooPort, open_group, run_ranks
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 
 class Unused(nn.Module):

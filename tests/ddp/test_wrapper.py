@@ -5,8 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import pickle
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pytest
 import torch
@@ -18,6 +17,9 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from ft_core.ddp import DistributedDataParallel, PureDistributedDataParallel
 from ft_core.errors import ConfigError, NotAvailableError, UsageError
 from tests.ddp.fakes import FakePort, FakeWork, wrap
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 
 def build() -> Any:

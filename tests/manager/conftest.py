@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -13,6 +12,9 @@ from torch.distributed import TCPStore
 from ft_core import manager_setup
 from tests.manager.harness import Cluster
 from tests.manager.loopback import Loopback, LoopbackControl
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 
 @pytest.fixture(scope="session")

@@ -11,7 +11,6 @@ import itertools
 import queue
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -21,6 +20,8 @@ from ft_core.quorum import VOID, Ask, Version
 from ft_core.settings import LighthouseSettings
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from ft_core.client import LeaseHandler
     from ft_core.step import Verdict
 

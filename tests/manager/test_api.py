@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -20,6 +19,8 @@ from ft_core.process_group import ProcessGroupDummy
 from tests.manager.harness import LIMIT_S, Cluster, Replica, crash, mlp
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from tests.manager.loopback import Loopback
 
 
@@ -320,7 +321,7 @@ def test_wrap_future(manager: Manager) -> None:
 
 def test_allreduce_refuses(manager: Manager) -> None:
     manager.start_quorum()
-    with pytest.raises(ConfigError, match="AVG needs a floating point tensor, got torch[.]int64"):
+    with pytest.raises(ConfigError, match=r"AVG needs a floating point tensor, got torch[.]int64"):
         manager.allreduce(torch.ones(2, dtype=torch.int64))
     with pytest.raises(ConfigError, match="should_quantize"):
         manager.allreduce(torch.ones(2), should_quantize=True)

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import os
-import pathlib
 import subprocess
 import sys
+from typing import TYPE_CHECKING
 
 import pytest
 
 from tests.chaos.cluster import Cluster
 
+if TYPE_CHECKING:
+    import pathlib
+
 pytestmark = [pytest.mark.process, pytest.mark.timeout(90)]
 
-SCRIPT = '''
+SCRIPT = """
 import os, sys
 from datetime import timedelta
 import torch
@@ -32,7 +35,8 @@ REPLICA_GROUP_ID = int(os.environ.get("REPLICA_GROUP_ID", 0))
 NUM_REPLICA_GROUPS = int(os.environ.get("NUM_REPLICA_GROUPS", 2))
 data = torch.utils.data.TensorDataset(torch.randn(512, 8), torch.randint(0, 4, (512,)))
 sampler = DistributedSampler(
-    data, replica_rank=REPLICA_GROUP_ID, num_replica_groups=NUM_REPLICA_GROUPS, group_rank=0, num_replicas=1, shuffle=True
+    data, replica_rank=REPLICA_GROUP_ID, num_replica_groups=NUM_REPLICA_GROUPS, group_rank=0, num_replicas=1,
+    shuffle=True
 )
 loader = torch.utils.data.DataLoader(data, batch_size=16, sampler=sampler)
 
@@ -65,7 +69,7 @@ while manager.current_step() < 40:
         if manager.current_step() >= 40:
             print("sum", sum(p.double().sum().item() for p in m.parameters()), flush=True)
             sys.exit()
-'''
+"""
 
 
 def test_only_the_imports_change(tmp_path: pathlib.Path) -> None:

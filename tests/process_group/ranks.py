@@ -14,14 +14,16 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch._C._distributed_c10d import TCPStore
 
 from ft_core.process_group import ProcessGroupGloo
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
 
 T = TypeVar("T")
 ANSWER_S = 30.0

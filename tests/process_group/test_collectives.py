@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -15,6 +14,9 @@ from torch.distributed import ReduceOp
 from ft_core.errors import ConfigError, NotAvailableError, UsageError
 from ft_core.process_group import ProcessGroupGloo, reaper
 from tests.process_group.ranks import Store, configure_all, gloo_groups, in_threads
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
 
 wait_tensor: Callable[[torch.Tensor], torch.Tensor] = functional.wait_tensor
 

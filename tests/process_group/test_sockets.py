@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import socket
 import threading
-from collections.abc import Iterator
 from datetime import timedelta
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -16,6 +16,9 @@ from ft_core.process_group import ProcessGroupGloo, create_store_client, fork, s
 from ft_core.process_group.sockets import Connection, Endpoint
 from tests.process_group import ranks
 from tests.process_group.ranks import Store, configure_all, gloo_groups, in_threads
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 
 @pytest.fixture

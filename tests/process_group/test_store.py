@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import socket
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -17,6 +17,9 @@ from ft_core.process_group import create_store_client, sockets, warm_store
 from ft_core.process_group import store as stores
 from ft_core.process_group.sockets import Endpoint
 from tests.process_group.ranks import Store, gloo_groups, in_threads
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 
 @pytest.fixture

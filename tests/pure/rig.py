@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ft_core.assignment import Plan  # noqa: TC001 - tests read better without a type-checking block
 from ft_core.quorum import Ask, Member, Quorum, Version
 from ft_core.step import Heal, MustAsk, Outcome, Step, StepSettings, Verdict
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 TEMPLATE = Ask("", 0)
 

@@ -598,4 +598,6 @@ def m_room() -> Room:
 
 
 def hello_of(replica_id: str) -> Hello:
-    return Hello(replica_id, replica_id.split(":")[0], generation=1, incarnation=hash(replica_id) & 0xFFFF, liveness_s=1.0)
+    return Hello(
+        replica_id, replica_id.split(":")[0], generation=1, incarnation=hash(replica_id) & 0xFFFF, liveness_s=1.0
+    )

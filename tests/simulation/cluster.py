@@ -17,9 +17,8 @@ from __future__ import annotations
 import heapq
 import random
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ft_core import membership as room_events
 from ft_core.assignment import WorldSizeMode
@@ -29,6 +28,9 @@ from ft_core.quorum import VOID, Ask, NotReady, Quorum, Rules, Version, View, de
 from ft_core.settings import LighthouseSettings
 from ft_core.step import FENCE_SLOTS, Go, Heal, MemberRules, Outcome, Phase, Step, StepSettings, Verdict
 from tests.simulation.history import History, Violation
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 FAULTS = (
     "kill", "freeze", "cut_lighthouse", "cut_peers", "cut_all", "blip", "lighthouse", "slow", "late", "soft", "leave",

@@ -27,14 +27,16 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from ft_core.quorum import Rules
 from ft_core.step import MemberRules
 from tests.simulation.cluster import Config, Result, simulate
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 SEEDS = int(os.environ.get("FT_SIM_SEEDS", "2000"))
 START = int(os.environ.get("FT_SIM_START", "0"))
