@@ -113,7 +113,7 @@ class Bucketer:
         self.watches_outputs = False
         """Set once a nested (reentrant) backward was seen: forward must then call `watch_output`."""
         self._handles = [
-            parameter.register_post_accumulate_grad_hook(self._make_hook(index))  # type: ignore[no-untyped-call]
+            parameter.register_post_accumulate_grad_hook(self._make_hook(index))
             for index, parameter in enumerate(memory.parameters)
         ]
 
@@ -148,7 +148,7 @@ class Bucketer:
 
     def watch_output(self, output: Tensor) -> None:
         """Open the round in the backward that starts at `output`, not in a nested one (reentrant checkpoints)."""
-        output.register_hook(self._open_outer)  # type: ignore[no-untyped-call]
+        output.register_hook(self._open_outer)
 
     def remove_hooks(self) -> None:
         """Let go of the parameters; gradients are no longer reduced."""

@@ -17,7 +17,7 @@ from ft_core.errors import FaultToleranceError, JobFinishedError, ProtocolError,
 from ft_core.membership import Asked, Ended, Hello, LeaseEnded, Progress, Refuse, Reopen, Room
 from ft_core.quorum import Ask, Life, Version
 from ft_core.rooms import DEFAULT_ROOM, Context, Rooms, RoomShell, Waiter
-from ft_core.rpc import grpc, release
+from ft_core.rpc import QUORUM_ANSWER_S, grpc, release
 from ft_core.wire import pb
 
 if TYPE_CHECKING:
@@ -185,7 +185,7 @@ class Calls:
 def _patience(context: Context) -> float | None:
     """How long to wait so that the reason for not answering still arrives before the caller's deadline."""
     left_s: float | None = context.time_remaining()  # the stubs forget that a call may have no deadline
-    return None if left_s is None else max(0.0, left_s - min(0.2, left_s / 10))
+    return None if left_s is None else max(left_s / 2, left_s - QUORUM_ANSWER_S)
 
 
 def _room_status(room: Room, now: float) -> pb.RoomStatus:

@@ -62,7 +62,7 @@ def _leave_forward_untraced() -> None:
 
     Not a decorator, because the call imports torch's compiler, which takes a second.
     """
-    torch.compiler.disable(DistributedDataParallel.forward, recursive=False)  # type: ignore[no-untyped-call]
+    torch.compiler.disable(DistributedDataParallel.forward, recursive=False)
 
 
 class DistributedDataParallel(TorchDistributedDataParallel):
@@ -187,7 +187,7 @@ class DistributedDataParallel(TorchDistributedDataParallel):
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        nn.Module.__setstate__(self, state)  # type: ignore[no-untyped-call]
+        nn.Module.__setstate__(self, state)
         self.__dict__.update(
             _manager=None,
             _bucketer=None,
@@ -372,7 +372,7 @@ class PureDistributedDataParallel(nn.Module):
 
         for parameter in module.parameters():
             if parameter.requires_grad:
-                parameter.register_post_accumulate_grad_hook(reduce)  # type: ignore[no-untyped-call]
+                parameter.register_post_accumulate_grad_hook(reduce)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module."""

@@ -153,7 +153,7 @@ def _seconds(timeout: timedelta) -> float:
 
 def _devices() -> list[int | str | torch.device] | None:
     """Devices whose tensors a new future may carry: torch refuses a result on a device that was not named."""
-    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+    if not torch.cuda.is_initialized():
         return None
     return [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
 

@@ -23,7 +23,7 @@ from ft_core.errors import (
     RefusedError,
     UsageError,
 )
-from ft_core.rpc import LIGHTHOUSE, Tls, explain, grpc, open_channel, status_of, token_metadata
+from ft_core.rpc import LIGHTHOUSE, QUORUM_ANSWER_S, Tls, explain, grpc, open_channel, status_of, token_metadata
 from ft_core.settings import PROTOCOL_VERSION
 from ft_core.wire import pb
 
@@ -151,7 +151,7 @@ class LighthouseClient:
             store_address=store_address, step=step, world_size=world_size, shrink_only=shrink_only, data=data or "",
         )  # fmt: skip
         try:
-            answer = self._call("Quorum", wire.encode_unary(request), timeout.total_seconds())
+            answer = self._call("Quorum", wire.encode_unary(request), timeout.total_seconds() + QUORUM_ANSWER_S)
         except QuorumTimeoutError as error:
             limit = f"within {timeout.total_seconds():g} s"
             raise QuorumTimeoutError(f"no quorum for {replica_id} {limit}: {error}") from None

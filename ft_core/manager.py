@@ -297,6 +297,7 @@ class Manager:
             return
         with session.lock:
             decision = self._step.boundary() if room_id == self._room else MustAsk(f"changing to room {room_id}", False)
+            self._step.open_attempt = -1  # R5 is for those who ask from inside should_commit, their gradients at hand
         if isinstance(decision, MustAsk) and (decision.failed or room_id != self._room):
             session.lanes.abort()  # the others may be waiting for this rank in a collective
         if self._healing.snapshot_wanted:
@@ -630,9 +631,11 @@ class Manager:
         with session.lock:
             decision = step.boundary()
             kept = step.open_attempt
+            finish = kept >= 0 and self._riding and self._config.world_size == 1
+            if not finish:
+                step.open_attempt = -1  # else it would be planned (`Plan.finish`) and nobody would heal
         assert isinstance(decision, MustAsk)
         session.lanes.abort()
-        finish = kept >= 0 and self._riding and self._config.world_size == 1
         old_quorum = step.plan.quorum_id if step.plan else 0
         round_ = self._begin_round(decision, None)
         if not finish:

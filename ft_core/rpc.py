@@ -46,7 +46,8 @@ if _quiet:
     del os.environ["GRPC_VERBOSITY"]  # read once at import; the user's child processes keep their own logging
 
 __all__ = [
-    "GROUP", "LIGHTHOUSE", "Options", "Tls", "channel_options", "explain", "grpc", "join_host", "open_channel",
+    "GROUP", "LIGHTHOUSE", "QUORUM_ANSWER_S", "Options", "Tls", "channel_options", "explain", "grpc", "join_host",
+    "open_channel",
     "reachable_host", "release", "server_credentials", "server_options", "split_bind", "status_of", "target",
     "token_metadata", "token_refusal",
 ]  # fmt: skip
@@ -54,6 +55,8 @@ __all__ = [
 TOKEN_KEY = "ft-token"
 CLIENT_KEEPALIVE_S = 3.0
 CLIENT_KEEPALIVE_TIMEOUT_S = 9.0
+QUORUM_ANSWER_S = 1.0
+"""A Quorum call ends this long before its gRPC deadline, so that the reason for not answering still gets there."""
 CONNECT_ATTEMPT_S = 1.0
 """One attempt to connect gives up after this long; the next one starts afresh (a packet lost on the way costs no
 more)."""

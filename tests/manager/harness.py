@@ -18,7 +18,7 @@ import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -27,7 +27,7 @@ from ft_core import DistributedDataParallel, Manager, OptimizerWrapper, ProcessG
 
 if TYPE_CHECKING:
     from ft_core.process_group import ProcessGroup
-    from tests.manager.loopback import Loopback
+    from tests.manager.loopback import Loopback, LoopbackControl
 
 LIMIT_S = 20.0
 """How long a test may wait for anything."""
@@ -185,7 +185,7 @@ class Replica:
         self.at("started")
         loss = self.loss()
         self.at("forward")
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         participated = self.manager.is_participating()
         if participated:
             self.offered.add(self.manager.current_step() + 1)
@@ -242,7 +242,7 @@ class Replica:
         """As by SIGKILL: connections close, nothing is said."""
         manager = self.manager
         manager._left = True
-        manager._session.control.connected = False
+        cast("LoopbackControl", manager._session.control).connected = False
         manager._session.lanes.abort()
         self.cluster.lighthouse.cut(manager.replica_id)
 

@@ -7,6 +7,7 @@ to be in a state, so that tests need no sleeps.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import queue
 import threading
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from ft_core.client import LeaseHandler
+    from ft_core.quorum import Quorum
     from ft_core.step import Verdict
 
 
@@ -136,7 +138,7 @@ class Loopback:
         match effect:
             case m.Announce(quorum, targets):
                 for replica_id, seq in targets:
-                    to(replica_id, lambda h, seq=seq: h.on_quorum(seq, quorum))
+                    to(replica_id, functools.partial(_answer, seq, quorum))
             case m.Explain(targets, reason):
                 for replica_id in targets:
                     to(replica_id, lambda h: h.on_reason(reason))
@@ -171,6 +173,10 @@ class Loopback:
                     self.event(m.Tick(), name)
                 if not due:
                     self._changed.wait(max(0.001, min(times.values()) - now) if times else None)
+
+
+def _answer(seq: int, quorum: Quorum, handler: LeaseHandler) -> None:
+    handler.on_quorum(seq, quorum)
 
 
 class LoopbackControl:

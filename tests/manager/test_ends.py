@@ -7,7 +7,7 @@ import os
 import threading
 import time
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ from ft_core.errors import LighthouseError
 from tests.manager.harness import LIMIT_S, Cluster, Replica, crash, digest_of, fail
 
 if TYPE_CHECKING:
-    from tests.manager.loopback import Loopback
+    from tests.manager.loopback import Loopback, LoopbackControl
 
 
 class Leaver(Replica):
@@ -216,7 +216,7 @@ def test_steps_go_on_without_a_lease_for_autonomy_s_and_no_longer(cluster: Clust
 
     def lose_lease(replica: Replica) -> None:
         for r in replicas:
-            r.manager._session.control.no_lease_since = time.monotonic()
+            cast("LoopbackControl", r.manager._session.control).no_lease_since = time.monotonic()
 
     def over(replica: Replica) -> None:
         past.wait(0.4)
@@ -224,7 +224,7 @@ def test_steps_go_on_without_a_lease_for_autonomy_s_and_no_longer(cluster: Clust
 
     def restore(replica: Replica) -> None:
         for r in replicas:
-            r.manager._session.control.no_lease_since = None
+            cast("LoopbackControl", r.manager._session.control).no_lease_since = None
 
     past = threading.Event()
     replicas[0].actions[2, "boundary"] = lose_lease

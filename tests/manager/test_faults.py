@@ -126,14 +126,14 @@ def test_an_exception_inside_backward_is_vetoed(cluster: Cluster) -> None:
             return x.clone()
 
         @staticmethod
-        def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
             raise KeyError("in backward")
 
     class Bad(Replica):
         def loss(self) -> torch.Tensor:
             if self.actions.pop((self.step, "in backward"), None):
                 last = self.model[2]  # type: ignore[index]
-                handle = last.register_forward_pre_hook(lambda _, args: (Boom.apply(args[0]),))
+                handle = last.register_forward_pre_hook(lambda _, args: (Boom.apply(args[0]),))  # type: ignore[no-untyped-call]
                 try:
                     return super().loss()
                 finally:

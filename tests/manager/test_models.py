@@ -284,7 +284,7 @@ def test_weighted_gradients(cluster: Cluster) -> None:
 
 
 def test_fixed_with_spares(cluster: Cluster) -> None:
-    mode = {"world_size_mode": WorldSizeMode.FIXED_WITH_SPARES, "min_replica_size": 2}
+    mode: dict[str, Any] = {"world_size_mode": WorldSizeMode.FIXED_WITH_SPARES, "min_replica_size": 2}
     replicas = [Replica(i, optim=sgd, **mode) for i in range(3)]
     names = {r.index: r for r in replicas}
     seen: dict[int, tuple[int, int | None]] = {}
