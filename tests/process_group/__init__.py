@@ -1,0 +1,1 @@
+"""The data plane: collectives, aborts, forks, killed processes."""

@@ -1,3 +1,5 @@
+"""Fixtures: a c10d store per test session, and a check that nothing is left behind."""
+
 import os
 
 import pytest
