@@ -89,7 +89,7 @@ class StepAttempt:
             if not session.step.launching(now):
                 return None
         session.user_works = []
-        session.watchdog.arm(now + session.budget.timeout_s)
+        session.watchdog.arm(now + session.patience_s)
         try:
             return session.lanes.sum(tensor, session.lanes.main)
         except Exception as error:  # noqa: BLE001 - recorded in the step: the caller is inside autograd
@@ -141,7 +141,7 @@ class StepAttempt:
             if not session.step.launching(now):
                 return
         session.user_works = []
-        session.watchdog.arm(now + session.budget.timeout_s)
+        session.watchdog.arm(now + session.patience_s)
         try:
             session.lanes.sum(tail, session.lanes.second()).wait()
         except Exception as error:  # noqa: BLE001 - recorded in the step

@@ -48,6 +48,8 @@ class Lanes:
         self._lock = threading.Lock()
         self._formed = threading.Condition(self._lock)
         self._forming = 0
+        self._quorum_id = 0
+        self._user_on_main = False
         self._sum = sum_options(ReduceOp.SUM)
 
     def __repr__(self) -> str:
@@ -59,15 +61,17 @@ class Lanes:
         with self._lock:
             self._place = (store_prefix, replica_id, rank, world_size)
             self._second_ready = False
+            self._user_on_main = both
             self._check()
         self._form(self.main, f"{store_prefix}/0")
         if both:
             self.second()
 
-    def open(self) -> None:
+    def open(self, quorum_id: int) -> None:
         """A quorum was entered: `configure` may build its groups, unless `abort` comes first."""
         with self._lock:
             self._aborted = False
+            self._quorum_id = quorum_id
 
     def _form(self, group: ProcessGroup, store_addr: str) -> None:
         assert self._place is not None
@@ -109,10 +113,16 @@ class Lanes:
         """Set the collective timeout of the data lane."""
         self.main.set_timeout(timeout)
 
-    def abort(self) -> None:
-        """End everything pending on both lanes, here and (by closing the connections) at the peers."""
+    def abort(self, quorum_id: int | None = None) -> None:
+        """End everything pending on both lanes, here and (by closing the connections) at the peers.
+
+        `quorum_id`: of the quorum that ended. Bad news of one quorum must not hit the next, which may be open already
+        when the thread that brings it gets to run (R15).
+        """
         for _ in range(ABORT_TRIES):
             with self._lock:
+                if quorum_id is not None and quorum_id < self._quorum_id:
+                    return
                 self._aborted = True
                 second = self._second
             self.main.abort()
@@ -122,6 +132,14 @@ class Lanes:
                 # A configure that had not begun when its group was aborted would wait for peers that never come.
                 if self._formed.wait_for(lambda: not self._forming, ABORT_RETRY_S):
                     return
+
+    def abort_user_lane(self, quorum_id: int) -> None:
+        """A member is lost after the fence: end user collectives, not the fence, which a peer may still wait for."""
+        with self._lock:
+            group = self.main if self._user_on_main else self._second
+            stale = quorum_id < self._quorum_id
+        if group is not None and not stale:
+            group.abort()
 
     def linger(self, timeout_s: float) -> None:
         """Keep the connections open until a peer closes its side: then all of them have left this quorum (R16)."""

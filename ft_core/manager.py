@@ -28,6 +28,7 @@ import secrets
 import signal
 import time
 import weakref
+from dataclasses import replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
@@ -459,9 +460,9 @@ class Manager:
                 tensor.zero_()
             elif average:
                 tensor.mul_(attempt.scale)
+            session.watchdog.arm(time.monotonic() + session.patience_s)
             lane = session.lanes.second() if self._riding else session.lanes.main
             options = sum_options(ReduceOp.SUM if average else reduce_op)
-            session.watchdog.arm(time.monotonic() + self._config.budget.timeout_s)
             work = lane.allreduce([tensor], options)
             session.watch(work)
             if average:
@@ -520,7 +521,6 @@ class Manager:
         session, step = self._session, self._step
         if verdict.outcome is not Outcome.BROKEN and step.heal is Heal.READY:
             self._apply_heal()
-        verdict = self._check_parity(verdict)
         if verdict.outcome is Outcome.COMMIT:
             self._rescale(attempt, verdict)
         self._healing.close()
@@ -560,6 +560,8 @@ class Manager:
                 return Verdict(0, 0, Outcome.BROKEN, str(session.error or "there was no quorum"))
             if step.phase is not Phase.FENCED:
                 step.break_(str(session.error or "the fence was never launched"))
+        self._check_parity()
+        with session.lock:
             verdict = step.vote()
         if self._config.world_size > 1:
             verdict = session.control.vote(verdict, limit_s)
@@ -567,28 +569,30 @@ class Manager:
                 session.lanes.abort()
         return verdict
 
-    def _check_parity(self, verdict: Verdict) -> Verdict:
-        """Every parity_check_every commits, compare digests before applying this one."""
-        if verdict.outcome is not Outcome.COMMIT or not self._parity.due(self._step.base.step):
-            return verdict
-        assert self._step.plan is not None
+    def _check_parity(self) -> None:
+        """Every parity_check_every commits, compare digests before this one is voted for; a difference is a veto."""
+        session, step = self._session, self._step
+        verdict = step.verdict
+        due = verdict is not None and verdict.outcome is Outcome.COMMIT and self._parity.due(step.base.step)
+        if not due or step.plan is None:
+            return
         try:
-            mine = None if self._step.behind else digest(self._collect(), self._volatile())
-            found = self._parity.compare(mine, self._step.plan, self._session.lanes)
+            mine = None if step.behind else digest(self._collect(), self._volatile())
+            session.watchdog.arm(time.monotonic() + session.patience_s)
+            found = self._parity.compare(mine, step.plan, session.lanes)
+            session.watchdog.disarm()
         except Exception as error:  # noqa: BLE001 - the comparison is a collective: its failure breaks the quorum
-            self._session.fail(error)
-            return Verdict(verdict.quorum_id, verdict.attempt, Outcome.BROKEN, f"parity check failed: {error}")
+            session.fail(error)
+            return
         if not found.differing:
-            return verdict
-        log.error("step %d is not committed: %s", self._step.base.step, found.text)
-        with self._session.lock:
-            self._step.ask_next = found.text
-            if found.mine:
-                self._step.tear()
-        return Verdict(
-            verdict.quorum_id, verdict.attempt, Outcome.VETO, found.text, verdict.weight, verdict.contributors,
-            change=True, healed=verdict.healed,
-        )  # fmt: skip
+            return
+        log.error("step %d is not committed: %s", step.base.step, found.text)
+        with session.lock:
+            if step.verdict is verdict and verdict is not None:
+                step.verdict = replace(verdict, outcome=Outcome.VETO, reason=found.text, change=True)
+                step.ask_next = found.text
+                if found.mine:
+                    step.tear()
 
     def _rescale(self, attempt: StepAttempt, verdict: Verdict) -> None:
         """R10: the divisor is the fence's weight sum; dividing beforehand was only the fast form of it."""
@@ -649,14 +653,16 @@ class Manager:
             *buckets, batches = self._healing.receive_buckets(plan, old_quorum, kept)
             carrier.adopt_reduced(buckets)
             carrier.committed()
-        except (FaultToleranceError, ValueError) as error:
+        except BaseException as error:
+            self._worker.heal(round_)  # whatever went wrong, the state itself is untouched
+            if not isinstance(error, Exception):
+                raise
             log.info(
                 "%s: could not finish step %d (%s): healing in full",
                 self._step.settings.replica_id,
                 step.base.step,
                 error,
             )
-            self._worker.heal(round_)
             return False
         with session.lock:
             step.finished(plan)
@@ -737,7 +743,7 @@ class Manager:
             self._new_attempt()
             assert self._attempt is not None
             with contextlib.suppress(FaultToleranceError):
-                verdict = self._agree(self._attempt, self._config.budget.timeout_s)
+                verdict = self._agree(self._attempt, session.patience_s)
                 # Not settled: the others may commit this step, here nobody steps the optimizer.
                 agreed, last = verdict.outcome is not Outcome.BROKEN, verdict.exhausted
         session.control.leave(
@@ -788,4 +794,5 @@ def _at_exit(ref: weakref.ref[Manager]) -> None:
     manager = ref()
     if manager is not None:
         with contextlib.suppress(Exception):
+            manager._session.patience_s = min(EXIT_S, manager._session.patience_s)
             manager.shutdown()

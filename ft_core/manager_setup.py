@@ -294,7 +294,7 @@ def _shared_id(config: Config, settings: StepSettings, store: Store) -> StepSett
     if config.rank == 0:
         store.set(key, settings.replica_id)
         return settings
-    store.wait([key], timedelta(seconds=config.budget.connect_s))
+    _wait_for_rank_0(config, store, key)
     return replace(settings, replica_id=store.get(key).decode())
 
 
@@ -309,15 +309,20 @@ def _control(config: Config, replica_id: str, session: Session, store: Store) ->
         leader = LeaderControl(settings, session, world_size=config.world_size, hostname=config.host, port=config.port)
         store.set(key, leader.address)
         return leader
-    try:
-        store.wait([key], timedelta(seconds=config.budget.connect_s))
-    except Exception as error:
-        raise LighthouseError(
-            f"group rank 0 of {config.name} did not announce its control address in the c10d store within "
-            f"connect_timeout={config.budget.connect_s:g} s: is it running?"
-        ) from error
+    _wait_for_rank_0(config, store, key)
     address = LeaseSettings(
         address=store.get(key).decode(), replica_id=replica_id, budget=config.budget, token=config.token,
         tls=config.tls, setting="group rank 0's control address",
     )  # fmt: skip
     return RankControl(address, session, rank=config.rank, world_size=config.world_size)
+
+
+def _wait_for_rank_0(config: Config, store: Store, key: str) -> None:
+    try:
+        store.wait([key], timedelta(seconds=config.budget.connect_s))
+    except Exception as error:
+        raise LighthouseError(
+            f"group rank 0 of {config.name} did not announce itself in the c10d store at {config.store} within "
+            f"connect_timeout={config.budget.connect_s:g} s: is rank 0 running, with the same MASTER_ADDR, MASTER_PORT "
+            "and FT_REPLICA_ID?"
+        ) from error

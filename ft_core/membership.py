@@ -393,6 +393,10 @@ class Room:
             self._end_current(now)
             if ask.failed:
                 self._failed = current.quorum_id
+                # The others may wait for it where no closed connection tells them, as while a process group is built.
+                others = self._up(i for i in current.members if i != ask.replica_id and not self._asking(i))
+                if others and ask.quorum_id == current.quorum_id:
+                    out.append(MemberLost(others, current.quorum_id, (ask.replica_id,)))
                 for replica_id in current.members:
                     peer = self.records.get(replica_id)
                     if peer is not None and peer.life in (Life.CLOSED, Life.UNKNOWN):
@@ -592,6 +596,10 @@ class Room:
         if not self.rules.r14_in_force:
             return True
         return current is not None and current.quorum_id == quorum_id and not current.ended
+
+    def _asking(self, replica_id: str) -> bool:
+        record = self.records.get(replica_id)
+        return record is not None and record.ask is not None
 
     def _end_current(self, now: float) -> None:
         if self._current is not None and not self._current.ended:

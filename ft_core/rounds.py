@@ -192,7 +192,7 @@ class QuorumWorker:
                     break
                 if now >= tell_at and session.reason != told:
                     told = session.reason
-                    log.info("%s: waiting for a quorum: %s", session.step.settings.replica_id, told)
+                    log.warning("%s: waiting for a quorum: %s", session.step.settings.replica_id, told)
                 session.changed.wait(min(deadline - now, TELL_S))
         reason = session.control.last_reason or "the lighthouse gave no reason"
         raise QuorumTimeoutError(f"no quorum within {round_.timeout_s:g} s (quorum_timeout): {reason}")
@@ -203,9 +203,9 @@ class QuorumWorker:
         with session.lock:
             if session.step.phase is not Phase.ENTERED:
                 return False  # a push said already that this quorum is over
-            session.lanes.open()
+            session.lanes.open(plan.quorum_id)
             session.user_works = []
-        session.watchdog.arm(time.monotonic() + min(session.budget.connect_s, session.budget.timeout_s))
+        session.watchdog.arm(time.monotonic() + min(session.budget.connect_s, session.patience_s))
         try:
             session.lanes.configure(prefix, session.step.settings.replica_id, rank, size, both=both)
         except Exception as error:  # noqa: BLE001 - a peer died, a store is gone, an abort came: ask again

@@ -17,6 +17,7 @@ import time
 from typing import TYPE_CHECKING
 
 from ft_core.errors import CollectiveError
+from ft_core.step import Phase
 from ft_core.watchdog import Watchdog
 
 if TYPE_CHECKING:
@@ -69,6 +70,10 @@ class Session:
         """Peers that announced to be busy, and until when (monotonic s); bounded by the members of the quorum."""
         self.kill: Callable[[str], None] | None = None
         self.cancel_heal: Callable[[], None] = lambda: None
+        self.patience_s = budget.timeout_s
+        """How long a collective may wait for a silent peer: `timeout`, less when the interpreter exits."""
+        self._busy: dict[object, tuple[float, str]] = {}
+        """Open pauses of this rank: until when (monotonic s) and why."""
         self._hello = hello
 
     def __repr__(self) -> str:
@@ -88,8 +93,10 @@ class Session:
 
     def _broken(self, quorum_id: int, reason: str) -> None:
         log.info("%s: leaving quorum %#x: %s", self.step.settings.replica_id, quorum_id, reason)
-        self.lanes.abort()
-        self.cancel_heal()
+        self.lanes.abort(quorum_id)
+        with self.lock:
+            if self.step.plan is None or self.step.plan.quorum_id <= quorum_id:
+                self.cancel_heal()
         self.control.break_group(quorum_id, reason)
         with self.changed:
             self.changed.notify_all()
@@ -97,10 +104,13 @@ class Session:
     def _lost(self, quorum_id: int, reason: str) -> None:
         with self.lock:
             abort = self.step.lost(quorum_id, reason)
+            fenced = self.step.phase is Phase.FENCED
             if abort and self.error is None:
                 self.error = CollectiveError(reason)
         if abort:
             self._broken(quorum_id, reason)
+        elif fenced:
+            self.lanes.abort_user_lane(quorum_id)
 
     def watch(self, work: Work) -> None:
         """Training thread: a collective of the user's was launched."""
@@ -129,17 +139,29 @@ class Session:
 
     @contextlib.contextmanager
     def busy(self, what: str, max_s: float) -> Iterator[None]:
-        """Announce that peers (and the own watchdog) must wait for this rank for at most `max_s`."""
-        name, step = self.step.settings.replica_id, self.step
+        """Announce that peers (and the own watchdog) must wait for this rank for at most `max_s`. May be nested."""
+        token = object()
         with self.lock:
-            self.paused[name] = time.monotonic() + max_s
-        self.control.progress(step.version.step, what, step.stable, paused_s=max_s)
+            self._busy[token] = (time.monotonic() + max_s, what)
+        self._announce_busy()
         try:
             yield
         finally:
             with self.lock:
-                self.paused.pop(name, None)
-            self.control.progress(step.version.step, "step", step.stable, paused_s=0.0)
+                del self._busy[token]
+            self._announce_busy()
+
+    def _announce_busy(self) -> None:
+        """Tell the others the longest of the pauses that are open, or that there is none."""
+        step = self.step
+        with self.lock:
+            until, what = max(self._busy.values(), default=(0.0, "step"))
+            if until:
+                self.paused[step.settings.replica_id] = until
+            else:
+                self.paused.pop(step.settings.replica_id, None)
+        left_s = max(0.001, until - time.monotonic()) if until else 0.0
+        self.control.progress(step.version.step, what, step.stable, paused_s=left_s)
 
     # ------------------------------------------------------------ LeaseHandler (lease thread)
 

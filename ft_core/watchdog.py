@@ -34,6 +34,8 @@ class Watchdog:
         self._stopped = False
         self._thread: threading.Thread | None = None
         self._next_look = 0.0
+        self._disarmed = 0
+        """How often it was disarmed, so that a deadline that is put off does not come back over a disarm."""
 
     def __repr__(self) -> str:
         return f"Watchdog({self._name}, deadline={self.deadline})"
@@ -52,6 +54,7 @@ class Watchdog:
     def disarm(self) -> None:
         """Forget the deadline."""
         self.deadline = None
+        self._disarmed += 1
 
     def stop(self) -> None:
         """End the thread (unless called on it)."""
@@ -64,10 +67,14 @@ class Watchdog:
         while not self._stopped:
             now, deadline = time.monotonic(), self.deadline
             if deadline is not None and now >= deadline:
-                self.deadline = None
+                if self.deadline is not deadline:
+                    continue  # disarmed or armed anew since it was read
+                self.deadline, disarmed = None, self._disarmed
                 try:
                     # `fire` may put the deadline off (a peer has announced a pause) by returning a later one.
-                    self.deadline = self._fire() or self.deadline
+                    later = self._fire()
+                    if later is not None and self._disarmed == disarmed:
+                        self.deadline = later
                 except Exception:  # noqa: BLE001 - the thread must survive, and the cause must be seen
                     _log.exception("watchdog %s failed", self._name)
                 continue

@@ -15,13 +15,13 @@ from tests.chaos.cluster import Cluster, Process
 pytestmark = [pytest.mark.process, pytest.mark.timeout(120)]
 
 
-def start_group(cluster: Cluster, name: str) -> Process:
+def start_group(cluster: Cluster, name: str, **env: object) -> Process:
     """torchrun with two ranks and one restart; its output holds the lines of both."""
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--max-restarts", "1"]
     command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}", "--monitor-interval", "0.1"]
-    return cluster.start_command(name, [*command, "-m", "tests.chaos.worker"], PIDS=1)
+    return cluster.start_command(name, [*command, "-m", "tests.chaos.worker"], PIDS=1, **env)
 
 
 def digests(group: Process) -> dict[str, str]:
@@ -56,3 +56,16 @@ def test_a_group_loses_a_rank_restarts_and_heals() -> None:
                     _, step, _, lineage, rank = line.split()
                     histories.setdefault((rank, int(step)), set()).add(lineage)
         assert all(len(found) == 1 for found in histories.values())
+
+
+def test_one_rank_that_silently_differs_makes_its_whole_group_heal() -> None:
+    with Cluster(STEP_MS=10, FT_NUM_REPLICA_GROUPS=2, PARITY=5) as cluster:
+        one = start_group(cluster, "one")
+        two = start_group(cluster, "two", CORRUPT_AT="0:7")
+        one.wait_step(30)
+        cluster.end_at(max(one.step(), two.step()) + 40)
+        for group in (one, two):
+            assert group.popen.wait(60) == 0, "\n".join(group.errors[-25:])
+            group.wait_for(functools.partial(_both_done, group), "printed both digests")
+        assert digests(one) == digests(two)
+        assert any("differs from the others" in line for line in one.errors)

@@ -78,3 +78,15 @@ def test_a_replica_that_hangs_is_left_out() -> None:
         a.wait_step(60)
         assert b.popen.poll() is None
         assert b.step() == 30
+
+
+def test_a_death_during_a_collective_of_the_users_own() -> None:
+    with Cluster(FT_NUM_REPLICA_GROUPS=3, METRIC=1) as cluster:
+        a, _b = cluster.start("a"), cluster.start("b")
+        c = cluster.start("c", SILENT_AT=20)
+        c.wait_for(lambda: any(line == "silent" for _, line in c.lines), "fell silent")
+        at = time.monotonic()
+        cluster.kill("c")
+        a.wait_step(30)
+        assert gap_s(a, at) < 3.0
+        assert len(cluster.wait_ends()) == 1

@@ -1,8 +1,9 @@
 """A trainer process for the chaos tests. Prints one line per event: `commit STEP PARTICIPANTS LINEAGE`, `done DIGEST`.
 
-Behaviour comes from the environment: STEPS_FILE (train until this file names a step, and to that step), STEP_MS (how
-long a step takes at least), FORK=1 (keep a forked child alive, as
-DataLoader workers do), HANG_AT (stop making progress before this step), BN=1 (a BatchNorm layer).
+Behaviour comes from the environment: STEPS_FILE (train until this file names a step, and to that step), STEP_MS (how long
+a step takes at least), FORK (keep a forked child alive, as DataLoader workers do), HANG_AT (stop before this step), BN (a
+BatchNorm layer), METRIC (a collective of the user's after backward; SILENT_AT: stop before that of this step), PARITY
+(parity_check_every), CORRUPT_AT (rank:step after which this rank's parameters silently change), PIDS and LOG (say more).
 """
 
 from __future__ import annotations
@@ -50,6 +51,7 @@ def main() -> int:
         state_dict=lambda: {"model": model.state_dict(), "optim": inner.state_dict()},
         load_state_dict=load_state,
         timeout=timedelta(seconds=float(env.get("TIMEOUT_S", "20"))),
+        parity_check_every=int(env.get("PARITY", "0")),
     )
     ddp = DistributedDataParallel(manager, model)
     optimizer = Optimizer(manager, inner)
@@ -70,7 +72,15 @@ def main() -> int:
         loss = ddp(torch.randn(8, 20, generator=generator)).square().mean()
         pace.wait(step_s)
         loss.backward()
+        if env.get("METRIC"):  # the loss, averaged for logging: a collective of the user's, after the fence
+            if manager.current_step() == int(env.get("SILENT_AT", "-1")):
+                say("silent")
+                pace.wait()
+            manager.allreduce(loss.detach().clone()).wait()
         optimizer.step()
+        if env.get("CORRUPT_AT") and f"{rank}:{manager.current_step()}" == env["CORRUPT_AT"]:
+            with torch.no_grad():
+                next(iter(model.parameters())).add_(1.0)
         if optimizer.committed:
             lineage = manager.state_dict()["lineage"]
             say("commit", manager.current_step(), manager.num_participants(), f"{lineage:x}", rank)
