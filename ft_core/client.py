@@ -63,12 +63,12 @@ class LeaseClient(StreamClient):
             self._open_ask = ask
             if room is not None and room != self._room:
                 moves = Left(ask.replica_id, 0, f"moves to room {room!r}", finished=False, version=VOID, agreed=False)
-                self._send(wire.encode_left(moves))
+                self._send(wire.encode_left(moves), last=True)
                 self._room = room
             else:
                 self._send(data)
             self._goodbye, self._left = None, False
-            self._wanted = True
+            self._wanted, self._parting = True, False
             self._changed.notify_all()
 
     def progress(self, step: int, phase: str, stable: Version, paused_s: float = 0.0) -> None:
@@ -98,8 +98,9 @@ class LeaseClient(StreamClient):
                 self._close_stream()
                 return False
             if not self._left:
+                self._parting = True
                 self._goodbye = Left(self.settings.replica_id, 0, reason, finished, version, agreed)
-                self._send(wire.encode_left(self._goodbye))
+                self._send(wire.encode_left(self._goodbye), last=True)
             while not self._left and not self._stopping and self._fatal is None:
                 wait_s = deadline - time.monotonic()
                 if wait_s <= 0:
@@ -146,6 +147,8 @@ class LeaseClient(StreamClient):
         if acked.clock_s == 0.0:
             with self._changed:
                 self._left = self._goodbye is not None
+                if self._left:
+                    self._wanted = False  # the lighthouse ends the stream now: not to be opened again
                 self._changed.notify_all()
 
     def _on_push(self, push: wire.Push) -> None:

@@ -223,7 +223,8 @@ class RankControl(StreamClient):
             self._open_ask = None
             if self._fatal is None and self.connected:
                 self._leaving = Left(self.settings.replica_id, 0, reason, finished, version, agreed)
-                self._send(wire.encode_rank(self._leaving))
+                self._parting = True
+                self._send(wire.encode_rank(self._leaving), last=True)
                 self._changed.wait_for(
                     lambda: self._left or self._stopping or not self.connected, deadline - time.monotonic()
                 )
@@ -298,6 +299,8 @@ class RankControl(StreamClient):
         if acked.clock_s == 0.0:
             with self._changed:
                 self._left = self._leaving is not None
+                if self._left:
+                    self._wanted = False  # rank 0 ends the stream now: not to be opened again
                 self._changed.notify_all()
 
     def _on_push(self, push: wire.Push) -> None:

@@ -12,8 +12,10 @@ import argparse
 import contextlib
 import logging
 import logging.handlers
+import math
 import os
 import queue
+import re
 import signal
 import sys
 import threading
@@ -34,7 +36,7 @@ from ft_core.rpc import (
     token_metadata,
 )
 from ft_core.serving import LoopServer
-from ft_core.settings import LighthouseSettings
+from ft_core.settings import MAX_REPLICAS, LighthouseSettings
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -76,6 +78,13 @@ class LighthouseServer:
         tls: Tls | None = None,
     ) -> None:
         host, port = split_bind(bind, "bind")
+        waits = {
+            "join_timeout_ms": join_timeout_ms, "heartbeat_timeout_ms": heartbeat_timeout_ms, "grace_ms": grace_ms,
+            "boot_window_ms": boot_window_ms,
+        }  # fmt: skip
+        for name, value in waits.items():
+            if not (math.isfinite(value) and value >= 0):
+                raise ConfigError(f"{name}={value} must be a number of milliseconds, 0 or more")
         settings = LighthouseSettings(
             min_replicas=min_replicas,
             join_timeout_s=join_timeout_ms / 1000,
@@ -86,9 +95,9 @@ class LighthouseServer:
         )
         settings.check()
         token_metadata(settings.token)
-        liveness_s = _liveness(liveness_ms)
+        liveness_s, liveness = _liveness(liveness_ms)
         if settings.grace_s > liveness_s:
-            raise ConfigError(f"grace_ms={grace_ms} must not be above liveness_ms={liveness_s * 1000:g}")
+            raise ConfigError(f"grace_ms={grace_ms} must not be above {liveness}")
         tls = tls or Tls.from_env(os.environ)
         self._scheme = "http" if tls is None else "https"
         self._host = reachable_host(host)
@@ -111,11 +120,12 @@ class LighthouseServer:
         self._server.shutdown()
 
 
-def _liveness(given_ms: int | None) -> float:
+def _liveness(given_ms: int | None) -> tuple[float, str]:
+    """Seconds, and how the user wrote them."""
     if given_ms is not None:
         if given_ms <= 0:
             raise ConfigError(f"liveness_ms={given_ms} must be more than 0")
-        return given_ms / 1000
+        return given_ms / 1000, f"liveness_ms={given_ms}"
     text = os.environ.get("FT_LIVENESS_S", "")
     try:
         value = float(text) if text else DEFAULT_LIVENESS_S
@@ -123,7 +133,7 @@ def _liveness(given_ms: int | None) -> float:
         value = 0.0
     if not 0.0 < value < 1e6:
         raise ConfigError(f"FT_LIVENESS_S={text!r} is not a positive number of seconds")
-    return value
+    return value, f"FT_LIVENESS_S={text}" if text else f"liveness_ms={value * 1000:g}"
 
 
 # ---------------------------------------------------------------- command line
@@ -178,9 +188,15 @@ def _min_replicas(given: int | None) -> int:
     if given is not None:
         return given
     text = os.environ.get("FT_MIN_REPLICAS", "") or "1"
-    if not text.isdigit():
-        raise ConfigError(f"FT_MIN_REPLICAS={text!r} is not a whole number")
+    if not text.isdigit() or not 1 <= int(text) <= MAX_REPLICAS:
+        raise ConfigError(f"FT_MIN_REPLICAS={text!r} must be a whole number from 1 to {MAX_REPLICAS}")
     return int(text)
+
+
+def _as_options(text: str) -> str:
+    """An error of LighthouseServer in the words of the command line: join_timeout_ms=-5 was --join-timeout-ms -5."""
+    options = "bind|min_replicas|(?:join_timeout|heartbeat_timeout|liveness|grace|boot_window)_ms"
+    return re.sub(rf"\b({options})=", lambda found: f"--{found[1].replace('_', '-')} ", text)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -202,7 +218,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             boot_window_ms=arguments.boot_window_ms,
         )
     except ConfigError as error:
-        print(f"ft-lighthouse: {error}", file=sys.stderr)
+        print(f"ft-lighthouse: {_as_options(str(error))}", file=sys.stderr)
         return 2
     finally:
         if sys.exc_info()[0] is not None:

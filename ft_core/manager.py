@@ -623,7 +623,14 @@ class Manager:
             step.heal_applied()
             step.batches_committed = int(received.state["manager"]["batches_committed"])
         round_.received = round_.in_place = None
-        log.info("%s: healed to step %d", self._step.settings.replica_id, step.version.step)
+        log.info(
+            "%s: healed to step %d: %.1f MB in %.3f s from %d donors",
+            step.settings.replica_id,
+            step.version.step,
+            received.bytes / 1e6,
+            received.seconds,
+            len(received.donors),
+        )
 
     def _recover(self, reason: str) -> bool:
         """Ask from inside should_commit; R5: if only the reduced gradients were missed, fetch and apply them.

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING
 
 from ft_core.crash_log import CRASH_WINDOW_S, CrashLog
 from ft_core.quorum import (
+    PLAIN_PHASES,
     VOID,
     Ask,
     Current,
@@ -332,8 +333,8 @@ class Room:
         member = current is not None and event.replica_id in current.members and self._failed == current.quorum_id
         record.accused = member and record.ask is None
         record.ask = None
-        what = "closed its connection" if closed else "went silent (frozen or cut off)"
-        out.append(Note(f"{event.replica_id} {what}"))
+        if not closed:  # what a closed connection amounts to is said when the grace is over
+            out.append(Note(f"{event.replica_id} went silent (frozen or cut off)"))
 
     def _on_progress(self, event: Progress, now: float, out: list[Effect]) -> bool:
         """False if nothing changed that a decision looks at (the common case, several times per second and replica)."""
@@ -392,15 +393,19 @@ class Room:
         if current and ask.replica_id in current.members and (ask.quorum_id >= current.quorum_id or passed):
             self._end_current(now)
             if ask.failed:
-                self._failed = current.quorum_id
-                # The others may wait for it where no closed connection tells them, as while a process group is built.
-                others = self._up(i for i in current.members if i != ask.replica_id and not self._asking(i))
-                if others and ask.quorum_id == current.quorum_id:
-                    out.append(MemberLost(others, current.quorum_id, (ask.replica_id,)))
-                for replica_id in current.members:
-                    peer = self.records.get(replica_id)
-                    if peer is not None and peer.life in (Life.CLOSED, Life.UNKNOWN):
-                        peer.accused = True
+                self._on_failed(ask, current, out)
+
+    def _on_failed(self, ask: Ask, current: Current, out: list[Effect]) -> None:
+        """The data plane of the current quorum broke under a member: a witness against every member without a lease."""
+        self._failed = current.quorum_id
+        # The others may wait for it where no closed connection tells them, as while a process group is built.
+        others = self._up(i for i in current.members if i != ask.replica_id and not self._asking(i))
+        if others and ask.quorum_id == current.quorum_id:
+            out.append(MemberLost(others, current.quorum_id, (ask.replica_id,)))
+        for replica_id in current.members:
+            peer = self.records.get(replica_id)
+            if peer is not None and peer.life in (Life.CLOSED, Life.UNKNOWN):
+                peer.accused = True
 
     def _on_left(self, event: Left, now: float, out: list[Effect]) -> None:
         record = self.records.get(event.replica_id)
@@ -473,8 +478,8 @@ class Room:
                 if now >= over or (record.accused and now >= self._turbulent_until):
                     record.life, record.since = Life.GONE, now
                     self._count_crash(record, now)
-                    last = f"step {record.step}, {record.phase or 'start'}"
-                    out.append(Note(f"{replica_id} is gone (its last word: {last})"))
+                    doing = f", {record.phase}" if record.phase not in PLAIN_PHASES else ""
+                    out.append(Note(f"{replica_id} is gone (last seen at step {record.step}{doing})"))
                 else:
                     times.append(over)
             if self._current is None or replica_id not in self._current.members:
@@ -644,7 +649,8 @@ class Room:
             now=now,
             seen={
                 i: Seen(
-                    i, r.life, r.since, r.stable, r.ask, r.asked_at, r.paused_until, r.phase, r.admitted_at
+                    i, r.life, r.since, r.stable, r.ask, r.asked_at, r.paused_until, r.phase, r.admitted_at,
+                    self._twin(r.hello) if r.twin_until else "",
                 )
                 for i, r in records.items()
             },

@@ -30,6 +30,8 @@ class Version:
         return "void" if self.step < 0 else f"step {self.step}"
 
 
+PLAIN_PHASES = ("", "step")
+"""What a training replica does most of the time: not worth a word to users."""
 UNTRAINED = Version(0, 0)
 VOID = Version(-1, -1)
 """A state that must not be used: torn by a heal that did not finish, or mixed within its group."""
@@ -146,7 +148,9 @@ class Seen:
     paused_until: float = 0.0
     phase: str = ""
     admitted_at: float = 0.0
-    """Not a candidate before this instant (crash-loop debounce); 0: at once."""
+    """Not a candidate before this instant (crash-loop debounce, or a living `twin`); 0: at once."""
+    twin: str = ""
+    """The living replica of the same name because of which it waits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,9 +243,9 @@ def decide(view: View) -> Formed | NotReady:
     if any(s.ask.shrink_only for s in candidates.values() if s.ask) and members:
         candidates = {i: s for i, s in candidates.items() if i in members}
     if not candidates:
-        held = ", ".join(f"{i} for {s.admitted_at - view.now:.0f} s more" for i, s in sorted(asking.items()))
-        why = "repeated crashes, or another live replica of that name"
-        return NotReady(f"held back ({why}): {held}", min(late, default=None))
+        held = "; ".join(_held(s) for _, s in sorted(asking.items()) if s.admitted_at > view.now)
+        outside = f"only groups outside the running quorum ask, and it shall only shrink: {', '.join(sorted(asking))}"
+        return NotReady(held or outside, min(late, default=None))
 
     blocked = _booting(view, candidates) or _old_quorum_lives(view) or _newer_state_elsewhere(view, candidates)
     if blocked:
@@ -380,9 +384,22 @@ def _stragglers(view: View, candidates: Mapping[str, Seen]) -> NotReady | None:
     )
 
 
+def _held(seen: Seen) -> str:
+    """Why it is no candidate yet; the same words for as long as it waits, so that they are told and logged once."""
+    if seen.twin:
+        return (
+            f"{seen.replica_id} waits to see whether {seen.twin}, an earlier process of the same name, is still alive"
+        )
+    for_s = max(1.0, seen.admitted_at - seen.asked_at)
+    return (
+        f"{seen.replica_id} is held back for {for_s:.0f} s: earlier processes of that name crashed repeatedly before "
+        "their first commit"
+    )
+
+
 def _story(view: View, seen: Seen) -> str:
     """What is known of a replica, for a sentence a user reads."""
-    where = f", last seen in {seen.phase}" if seen.phase else ""
+    where = f", last seen in {seen.phase}" if seen.phase not in PLAIN_PHASES else ""
     if seen.life is Life.UP and seen.paused_until > view.now:
         return f"paused{where}, for at most {seen.paused_until - view.now:.0f} s more"
     words = {

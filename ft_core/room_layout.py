@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+ADVICE = "start every replica group with the same model and the same DistributedDataParallel settings"
+
 
 @dataclass(frozen=True, slots=True)
 class RoomLayout:
@@ -16,14 +18,16 @@ class RoomLayout:
 
 def difference(replica_id: str, ours: tuple[str, ...], room: RoomLayout) -> str:
     """Name the first parameter in which a newcomer's model differs from the room's."""
-    lines, holder = room.lines, room.holder
-    start = f"{replica_id} has another model than {holder}: "
+    return f"{replica_id} has another model than {room.holder}: {_first_difference(ours, room.lines)}; {ADVICE}"
+
+
+def _first_difference(ours: tuple[str, ...], lines: tuple[str, ...]) -> str:
     for index, (mine, theirs) in enumerate(zip(ours, lines, strict=False)):
         if mine != theirs:
-            return start + f"parameter {index} is '{mine}' here and '{theirs}' there"
+            return f"parameter {index} is '{mine}' here and '{theirs}' there"
     if len(ours) != len(lines):
         longer = ours if len(ours) > len(lines) else lines
         extra = longer[min(len(lines), len(ours))]
         counts = f"{len(ours)} parameters here, {len(lines)} there"
-        return start + f"{counts}; the first extra one is '{extra}'"
-    return start + "the bucket settings differ (bucket_cap_mb, broadcast_buffers, find_unused_parameters)"
+        return f"{counts}; the first extra one is '{extra}'"
+    return "the bucket settings differ (bucket_cap_mb, broadcast_buffers, find_unused_parameters)"

@@ -23,6 +23,7 @@ import asyncio
 import logging
 import secrets
 import time
+import urllib.parse
 from collections import deque
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
@@ -50,7 +51,7 @@ from ft_core.membership import (
     Turbulence,
 )
 from ft_core.quorum import Ask, Life, Quorum
-from ft_core.rpc import grpc, token_refusal
+from ft_core.rpc import TOKEN_KEY, grpc, token_refusal
 from ft_core.serving import Stream, StreamDropped
 
 if TYPE_CHECKING:
@@ -126,6 +127,7 @@ class Rooms:
         self._generation = 0
         self._leases = 0
         self._seq = 0
+        self._warned_of_token = False
         self._boot = secrets.randbits(63)
         entropy = deque(secrets.randbits(16) for _ in range(256))
         self._ids = QuorumIds(max(1, int(time.time()) - EPOCH_2020_S), secrets.randbits(16), entropy)
@@ -274,8 +276,13 @@ class Rooms:
     # ------------------------------------------------------------ leases
 
     async def refuse_token(self, context: Context) -> None:
-        """End a call that does not carry the token."""
-        refusal = token_refusal(context.invocation_metadata(), self.settings.token, "the lighthouse")
+        """End a call that does not carry the token; say once that a token is of no use here."""
+        metadata = context.invocation_metadata() or ()
+        if not self.settings.token and not self._warned_of_token and any(key == TOKEN_KEY for key, _ in metadata):
+            self._warned_of_token = True
+            who = urllib.parse.unquote(context.peer())
+            _log.warning("%s sent a token but this lighthouse has none (FT_TOKEN): anybody may connect", who)
+        refusal = token_refusal(metadata, self.settings.token, "the lighthouse")
         if refusal:
             await context.abort(grpc.StatusCode.UNAUTHENTICATED, refusal)
 

@@ -253,10 +253,6 @@ class QuorumWorker:
             if session.step.broken or not session.step.healed(plan.quorum_id):
                 return
             round_.received = received
-        log.info(
-            "%s: received %s: %.1f MB in %.3f s from %d donors", name, plan.target, received.bytes / 1e6,
-            received.seconds, len(received.donors),
-        )  # fmt: skip
 
     def _room_for(self, plan: Plan, round_: Round) -> Mapping[str, Any] | None:
         """What to receive into; VOID from now on (R7). None stages: at step 0 the own state is as good as anybody's."""

@@ -16,7 +16,9 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import contextlib
+import errno
 import logging
+import socket
 import threading
 from collections import deque
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -144,10 +146,10 @@ class LoopServer:
         self._thread.start()
         try:
             self.port = ready.result()
-        except OSError as error:
+        except OSError:
             self._thread.join()
             self._thread = None
-            raise ConfigError(f"{setting}={where!r} cannot be bound: {error}") from None
+            raise ConfigError(f"{setting}={where!r} cannot be bound: {_why_not_bound(host, port)}") from None
         except BaseException:
             self._thread.join()
             self._thread = None
@@ -233,7 +235,7 @@ class LoopServer:
         except RuntimeError:
             port = 0
         if port == 0:
-            raise OSError("the port is in use by another process, or the address is not one of this machine")
+            raise OSError("cannot be bound")
         self._stop = asyncio.Event()
         await server.start()
         self._loop = asyncio.get_running_loop()
@@ -244,6 +246,30 @@ class LoopServer:
         rest = asyncio.all_tasks() - {asyncio.current_task()}
         if rest:
             await asyncio.wait(rest, timeout=STOP_S)
+
+
+def _why_not_bound(host: str, port: int) -> str:
+    """What keeps a server from listening there, and what to do (gRPC does not say): found by trying it."""
+    elsewhere = "use an address of this machine, or [::] for all of them"
+    try:
+        found = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    except OSError as error:
+        return f"the host name {host!r} cannot be resolved ({error.strerror}); {elsewhere}"
+    for family, kind, proto, _, where in found:
+        try:
+            with socket.socket(family, kind, proto) as probe:
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                probe.bind(where)
+                probe.listen(1)
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE:
+                return f"port {port} is in use by another process; stop that one, or use another port (0: any free one)"
+            if error.errno == errno.EADDRNOTAVAIL:
+                return f"{host} is not an address of this machine; {elsewhere}"
+            if error.errno == errno.EACCES:
+                return f"this user may not listen on port {port}; use one above 1023 (0: any free one)"
+            return f"{error.strerror}; {elsewhere}"
+    return "the port was in use by another process a moment ago; try again, or use another port (0: any free one)"
 
 
 def _on_loop_error(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:

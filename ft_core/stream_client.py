@@ -39,6 +39,8 @@ BACKOFF_S = 0.02
 """First pause between two attempts to connect; doubles up to the budget's reconnect_s."""
 STEADY_S = 1.0
 """A stream that lived this long was a good one: if it ends, the next attempt is made at once and the reason is news."""
+SILENT_S = 1.0
+"""An address that has not answered for so long since the first attempt is worth a warning."""
 MAX_OUTBOX = 64
 
 Peers = tuple[tuple[str, tuple[str, ...]], ...]
@@ -112,6 +114,8 @@ class _Outgoing:
         self.open = False
         """The other side has answered the opening; only then anything else is sent."""
         self.closed = False
+        self.parting = False
+        """A goodbye was sent on it: that it ends is no news."""
         self.renew_at = 0.0
 
     def __iter__(self) -> _Outgoing:
@@ -170,12 +174,17 @@ class StreamClient(ABC):
         self._call: grpc.Call | None = None
         self._thread: threading.Thread | None = None
         self._wanted = True
+        self._parting = False
+        """A goodbye is being said (set before it is sent): that the stream ends, or cannot be re-opened, is no news."""
         self._stopping = False
         self._fatal: Exception | None = None
         self._ever_connected = False
         self._lost_at: float | None = None
+        """Since when there is no stream: the first attempt to connect, later the end of the last stream."""
         self._said = ""
         """The last reason that was logged."""
+        self._warned = False
+        """That there is no stream was said where everybody sees it."""
         self._opening_sent = 0.0
         self._renew_s = settings.budget.progress_s
 
@@ -258,10 +267,14 @@ class StreamClient(ABC):
 
     # ------------------------------------------------------------ sending (lock held)
 
-    def _send(self, data: bytes) -> None:
-        """Queue a message for the stream that is open now; what has to survive a reconnect belongs in `_resend`."""
+    def _send(self, data: bytes, *, last: bool = False) -> None:
+        """Queue a message for the stream that is open now; what has to survive a reconnect belongs in `_resend`.
+
+        `last`: a goodbye, which the other side answers by ending the stream.
+        """
         if self._outgoing is None or not self._outgoing.open:
             return
+        self._outgoing.parting |= last
         if len(self._outbox) >= MAX_OUTBOX:
             # Nothing has left for many messages: the stream is stuck. A new one presents what is still open.
             self._close_stream()
@@ -305,6 +318,8 @@ class StreamClient(ABC):
             outgoing = _Outgoing(self, self._opening())
             channel = open_channel(settings.address, settings.setting, self._tls)
             self._opening_sent = time.monotonic()
+            if self._lost_at is None:
+                self._lost_at = self._opening_sent
             with self._changed:
                 if self._stopping:
                     return False
@@ -335,21 +350,30 @@ class StreamClient(ABC):
             if channel is not None:
                 channel.close()
         steady = time.monotonic() - opened_at > STEADY_S
-        self._went_down(was_connected, steady, why)
+        if outgoing is None or not outgoing.parting:
+            self._went_down(was_connected, steady, why)
         return steady
 
     def _went_down(self, was_connected: bool, steady: bool, why: str) -> None:
-        if self._stopping or not self._wanted or self._fatal is not None:
+        if self._stopping or not self._wanted or self._parting or self._fatal is not None:
             return
+        now = time.monotonic()
+        if was_connected or self._lost_at is None:
+            self._lost_at = now
         if was_connected:
-            self._lost_at = time.monotonic()
             self._on_down()
         reason = f"{self._other} at {self.settings.address} cannot be reached: {why}"
         self.last_reason = reason
-        if reason != self._said or steady:
+        # Trainers and the lighthouse start together: only an address that has not answered for a while is worth a
+        # warning, and then one that also shows where no logging was configured.
+        warn = self._ever_connected or now - self._lost_at >= SILENT_S
+        overdue = warn and not self._warned and not self._ever_connected
+        if reason != self._said or steady or overdue:
             self._said = reason
-            level = logging.WARNING if self._ever_connected else logging.INFO
-            _log.log(level, "%s: %s; trying again", self.settings.replica_id, reason)
+            self._warned |= warn
+            level = logging.WARNING if warn else logging.INFO
+            where = "" if self._ever_connected else f" ({self.settings.setting})"
+            _log.log(level, "%s: %s%s; trying again", self.settings.replica_id, reason, where)
 
     def _take(self, outgoing: _Outgoing, push: wire.Push | None) -> None:
         match push:
@@ -369,15 +393,19 @@ class StreamClient(ABC):
             self._renew_s = min(self.settings.budget.progress_s, max(0.02, welcome.liveness_s / 4))
             self._outbox.clear()
             self._outbox.extend(self._resend())
+            outgoing.parting = self._parting
             outgoing.open = True
+            first = not self._ever_connected
             self.connected = self._ever_connected = True
             self.last_ack = max(self.last_ack, self._opening_sent)
             self.last_reason = ""
             self._changed.notify_all()
+        warned, self._warned = self._warned, False
         if self._lost_at is not None:
             away_s, self._lost_at = time.monotonic() - self._lost_at, None
-            if away_s > 1.0:
-                _log.warning("%s: %s is back after %.1f s", self.settings.replica_id, self._other, away_s)
+            if warned:
+                what = "answers" if first else "is back"
+                _log.warning("%s: %s %s after %.1f s", self.settings.replica_id, self._other, what, away_s)
         self._on_open(welcome)
 
     def _judge(self, error: grpc.RpcError, why: str) -> None:

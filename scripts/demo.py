@@ -84,7 +84,7 @@ class Demo:
                 child.lines.append(line.rstrip())
                 if found := re.search(r"digest (\w+)", line):
                     child.digest = found[1]
-                if found := re.search(r"received step (\d+): (.+) in (\S+) s from (\d+) donors", line):
+                if found := re.search(r"healed to step (\d+): (.+) in (\S+) s from (\d+) donors", line):
                     self.say(
                         f"    {child.name} healed to step {found[1]}: {found[2]} in {found[3]} s from {found[4]} donors"
                     )

@@ -1,9 +1,12 @@
 """A trainer process for the chaos tests. Prints one line per event: `commit STEP PARTICIPANTS LINEAGE`, `done DIGEST`.
 
-Behaviour comes from the environment: STEPS_FILE (train until this file names a step, and to that step), STEP_MS (how long
-a step takes at least), FORK (keep a forked child alive, as DataLoader workers do), HANG_AT (stop before this step), BN (a
+Behaviour comes from the environment: STEPS_FILE (train until this file names a step, and to that step), STEP_MS (how
+long
+a step takes at least), FORK (keep a forked child alive, as DataLoader workers do), HANG_AT (stop before this step),
+BN (a
 BatchNorm layer), METRIC (a collective of the user's after backward; SILENT_AT: stop before that of this step), PARITY
-(parity_check_every), CORRUPT_AT (rank:step after which this rank's parameters silently change), PIDS and LOG (say more).
+(parity_check_every), CORRUPT_AT (rank:step after which this rank's parameters silently change), PIDS and LOG (say
+more).
 """
 
 from __future__ import annotations

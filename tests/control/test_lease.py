@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import logging.handlers
+import queue
 import socket
 import threading
 import time
@@ -12,7 +14,7 @@ import pytest
 
 from ft_core.client import LeaseClient, LeaseSettings
 from ft_core.errors import ConfigError, JobFinishedError, LighthouseError, ProtocolError, RefusedError
-from ft_core.lighthouse import LighthouseServer
+from ft_core.lighthouse import LighthouseServer, main
 from ft_core.membership import Hello
 from ft_core.quorum import Version
 from ft_core.rpc import LIGHTHOUSE, grpc, open_channel
@@ -175,6 +177,27 @@ def test_a_token_is_asked_for_and_compared() -> None:
         server.shutdown()
 
 
+def test_a_token_that_nobody_asks_for_is_noticed_once(
+    replica: Callable[..., Replica], caplog: pytest.LogCaptureFixture
+) -> None:
+    for name in ("a:1", "b:1"):
+        replica(name, token="secret").lease.wait_connected(5)
+    (line,) = [text for text in caplog.messages if "sent a token" in text]
+    assert "127.0.0.1" in line
+    assert "this lighthouse has none (FT_TOKEN): anybody may connect" in line
+
+
+def test_a_clean_end_is_no_news(trio: list[Replica], caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "ft_core")
+    trio[1].ask(room="other")
+    trio[1].answer()
+    for one in (trio[0], trio[2]):
+        one.lease._changed.notify_all = lambda: None  # type: ignore[method-assign]  # `leave` wakes up late
+        assert one.lease.leave("done", finished=False, version=Version(1, 1), agreed=True, timeout_s=0.3)
+        assert len(one.recorder.of("hello")) == 1, "the lease is not opened again"
+    assert not [text for text in caplog.messages if "cannot be reached" in text]
+
+
 def test_a_differing_protocol_version_is_refused(lighthouse: LighthouseServer) -> None:
     channel = open_channel(lighthouse.address(), "addr", None)
     hello = pb.LeaseRequest(hello=pb.Hello(protocol_version=99, release="9.9", room="default", replica_id="x"))
@@ -292,6 +315,28 @@ def test_nobody_there_names_the_setting_and_what_to_do() -> None:
     one.close()
 
 
+def test_an_address_that_stays_silent_is_a_warning_and_so_is_its_return(caplog: pytest.LogCaptureFixture) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    one = Replica(f"127.0.0.1:{port}", "a:1")
+    with pytest.raises(LighthouseError):
+        one.lease.wait_connected(0.3)
+    assert not caplog.records, "for a moment it is no warning: trainers and lighthouse start together"
+    wait_until(lambda: bool(caplog.records))
+    server = LighthouseServer(f"127.0.0.1:{port}", token="")
+    try:
+        one.lease.wait_connected(5)
+        wait_until(lambda: len(caplog.records) > 1)
+    finally:
+        one.close()
+        server.shutdown()
+    warned, back = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert "cannot be reached" in warned
+    assert "(lighthouse_addr (FT_LIGHTHOUSE)); trying again" in warned
+    assert "a:1: the lighthouse answers after" in back
+
+
 def test_a_wrong_address_form_is_refused_at_construction() -> None:
     with pytest.raises(ConfigError, match="lighthouse_addr"):
         LeaseClient(LeaseSettings("nowhere", "a:1", BUDGET), Recorder(Hello("a:1", "a", 0, 0)))
@@ -341,8 +386,34 @@ def test_shutdown_leaves_nothing_behind() -> None:
 
 
 def test_a_port_in_use_is_a_config_error(lighthouse: LighthouseServer) -> None:
-    with pytest.raises(ConfigError, match=r"bind=.*in use"):
-        LighthouseServer(f"127.0.0.1:{port_of(lighthouse)}")
+    port = port_of(lighthouse)
+    with pytest.raises(ConfigError, match=rf"bind=.*port {port} is in use by another process; stop that one, or"):
+        LighthouseServer(f"127.0.0.1:{port}")
+
+
+@pytest.mark.parametrize(
+    ("options", "environment", "says"),
+    [
+        (["--join-timeout-ms", "-5"], "2", "--join-timeout-ms -5 must be a number of milliseconds, 0 or more"),
+        (["--min-replicas", "0"], "2", "--min-replicas 0 must be at least 1"),
+        ([], "0", "FT_MIN_REPLICAS='0' must be a whole number from 1 to"),
+        (["--grace-ms", "90", "--liveness-ms", "50"], "2", "--grace-ms 90 must not be above --liveness-ms 50"),
+        (["--bind", "nonsense"], "2", "--bind 'nonsense': expected host:port"),
+    ],
+)
+def test_the_command_line_names_what_the_user_wrote(
+    options: list[str],
+    environment: str,
+    says: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr("signal.signal", lambda *_: None)
+    monkeypatch.setattr("ft_core.lighthouse._log_to_stderr", lambda: logging.handlers.QueueListener(queue.Queue()))
+    monkeypatch.setattr("logging.handlers.QueueListener.stop", lambda _: None)
+    monkeypatch.setenv("FT_MIN_REPLICAS", environment)
+    assert main(options) == 2
+    assert f"ft-lighthouse: {says}" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -350,9 +421,11 @@ def test_a_port_in_use_is_a_config_error(lighthouse: LighthouseServer) -> None:
     [
         ({"bind": "nonsense"}, "bind"),
         ({"min_replicas": 0}, "min_replicas"),
-        ({"join_timeout_ms": -1}, "join_timeout_s"),
+        ({"join_timeout_ms": -5}, "join_timeout_ms=-5 must be a number of milliseconds"),
         ({"liveness_ms": 0}, "liveness_ms"),
-        ({"grace_ms": 5000}, "grace_ms"),
+        ({"grace_ms": 5000}, "grace_ms=5000 must not be above liveness_ms=1000"),
+        ({"bind": "nosuchhost.invalid:2000"}, "'nosuchhost.invalid' cannot be resolved .*use an address of this"),
+        ({"bind": "192.0.2.1:2000"}, r"192\.0\.2\.1 is not an address of this machine; use"),
         ({"token": "two\nlines"}, "FT_TOKEN"),
     ],
 )
