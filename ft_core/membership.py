@@ -65,31 +65,11 @@ from ft_core.settings import MAX_REPLICAS, LighthouseSettings
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-__all__ = [
-    "Announce",
-    "Asked",
-    "ChangePending",
-    "Effect",
-    "Ended",
-    "Event",
-    "Explain",
-    "Hello",
-    "LeaseEnded",
-    "Left",
-    "MAX_RECORDS",
-    "MemberLost",
-    "Note",
-    "Paused",
-    "Progress",
-    "QuorumIds",
-    "Record",
-    "Refuse",
-    "Reopen",
-    "Room",
-    "Superseded",
-    "Tick",
-    "Turbulence",
-]  # the events and effects are part of what a room is to its shells
+__all__ = [  # the events and effects are part of what a room is to its shells
+    "Announce", "Asked", "ChangePending", "Effect", "Ended", "Event", "Explain", "Hello", "LeaseEnded", "Left",
+    "MAX_RECORDS", "MemberLost", "Note", "Paused", "Progress", "QuorumIds", "Record", "Refuse", "Reopen", "Room",
+    "Superseded", "Tick", "Turbulence",
+]  # fmt: skip
 
 MAX_RECORDS = 4 * MAX_REPLICAS
 TWIN_LIVENESS = 1.5

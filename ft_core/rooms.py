@@ -23,7 +23,6 @@ import asyncio
 import logging
 import secrets
 import time
-import urllib.parse
 from collections import deque
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
@@ -51,8 +50,8 @@ from ft_core.membership import (
     Turbulence,
 )
 from ft_core.quorum import Ask, Life, Quorum
-from ft_core.rpc import TOKEN_KEY, grpc, token_refusal
-from ft_core.serving import Stream, StreamDropped
+from ft_core.rpc import grpc
+from ft_core.serving import Doorkeeper, Stream, StreamDropped
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -127,7 +126,7 @@ class Rooms:
         self._generation = 0
         self._leases = 0
         self._seq = 0
-        self._warned_of_token = False
+        self._door = Doorkeeper(settings.token, "the lighthouse")
         self._boot = secrets.randbits(63)
         entropy = deque(secrets.randbits(16) for _ in range(256))
         self._ids = QuorumIds(max(1, int(time.time()) - EPOCH_2020_S), secrets.randbits(16), entropy)
@@ -276,15 +275,8 @@ class Rooms:
     # ------------------------------------------------------------ leases
 
     async def refuse_token(self, context: Context) -> None:
-        """End a call that does not carry the token; say once that a token is of no use here."""
-        metadata = context.invocation_metadata() or ()
-        if not self.settings.token and not self._warned_of_token and any(key == TOKEN_KEY for key, _ in metadata):
-            self._warned_of_token = True
-            who = urllib.parse.unquote(context.peer())
-            _log.warning("%s sent a token but this lighthouse has none (FT_TOKEN): anybody may connect", who)
-        refusal = token_refusal(metadata, self.settings.token, "the lighthouse")
-        if refusal:
-            await context.abort(grpc.StatusCode.UNAUTHENTICATED, refusal)
+        """End a call that does not carry the token."""
+        await self._door.check(context)
 
     async def serve(self, _requests: object, context: Context) -> None:
         """Handler of the Lease stream."""

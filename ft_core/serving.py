@@ -20,11 +20,12 @@ import errno
 import logging
 import socket
 import threading
+import urllib.parse
 from collections import deque
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ft_core.errors import ConfigError
-from ft_core.rpc import Options, Tls, grpc, join_host, server_credentials
+from ft_core.rpc import TOKEN_KEY, Options, Tls, grpc, join_host, server_credentials, token_refusal
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -113,6 +114,26 @@ class Stream:
                     return
                 await self._wake.wait()
                 self._wake.clear()
+
+
+class Doorkeeper:
+    """Compares the token of every call with the server's."""
+
+    def __init__(self, token: str, server: str) -> None:
+        self._token = token
+        self._server = server
+        self._warned = False
+
+    async def check(self, context: grpc.aio.ServicerContext[bytes, bytes]) -> None:
+        """End a call that does not carry the token. A token that nobody asks for is logged, once."""
+        metadata = context.invocation_metadata() or ()
+        if not self._token and not self._warned and any(key == TOKEN_KEY for key, _ in metadata):
+            self._warned = True
+            who = urllib.parse.unquote(context.peer())
+            _log.warning("%s sent a token but %s has none (FT_TOKEN): anybody may connect", who, self._server)
+        refusal = token_refusal(metadata, self._token, self._server)
+        if refusal:
+            await context.abort(grpc.StatusCode.UNAUTHENTICATED, refusal)
 
 
 class LoopServer:

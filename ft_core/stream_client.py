@@ -184,7 +184,6 @@ class StreamClient(ABC):
         self._said = ""
         """The last reason that was logged."""
         self._warned = False
-        """That there is no stream was said where everybody sees it."""
         self._opening_sent = 0.0
         self._renew_s = settings.budget.progress_s
 
@@ -233,6 +232,7 @@ class StreamClient(ABC):
         with self._changed:
             if self._thread is not None or self._stopping:
                 return
+            self._lost_at = time.monotonic()
             self._thread = threading.Thread(target=self._run, name="ft-lease", daemon=True)
             self._thread.start()
 
@@ -318,8 +318,6 @@ class StreamClient(ABC):
             outgoing = _Outgoing(self, self._opening())
             channel = open_channel(settings.address, settings.setting, self._tls)
             self._opening_sent = time.monotonic()
-            if self._lost_at is None:
-                self._lost_at = self._opening_sent
             with self._changed:
                 if self._stopping:
                     return False
@@ -364,15 +362,13 @@ class StreamClient(ABC):
             self._on_down()
         reason = f"{self._other} at {self.settings.address} cannot be reached: {why}"
         self.last_reason = reason
-        # Trainers and the lighthouse start together: only an address that has not answered for a while is worth a
-        # warning, and then one that also shows where no logging was configured.
+        # Trainers and the lighthouse start together: at first, a warning only if it lasts. (INFO is seldom shown.)
         warn = self._ever_connected or now - self._lost_at >= SILENT_S
-        overdue = warn and not self._warned and not self._ever_connected
-        if reason != self._said or steady or overdue:
+        if reason != self._said or steady or (warn and not (self._warned or self._ever_connected)):
             self._said = reason
             self._warned |= warn
-            level = logging.WARNING if warn else logging.INFO
             where = "" if self._ever_connected else f" ({self.settings.setting})"
+            level = logging.WARNING if warn else logging.INFO
             _log.log(level, "%s: %s%s; trying again", self.settings.replica_id, reason, where)
 
     def _take(self, outgoing: _Outgoing, push: wire.Push | None) -> None:

@@ -152,8 +152,8 @@ def test_the_command_refuses_what_cannot_work(child: Callable[..., Child]) -> No
     process, address = start_lighthouse(child, "--bind", "127.0.0.1:0")
     for arguments, words in (
         (["--bind", address.removeprefix("http://")], "in use"),
-        (["--min-replicas", "0"], "min_replicas=0"),
-        (["--bind", "nowhere"], "bind='nowhere'"),
+        (["--min-replicas", "0"], "--min-replicas 0 must be at least 1"),
+        (["--bind", "nowhere"], "--bind 'nowhere'"),
     ):
         wrong = child("ft_core.lighthouse", *arguments)
         out, log = wrong.process.communicate(timeout=10)

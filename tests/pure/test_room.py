@@ -384,8 +384,7 @@ def test_a_newcomer_whose_name_is_taken_is_told_once_what_it_waits_for() -> None
     assert script.ask("a:2") == [f"tell a:2: {words}"]
     script.now += LIVENESS
     assert script.do(Tick()) == [], "the same words while it waits"
-    script.ends("a:1")
-    assert "quorum a:2 -> a:2#1" in script.later(10.0)
+    assert "quorum a:2 -> a:2#1" in script.ends("a:1")
 
 
 def test_a_stranger_that_only_wants_to_shrink_is_told_so() -> None:
