@@ -12,6 +12,6 @@ if TYPE_CHECKING:
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """Under scripts/test: how long everything took, set-up and lint included."""
-    started = os.environ.get("FT_TEST_STARTED")
+    started = os.environ.get("TEST_RUN_STARTED")
     if started is not None:
         terminalreporter.write_line(f"scripts/test took {time.time() - float(started):.0f} s in all")
