@@ -14,15 +14,19 @@ os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
 
 _left_by_others: list[object] = []
-"""Groups that other tests of this run have broken on purpose and that Gloo cannot end before their timeout; kept, so that
+"""Groups that other tests of this run broke on purpose and that Gloo cannot end before their timeout: kept, so that
 nothing destroys them, but not counted here."""
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _count_only_ours() -> None:
+    reaping.reaper.wait_empty(1.0)
+    with reaping.reaper._destroying:
+        _left_by_others.extend(reaping.reaper._held)
+        reaping.reaper._held = []
 
 
 @pytest.fixture(scope="session")
 def store() -> Store:
     torch.set_num_threads(1)
-    reaping.reaper.wait_empty(1.0)
-    with reaping.reaper._destroying:
-        _left_by_others.extend(reaping.reaper._held)
-        reaping.reaper._held = []
     return Store()
