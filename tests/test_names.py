@@ -1,0 +1,57 @@
+"""The names users of the reference implementation import: all there, and those of later versions say what they need."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+
+import pytest
+
+from ft_core.errors import NotAvailableError
+
+NAMES = {
+    "ft_core": "DistributedDataParallel DistributedSampler DiLoCo LocalSGD Manager Optimizer OptimizerWrapper "
+    "ProcessGroupBabyNCCL ProcessGroupGloo ProcessGroupNCCL PureDistributedDataParallel WorldSizeMode",
+    "ft_core.checkpointing": "CheckpointTransport HTTPTransport PGTransport",
+    "ft_core.coordination": "LighthouseClient LighthouseServer ManagerClient ManagerServer Quorum QuorumMember",
+    "ft_core.data": "DistributedSampler",
+    "ft_core.ddp": "DistributedDataParallel PureDistributedDataParallel",
+    "ft_core.futures": "context_timeout future_timeout future_wait",
+    "ft_core.local_sgd": "DiLoCo LocalSGD",
+    "ft_core.manager": "Manager WorldSizeMode",
+    "ft_core.optim": "Optimizer OptimizerWrapper",
+    "ft_core.process_group": "ErrorSwallowingProcessGroupWrapper FakeProcessGroupWrapper ManagedProcessGroup ProcessGroup "
+    "ProcessGroupBabyGloo ProcessGroupBabyNCCL ProcessGroupDummy ProcessGroupGloo ProcessGroupNCCL ProcessGroupWrapper "
+    "ProcessGroupXCCL create_store_client",
+}
+MANAGER = (
+    "pg load_state_dict state_dict min_replica_size use_async_quorum timeout quorum_timeout connect_timeout rank "
+    "world_size world_size_mode store_addr store_port lighthouse_addr replica_id port hostname heartbeat_interval "
+    "checkpoint_transport init_sync max_retries quorum_retries"
+)
+LATER = {
+    "ft_core.local_sgd": "DiLoCo LocalSGD",
+    "ft_core.checkpointing": "PGTransport",
+    "ft_core.process_group": "ProcessGroupBabyGloo ProcessGroupBabyNCCL ProcessGroupNCCL ProcessGroupXCCL",
+}
+
+
+@pytest.mark.parametrize(("module", "name"), [(m, n) for m, names in NAMES.items() for n in names.split()])
+def test_it_can_be_imported(module: str, name: str) -> None:
+    assert callable(getattr(importlib.import_module(module), name))
+
+
+@pytest.mark.parametrize(("module", "name"), [(m, n) for m, names in LATER.items() for n in names.split()])
+def test_what_comes_later_says_what_it_needs(module: str, name: str) -> None:
+    kind = getattr(importlib.import_module(module), name)
+    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    needed = [
+        None for p in inspect.signature(kind).parameters.values() if p.kind in positional and p.default is p.empty
+    ]
+    with pytest.raises(NotAvailableError, match=f"{name}.*needs"):
+        kind(*needed)
+
+
+def test_the_managers_arguments_keep_their_order() -> None:
+    parameters = list(inspect.signature(importlib.import_module("ft_core.manager").Manager).parameters)
+    assert parameters[: len(MANAGER.split())] == MANAGER.split()
