@@ -20,8 +20,8 @@ NAMES = {
     "ft_core.local_sgd": "DiLoCo LocalSGD",
     "ft_core.manager": "Manager WorldSizeMode",
     "ft_core.optim": "Optimizer OptimizerWrapper",
-    "ft_core.process_group": "ErrorSwallowingProcessGroupWrapper FakeProcessGroupWrapper ManagedProcessGroup ProcessGroup "
-    "ProcessGroupBabyGloo ProcessGroupBabyNCCL ProcessGroupDummy ProcessGroupGloo ProcessGroupNCCL ProcessGroupWrapper "
+    "ft_core.process_group": "ErrorSwallowingProcessGroupWrapper FakeProcessGroupWrapper ManagedProcessGroup "
+    "ProcessGroup ProcessGroupBabyGloo ProcessGroupBabyNCCL ProcessGroupDummy ProcessGroupGloo ProcessGroupNCCL ProcessGroupWrapper "
     "ProcessGroupXCCL create_store_client",
 }
 MANAGER = (
