@@ -21,8 +21,8 @@ NAMES = {
     "ft_core.manager": "Manager WorldSizeMode",
     "ft_core.optim": "Optimizer OptimizerWrapper",
     "ft_core.process_group": "ErrorSwallowingProcessGroupWrapper FakeProcessGroupWrapper ManagedProcessGroup "
-    "ProcessGroup ProcessGroupBabyGloo ProcessGroupBabyNCCL ProcessGroupDummy ProcessGroupGloo ProcessGroupNCCL ProcessGroupWrapper "
-    "ProcessGroupXCCL create_store_client",
+    "ProcessGroup ProcessGroupBabyGloo ProcessGroupBabyNCCL ProcessGroupDummy ProcessGroupGloo ProcessGroupNCCL "
+    "ProcessGroupWrapper ProcessGroupXCCL create_store_client",
 }
 MANAGER = (
     "pg load_state_dict state_dict min_replica_size use_async_quorum timeout quorum_timeout connect_timeout rank "
