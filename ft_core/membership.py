@@ -377,11 +377,13 @@ class Room:
 
     def _on_failed(self, ask: Ask, current: Current, out: list[Effect]) -> None:
         """The data plane of the current quorum broke under a member: a witness against every member without a lease."""
-        self._failed = current.quorum_id
-        # The others may wait for it where no closed connection tells them, as while a process group is built.
-        others = self._up(i for i in current.members if i != ask.replica_id and not self._asking(i))
-        if others and ask.quorum_id == current.quorum_id:
-            out.append(MemberLost(others, current.quorum_id, (ask.replica_id,)))
+        first, self._failed = self._failed != current.quorum_id, current.quorum_id
+        # The others may wait for it where no closed connection tells them, as while a process group is built. Told once
+        # per quorum: every member of a broken one asks, and telling all of each would be quadratic.
+        if first and ask.quorum_id == current.quorum_id:
+            others = self._up(i for i in current.members if i != ask.replica_id and not self._asking(i))
+            if others:
+                out.append(MemberLost(others, current.quorum_id, (ask.replica_id,)))
         for replica_id in current.members:
             peer = self.records.get(replica_id)
             if peer is not None and peer.life in (Life.CLOSED, Life.UNKNOWN):
