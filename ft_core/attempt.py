@@ -117,7 +117,7 @@ class StepAttempt:
         session.watchdog.disarm()
         if self.verdict.outcome.value == "broken":
             session.fail(CollectiveError(self.verdict.reason))
-            session.lanes.abort()
+            session.lanes.abort(self.verdict.quorum_id)
 
     def fail(self, error: BaseException) -> None:
         """A collective of this attempt failed."""

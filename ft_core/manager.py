@@ -536,14 +536,12 @@ class Manager:
         session.control.progress(step.version.step, "step", step.stable)
         if gave_up:
             raise RuntimeError(f"{gave_up}; last reason: {verdict.reason or session.error}")
-        if commit:
-            self._parity.committed()
-        elif verdict.reason:
+        if not commit and verdict.reason:
             log.info(
                 "%s: step %d not committed: %s", self._step.settings.replica_id, self.current_step(), verdict.reason
             )
         if again and not self._shut_down:
-            commit = self._recover(verdict.reason)
+            commit = self._recover()
         self._new_attempt()
         return commit
 
@@ -632,12 +630,11 @@ class Manager:
             len(received.donors),
         )
 
-    def _recover(self, reason: str) -> bool:
+    def _recover(self) -> bool:
         """Ask from inside should_commit; R5: if only the reduced gradients were missed, fetch and apply them.
 
         Returns True if this attempt turned out to be committed by others and was completed here.
         """
-        del reason
         step, session = self._step, self._session
         with session.lock:
             decision = step.boundary()
@@ -676,7 +673,6 @@ class Manager:
             step.batches_committed = int(batches)
             self._last_commit = (old_quorum, kept)
         round_.healed.set()
-        self._parity.committed()
         log.info("%s: finished step %d with the gradients of a peer", self._step.settings.replica_id, step.version.step)
         return True
 

@@ -44,14 +44,9 @@ class ParityCheck:
 
     def __init__(self, every: int) -> None:
         self._every = every
-        self._commits = 0
 
     def __repr__(self) -> str:
         return f"ParityCheck(every={self._every})"
-
-    def committed(self) -> None:
-        """A step was committed on this replica."""
-        self._commits += 1
 
     def due(self, base_step: int) -> bool:
         """Whether the attempt that builds on `base_step` carries a check: the same on all members."""
