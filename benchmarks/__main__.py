@@ -1,6 +1,6 @@
 """Measure the figures: `python -m benchmarks [NAME ...]`. Prints a markdown table, writes benchmarks/results.json.
 
-    python -m benchmarks                     everything: about 15 minutes
+    python -m benchmarks                     everything: about 25 minutes
     python -m benchmarks step kill           some of it
     python -m benchmarks kill --kills 8      less of it
 
@@ -18,7 +18,7 @@ import time
 
 from benchmarks.common import BenchmarkError, Options, Row, machine, table
 
-FIGURES = ("step", "kill", "stop", "lighthouse", "heal", "scale")
+FIGURES = ("step", "kill", "stop", "lighthouse", "heal", "scale", "ftrun")
 RESULTS = pathlib.Path(__file__).parent / "results.json"
 
 

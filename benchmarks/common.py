@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
     from types import TracebackType
 
+    from typing_extensions import Self
+
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 POLL_S = 0.05
 
@@ -126,12 +128,10 @@ class Event:
 
 
 @dataclass
-class Child:
-    """One process and its notes."""
+class Record:
+    """What one process has noted."""
 
     name: str
-    process: subprocess.Popen[bytes]
-    log: pathlib.Path
     notes: pathlib.Path
     events: list[Event] = field(default_factory=list)
     """Everything but commits."""
@@ -139,7 +139,7 @@ class Child:
     """(monotonic s, step, participants)"""
     _offset: int = 0
 
-    def read(self) -> Child:
+    def read(self) -> Self:
         """Take in what was noted since."""
         with contextlib.suppress(FileNotFoundError), self.notes.open("rb") as file:
             file.seek(self._offset)
@@ -173,16 +173,24 @@ class Child:
         """Longest interval that touches [start, end], less the median step since a second before."""
         return max(self.intervals(start, end), default=float("inf")) - median(self.intervals(start - 1.0, end))
 
+    @property
+    def last_step(self) -> int:
+        """Newest step it has committed."""
+        return self.commits[-1][1] if self.commits else 0
+
+
+@dataclass
+class Child(Record):
+    """One process that was started here, and its notes."""
+
+    process: subprocess.Popen[bytes] = field(kw_only=True)
+    log: pathlib.Path = field(kw_only=True)
+
     def say(self, text: str) -> None:
         """One line to its standard input."""
         assert self.process.stdin is not None
         self.process.stdin.write(text.encode() + b"\n")
         self.process.stdin.flush()
-
-    @property
-    def last_step(self) -> int:
-        """Newest step it has committed."""
-        return self.commits[-1][1] if self.commits else 0
 
 
 # ---------------------------------------------------------------- processes
@@ -200,7 +208,7 @@ class Job:
         with socket.create_server(("127.0.0.1", 0)) as probe:
             self.port: int = probe.getsockname()[1]
 
-    def __enter__(self) -> Job:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
@@ -231,7 +239,7 @@ class Job:
                 cwd=ROOT, env=variables, stdin=subprocess.PIPE, stdout=out, stderr=subprocess.STDOUT,
                 start_new_session=True,
             )  # fmt: skip
-        child = Child(name, process, log, notes)
+        child = Child(name, notes, process=process, log=log)
         self.children.append(child)
         return child
 

@@ -208,6 +208,8 @@ def _room_status(room: Room, now: float) -> pb.RoomStatus:
                 member=replica_id in members,
                 stable=pb.Version(step=record.stable.step, epoch=record.stable.epoch),
                 paused_ms=max(0, int((record.paused_until - now) * 1000)),
+                committed=record.committed,
+                stalled=record.stalled if record.life is Life.UP else "",
             )
             for replica_id, record in sorted(room.records.items())
         ],

@@ -69,6 +69,9 @@ class Control(Protocol):
     def break_group(self, quorum_id: int, reason: str) -> None:
         """This rank is broken in `quorum_id`: tell the group's other ranks. Never blocks."""
 
+    def drain(self, reason: str) -> None:
+        """This rank is to drain: every rank of the group hears it through `on_drain`. Never blocks."""
+
     def shutdown(self, timeout_s: float = 5.0) -> None:
         """Close everything. Idempotent, bounded."""
 
@@ -83,6 +86,10 @@ class LocalControl(LeaseClient):
     def break_group(self, quorum_id: int, reason: str) -> None:
         """There is nobody else to tell."""
 
+    def drain(self, reason: str) -> None:
+        """See Control."""
+        self._handler.on_drain(reason)
+
 
 class LeaderControl:
     """Group rank 0 of several: owns the lease and the group server. `address` ("host:port") is for the c10d store.
@@ -93,6 +100,7 @@ class LeaderControl:
         world_size: number of ranks in the group, 2 or more.
         hostname: what the other ranks can reach this one by; '': this machine's name.
         port: to listen on; 0: any free one.
+        drains: the ranks end when they are told to drain, so the group asks for no further quorum then.
 
     Raises:
         ConfigError: the port is taken, or an address form is wrong.
@@ -102,9 +110,10 @@ class LeaderControl:
     """Valid as soon as the constructor returns (the port is bound there)."""
 
     def __init__(
-        self, settings: LeaseSettings, handler: LeaseHandler, *, world_size: int, hostname: str = "", port: int = 0
-    ) -> None:
-        self._group = GroupServer(settings, handler, world_size=world_size, host="::", port=port)
+        self, settings: LeaseSettings, handler: LeaseHandler, *, world_size: int, hostname: str = "", port: int = 0,
+        drains: bool = False,
+    ) -> None:  # fmt: skip
+        self._group = GroupServer(settings, handler, world_size=world_size, host="::", port=port, drains=drains)
         self.address = join_host(hostname or reachable_host("::"), self._group.port)
 
     def __repr__(self) -> str:
@@ -156,6 +165,10 @@ class LeaderControl:
         """See Control."""
         self._group.post_break(0, quorum_id, reason)
 
+    def drain(self, reason: str) -> None:
+        """See Control."""
+        self._group.post_drain(reason)
+
     def shutdown(self, timeout_s: float = 5.0) -> None:
         """See Control."""
         self._group.shutdown(timeout_s)
@@ -178,6 +191,7 @@ class RankControl(StreamClient):
         self._waiting = Waiting()
         self._open_ask: wire.RankAsk | None = None
         self._open_vote: Verdict | None = None
+        self._drain: wire.Order | None = None
         self._left = False
         self._leaving: Left | None = None
         self._doing: tuple[int, str, Version, float] = (0, "", VOID, 0.0)
@@ -239,6 +253,15 @@ class RankControl(StreamClient):
             with self._changed:
                 self._send(data)
 
+    def drain(self, reason: str) -> None:
+        """See Control. The leader tells it to all ranks, also to this one; without a way to it this rank is alone."""
+        with self._changed:
+            self._drain = wire.Order(kill=False, reason=reason)
+            self._send(wire.encode_rank(self._drain))
+            alone = not self.connected
+        if alone:
+            self._handler.on_drain(reason)
+
     def shutdown(self, timeout_s: float = 5.0) -> None:
         """See Control."""
         with self._changed:
@@ -260,7 +283,7 @@ class RankControl(StreamClient):
         return wire.encode_rank(wire.Renewal(now, Progress("", 0, step, phase, stable, paused_s)))
 
     def _resend(self) -> list[bytes]:
-        open_ = [self._open_ask, self._open_vote, self._leaving]
+        open_ = [self._drain, self._open_ask, self._open_vote, self._leaving]
         return [wire.encode_rank(message) for message in open_ if message is not None]
 
     def _on_open(self, welcome: wire.Welcome) -> None:  # noqa: ARG002

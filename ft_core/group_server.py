@@ -70,11 +70,12 @@ class GroupServer:
         world_size: number of ranks.
         host, port: what to listen on; port 0 takes a free one.
         local_rank: which rank calls in process; None: all ranks come over the network.
+        drains: an order to drain ends the group's asking: no rank enters another quorum, so all of them leave alike.
     """
 
     def __init__(
         self, settings: LeaseSettings, handler: LeaseHandler, *, world_size: int, host: str, port: int,
-        local_rank: int | None = 0,
+        local_rank: int | None = 0, drains: bool = False,
     ) -> None:  # fmt: skip
         if world_size < 1:
             raise ConfigError(f"world_size={world_size} must be at least 1")
@@ -100,6 +101,8 @@ class GroupServer:
         self._late_timer: asyncio.TimerHandle | None = None
         self._local_pause: tuple[int, str, Version, float] = (0, "", VOID, 0.0)
         self._stopping = False
+        self._drains = drains
+        self._drain: wire.Order | None = None
         self.lease = LeaseClient(settings, Relay(self.post, handler, self._on_push, self._refuse))
         self._server = LoopServer("ft-group", server_options(settings.budget.liveness_s), group_tls(settings))
         self._server.start(
@@ -129,6 +132,10 @@ class GroupServer:
     def post_break(self, rank: int | None, quorum_id: int, reason: str) -> None:
         """A rank is broken."""
         self._server.post(lambda: self._on_break(rank, quorum_id, reason))
+
+    def post_drain(self, reason: str) -> None:
+        """A rank is to drain, so the group is."""
+        self._server.post(lambda: self._on_push(wire.Order(kill=False, reason=reason)))
 
     def post(self, work: Callable[[], object]) -> None:
         """Run on the loop."""
@@ -186,6 +193,9 @@ class GroupServer:
         self._asks[rank] = ask
         if ask.failed and ask.quorum_id:
             self._on_break(rank, ask.quorum_id, ask.reason or f"group rank {rank} lost its process group")
+        if self._drain is not None and self._drains:
+            self._tell(rank, self._drain)
+            return
         merged = merge_asks(self._asks, self._world_size)
         match merged:
             case None:
@@ -224,16 +234,13 @@ class GroupServer:
         if self._late_timer is not None:
             self._late_timer.cancel()
             self._late_timer = None
-        for rank, ask in asks.items():
-            if rank == self.local_rank:
-                self._local_answered = (ask.seq, answer.quorum)
-            else:
-                self._ranks[rank].answered = (ask.seq, answer.quorum)
         shared = wire.encode_quorum(answer.quorum)
         for rank, ask in asks.items():
             if rank == self.local_rank:
+                self._local_answered = (ask.seq, answer.quorum)
                 deliver(self._handler, wire.Answer(ask.seq, answer.quorum))
             else:
+                self._ranks[rank].answered = (ask.seq, answer.quorum)
                 self._send(rank, wire.answer(ask.seq, shared))
 
     # ------------------------------------------------------------ votes and breaks
@@ -241,18 +248,14 @@ class GroupServer:
     def _on_vote(self, rank: int, vote: Verdict) -> None:
         verdict = self._votes.cast(rank, vote)
         decided = self.waiting.result(vote.quorum_id, vote.attempt)
-        if decided is None and verdict is None:
-            return
-        if decided is not None and decided.outcome is not Outcome.BROKEN:
-            self._tell_verdict((rank,), decided)
-            return
-        if decided is None and verdict is not None:
-            decided = verdict
+        ranks: tuple[int, ...] = (rank,)
+        if decided is None:
+            if verdict is None:
+                return
+            decided, ranks = verdict, tuple(self._ranks)
             self.waiting.decided(verdict)
-            self._tell_verdict(tuple(self._ranks), verdict)
-        elif decided is not None:
-            self._tell_verdict((rank,), decided)
-        if decided is not None and decided.outcome is Outcome.BROKEN:
+        self._tell_verdict(ranks, decided)
+        if decided.outcome is Outcome.BROKEN:
             self._on_break(rank, vote.quorum_id, decided.reason)
 
     def _tell_verdict(self, ranks: tuple[int, ...], verdict: Verdict) -> None:
@@ -301,6 +304,10 @@ class GroupServer:
         if isinstance(push, wire.Answer):
             self._on_answer(push)
             return
+        if isinstance(push, wire.Order) and not push.kill:
+            self._drain = push
+            if self._drains:
+                self._open = None  # an answer that is on its way is for nobody any more
         data = wire.encode_push(push)
         for rank in self._ranks:
             self._send(rank, data)
@@ -367,6 +374,8 @@ class GroupServer:
             return self.fatal
         for quorum_id in self._told_broken:  # what it may have missed while it was away; receivers ignore old ones
             self._tell(join.rank, wire.Lost(quorum_id, (self.settings.replica_id,)))
+        if self._drain is not None:
+            self._tell(join.rank, self._drain)
         try:
             return await self._listen(join.rank, rank, stream)
         except ProtocolError as error:
@@ -408,6 +417,8 @@ class GroupServer:
                     self._on_vote(number, message)
                 case wire.Broken():
                     self._on_break(number, message.quorum_id, message.reason)
+                case wire.Order():
+                    self._on_push(message)
                 case Left():
                     rank.left = True
                     stream.send(wire.encode_push(wire.Acked(0.0)))

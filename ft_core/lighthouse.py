@@ -18,7 +18,6 @@ import queue
 import re
 import signal
 import sys
-import threading
 from typing import TYPE_CHECKING
 
 from ft_core.calls import Calls
@@ -202,9 +201,10 @@ def _as_options(text: str) -> str:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a lighthouse until SIGTERM or SIGINT. Returns the exit status."""
     arguments = _parser().parse_args(argv)
-    stop = threading.Event()
+    # Not an Event: a second signal may arrive while the first is being handled, and SimpleQueue.put is reentrant.
+    stop: queue.SimpleQueue[int] = queue.SimpleQueue()
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: stop.set())
+        signal.signal(number, lambda number, _frame: stop.put(number))
     listener = _log_to_stderr()
     try:
         server = LighthouseServer(
@@ -224,7 +224,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if sys.exc_info()[0] is not None:
             listener.stop()
     print(f"ft-lighthouse listens on {server.address()}", flush=True)
-    stop.wait()
+    stop.get()
     server.shutdown()
     listener.stop()
     return 0

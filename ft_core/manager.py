@@ -1,12 +1,10 @@
 """`Manager`: drives one rank's training steps through quorum -> gradients -> commit. The public API of ft_core.
 
-How it works. `start_quorum` opens an attempt at a step. In the steady state that sends nothing: the quorum is
-leased. When
-something changed (a member failed, wants to join or leave) it begins a `rounds.Round`. Gradients are reduced by a
+How it works. `start_quorum` opens an attempt at a step. In the steady state that sends nothing: the quorum is leased.
+When something changed (a member failed, wants to join or leave) it begins a `rounds.Round`. Gradients are reduced by a
 registered carrier (`ddp.DistributedDataParallel`) or by `allreduce`; the fence rides along (`attempt.StepAttempt`).
-`should_commit`
-reads the verdict, loads state that was received meanwhile, and tells the caller whether to step the optimizer.
-All protocol decisions are `step.Step`'s; this file wires it to threads, process groups and user state.
+`should_commit` reads the verdict, loads state that was received meanwhile, and tells the caller whether to step the
+optimizer. All protocol decisions are `step.Step`'s; this file wires it to threads, process groups and user state.
 
 Thread map
     training thread    everything public here; user state functions run only on it
@@ -25,19 +23,20 @@ import contextlib
 import logging
 import os
 import secrets
-import signal
 import time
 import weakref
 from dataclasses import replace
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, cast
 
 import torch
 from torch.distributed import ReduceOp, Work
 
+from ft_core import drain
 from ft_core import manager_setup as setup
 from ft_core.assignment import Plan, WorldSizeMode
 from ft_core.attempt import StepAttempt
+from ft_core.drain import EXIT_S, DrainedError
 from ft_core.errors import ConfigError, FaultToleranceError, HealError, UsageError
 from ft_core.futures import future_timeout
 from ft_core.lanes import sum_options
@@ -65,8 +64,6 @@ __all__ = ["Manager", "WorldSizeMode"]
 
 T = TypeVar("T")
 log = logging.getLogger("ft_core")
-EXIT_S = 5.0
-"""How long the goodbye at interpreter exit may take."""
 
 
 class Manager:
@@ -86,12 +83,12 @@ class Manager:
         rank, world_size: inside the replica group; default RANK and WORLD_SIZE, else 0 and 1.
         world_size_mode: DYNAMIC or FIXED_WITH_SPARES; the same on all replicas.
         store_addr, store_port: c10d store of the group; default MASTER_ADDR and MASTER_PORT; a group of one rank
-        without
-            either starts its own.
+            without either starts its own.
         lighthouse_addr: host:port or http://host:port; default FT_LIGHTHOUSE.
         replica_id: stable name of this group; a fresh suffix is added at every start. Default FT_REPLICA_ID.
         port: where group rank 0 of a group of several ranks listens for the others; 0: any.
-        hostname: what other machines reach this one at; default FT_HOSTNAME, FT_INTERFACE, host name.
+        hostname: what other machines reach this one at; default FT_HOSTNAME, FT_INTERFACE, else the address from
+            which packets to the lighthouse leave.
         heartbeat_interval: accepted and unused: liveness is the lease's business.
         checkpoint_transport: how state moves to healing replicas; default `HTTPTransport`.
         init_sync: at step 0 everybody takes the state of one group.
@@ -101,6 +98,8 @@ class Manager:
         time_overrides: single fields of the time budget by name, for example {"liveness_s": 1.0}.
         expected_replicas: how many groups the job is configured with; default FT_NUM_REPLICA_GROUPS.
         token: the job's secret; default FT_TOKEN.
+        exit_on_drain: SIGTERM or an operator's drain order makes the next start_quorum leave in agreement and raise
+            SystemExit(0). False: only `drain_reason` is set.
 
     Raises:
         ConfigError: an argument or environment variable cannot work; names it, the value and what to do.
@@ -136,6 +135,7 @@ class Manager:
         time_overrides: Mapping[str, float] | None = None,
         expected_replicas: int | None = None,
         token: str | None = None,
+        exit_on_drain: bool = True,
     ) -> None:
         del heartbeat_interval
         self._config = config = setup.resolve(
@@ -145,7 +145,7 @@ class Manager:
                 store_addr=store_addr, store_port=store_port, lighthouse_addr=lighthouse_addr, replica_id=replica_id,
                 port=port, hostname=hostname, init_sync=init_sync, max_retries=max_retries,
                 quorum_retries=quorum_retries, parity_check_every=parity_check_every, time_overrides=time_overrides,
-                expected_replicas=expected_replicas, token=token,
+                expected_replicas=expected_replicas, token=token, exit_on_drain=exit_on_drain,
             ),
             os.environ,
         )  # fmt: skip
@@ -181,7 +181,7 @@ class Manager:
         self._parity = ParityCheck(config.parity_check_every)
         self._worker = QuorumWorker(self._session, self._healing, self._place)
         self._session.cancel_heal = self._healing.cancel
-        self._session.kill = lambda _reason: os.kill(os.getpid(), signal.SIGTERM)
+        self._session.kill = lambda _reason: drain.kill(told_first=config.world_size > 1)
         self._session.watchdog.start()
         self._worker.start()
         try:
@@ -190,7 +190,9 @@ class Manager:
         except BaseException:
             self.shutdown(wait=False)
             raise
-        atexit.register(_at_exit, weakref.ref(self))
+        if exit_on_drain:
+            drain.on_sigterm(self._session)
+        atexit.register(drain.at_exit, weakref.ref(self))
 
     def __repr__(self) -> str:
         return f"Manager({self._step.settings.replica_id}, {self._step!r}, carriers={len(self._carriers)})"
@@ -285,6 +287,7 @@ class Manager:
         Raises:
             QuorumTimeoutError: no quorum in time (only here if quorums are synchronous, or on the first call).
             RefusedError, JobFinishedError: the lighthouse does not want this replica.
+            SystemExit: (0) this replica was asked to drain and has left (`exit_on_drain`).
         """
         session = self._session
         if self._shut_down:
@@ -292,6 +295,8 @@ class Manager:
         if session.fatal is not None:
             raise session.fatal
         pending = self._round
+        if session.draining and pending is not None and not pending.configured.wait(EXIT_S):
+            self._end_drained()
         if pending is not None and not pending.configured.is_set():
             self._new_attempt()  # asked from inside should_commit
             self._settle_in(pending)
@@ -299,6 +304,9 @@ class Manager:
         with session.lock:
             decision = self._step.boundary() if room_id == self._room else MustAsk(f"changing to room {room_id}", False)
             self._step.open_attempt = -1  # R5 is for those who ask from inside should_commit, their gradients at hand
+            alike = self._config.world_size == 1 or self._step.drain_agreed or isinstance(decision, MustAsk)
+        if session.draining and alike:
+            self._end_drained()
         if isinstance(decision, MustAsk) and (decision.failed or room_id != self._room):
             session.lanes.abort()  # the others may be waiting for this rank in a collective
         if self._healing.snapshot_wanted:
@@ -320,7 +328,7 @@ class Manager:
         if round_ is None:
             raise UsageError("wait_quorum before start_quorum")
         round_.wait_configured()
-        if round_.error is not None:
+        if round_.error is not None and not isinstance(round_.error, DrainedError):
             raise round_.error
 
     def _begin_round(self, why: MustAsk, timeout: timedelta | None) -> Round:
@@ -328,7 +336,7 @@ class Manager:
         fresh = step.plan is None
         if fresh:
             self._riding = len(self._carriers) == 1
-            step.layout = hash_layouts([c.layout.digest for c in self._carriers])
+            step.layout = setup.hash_layouts([c.layout.digest for c in self._carriers])
         with session.lock:
             usable = step.version >= Version(0, 0)
             version = step.version
@@ -358,11 +366,15 @@ class Manager:
         if not round_.template.heals_before_forward:
             return
         round_.wait_configured()
+        if isinstance(round_.error, DrainedError):
+            self._end_drained()
         if round_.error is not None:
             raise round_.error
         if round_.plan is not None and round_.plan.heals_first:
             round_.wait_healed()
             self._apply_heal()
+        if self._session.draining and self._config.world_size == 1:
+            self._end_drained()
 
     def _new_attempt(self) -> None:
         self._attempts += 1
@@ -431,9 +443,8 @@ class Manager:
         """Reduce `tensor` in place over the participants of the quorum; AVG divides by their number.
 
         Errors are recorded and veto the step, never raised; after one the tensor's content is undefined. Members
-        that do
-        not participate (healing, spare, soft failure) contribute zeros. All replicas must make the same calls in the
-        same order.
+        that do not participate (healing, spare, soft failure) contribute zeros. All replicas must make the same calls
+        in the same order.
 
         Returns:
             A Work; `wait()` returns when the tensor is ready, `get_future()` resolves to it.
@@ -514,6 +525,8 @@ class Manager:
         attempt, round_ = self._attempt, self._round
         if attempt is None or round_ is None:
             raise UsageError("should_commit before start_quorum")
+        if self._asks_no_more(round_):
+            return False
         limit_s = timeout.total_seconds() if timeout is not None else self._config.budget.timeout_s
         verdict = self._agree(attempt, limit_s)
         if round_.error is not None:
@@ -537,13 +550,20 @@ class Manager:
         if gave_up:
             raise RuntimeError(f"{gave_up}; last reason: {verdict.reason or session.error}")
         if not commit and verdict.reason:
-            log.info(
-                "%s: step %d not committed: %s", self._step.settings.replica_id, self.current_step(), verdict.reason
-            )
-        if again and not self._shut_down:
+            log.info("%s: step %d not committed: %s", self.replica_id, self.current_step(), verdict.reason)
+        if again and not self._shut_down and not session.draining:
             commit = self._recover()
         self._new_attempt()
         return commit
+
+    def _asks_no_more(self, round_: Round) -> bool:
+        """There is no quorum for this attempt because this replica drains: the next start_quorum ends it."""
+        if self._session.draining:
+            round_.wait_configured()
+        given_up = isinstance(round_.error, DrainedError)
+        for carrier in self._carriers if given_up else ():
+            carrier.vetoed()
+        return given_up
 
     def _agree(self, attempt: StepAttempt, limit_s: float) -> Verdict:
         """The verdict of this attempt: of my ring, then of all ranks of my group."""
@@ -562,7 +582,7 @@ class Manager:
         with session.lock:
             verdict = step.vote()
         if self._config.world_size > 1:
-            verdict = session.control.vote(verdict, limit_s)
+            verdict = replace(session.control.vote(verdict, limit_s), weight=verdict.weight)  # of this rank's ring
             if verdict.outcome is Outcome.BROKEN:
                 session.lanes.abort()
         return verdict
@@ -623,12 +643,8 @@ class Manager:
         round_.received = round_.in_place = None
         log.info(
             "%s: healed to step %d: %.1f MB in %.3f s from %d donors",
-            step.settings.replica_id,
-            step.version.step,
-            received.bytes / 1e6,
-            received.seconds,
-            len(received.donors),
-        )
+            self.replica_id, step.version.step, received.bytes / 1e6, received.seconds, len(received.donors),
+        )  # fmt: skip
 
     def _recover(self) -> bool:
         """Ask from inside should_commit; R5: if only the reduced gradients were missed, fetch and apply them.
@@ -661,19 +677,14 @@ class Manager:
             self._worker.heal(round_)  # whatever went wrong, the state itself is untouched
             if not isinstance(error, Exception):
                 raise
-            log.info(
-                "%s: could not finish step %d (%s): healing in full",
-                self._step.settings.replica_id,
-                step.base.step,
-                error,
-            )
+            log.info("%s: could not finish step %d (%s): healing in full", self.replica_id, step.base.step, error)
             return False
         with session.lock:
             step.finished(plan)
             step.batches_committed = int(batches)
             self._last_commit = (old_quorum, kept)
         round_.healed.set()
-        log.info("%s: finished step %d with the gradients of a peer", self._step.settings.replica_id, step.version.step)
+        log.info("%s: finished step %d with the gradients of a peer", self.replica_id, step.version.step)
         return True
 
     # ------------------------------------------------------------ roles
@@ -698,8 +709,11 @@ class Manager:
 
     @property
     def drain_reason(self) -> str:
-        """Why an operator wants this replica to end at the next step boundary, or ''. The training loop looks at it."""
-        return self._session.drain_reason
+        """Why this replica is to end at the next step boundary, or ''. Changes at the same step on all ranks."""
+        told, step = self._session.drain_reason, self._step
+        if step.drain_agreed:
+            return told or "another rank of its group was asked to drain"
+        return told if self._config.world_size == 1 or step.plan is None else ""
 
     @property
     def replica_id(self) -> str:
@@ -737,10 +751,10 @@ class Manager:
             decision = step.boundary() if step.plan is not None else None
             if isinstance(decision, Go):
                 step.leaving = True
+            if step.heal is Heal.PENDING:
+                self._healing.cancel()  # the last fence waits for what becomes of it
         if isinstance(decision, MustAsk) and not decision.failed:
-            agreed = (
-                True  # the last fence told everybody to ask: nobody waits for this rank, and some may still be in it
-            )
+            agreed = True  # the last fence told everybody to ask: nobody waits for this rank
         if isinstance(decision, Go) and self._round is not None and self._round.configured.is_set():
             step.exhausted = True  # contributes zeros from here on
             self._new_attempt()
@@ -749,12 +763,21 @@ class Manager:
                 verdict = self._agree(self._attempt, session.patience_s)
                 # Not settled: the others may commit this step, here nobody steps the optimizer.
                 agreed, last = verdict.outcome is not Outcome.BROKEN, verdict.exhausted
+        if not agreed and step.plan is not None:
+            session.control.break_group(step.plan.quorum_id, f"this rank has left: {reason}")
         session.control.leave(
             reason=reason, finished=finished, version=step.version, agreed=agreed,
             timeout_s=min(EXIT_S, self._config.budget.timeout_s),
         )  # fmt: skip
         if agreed and not last:
             session.lanes.linger(min(EXIT_S, self._config.budget.timeout_s))
+
+    def _end_drained(self) -> NoReturn:
+        reason, step = self._session.drain_reason or "asked to drain", self.current_step()
+        self.leave(f"drained: {reason}")
+        self.shutdown()
+        log.warning("%s: drained at step %d (%s): left the quorum, ending with status 0", self.replica_id, step, reason)
+        raise SystemExit(0)
 
     def shutdown(self, wait: bool = True) -> None:
         """Leave if that is possible, then stop every thread and close every socket. Idempotent, bounded in time.
@@ -776,6 +799,7 @@ class Manager:
                     reason="shut down", finished=False, version=self._step.version, agreed=False, timeout_s=1.0
                 )
         self._shut_down = True
+        drain.forget(session)
         with session.changed:
             session.closed = True
             session.changed.notify_all()
@@ -786,16 +810,3 @@ class Manager:
         session.control.shutdown(EXIT_S)
         self._healing.shutdown()
         self._store = None  # if it is this replica's own, its server ends here
-
-
-def hash_layouts(digests: list[int]) -> int:
-    """One number for the layouts of all carriers, in order; 0 without any."""
-    return fold_lineage(len(digests), 0, 0, [str(d) for d in digests]) if digests else 0
-
-
-def _at_exit(ref: weakref.ref[Manager]) -> None:
-    manager = ref()
-    if manager is not None:
-        with contextlib.suppress(Exception):
-            manager._session.patience_s = min(EXIT_S, manager._session.patience_s)
-            manager.shutdown()

@@ -21,13 +21,13 @@ from ft_core.errors import ConfigError, LighthouseError
 from ft_core.healing import Healing
 from ft_core.lanes import Lanes
 from ft_core.membership import Hello
-from ft_core.net import advertised_host
+from ft_core.net import advertised_host, is_here, is_loopback
 from ft_core.process_group import ProcessGroup, create_store_client
 from ft_core.quorum import Ask
 from ft_core.rpc import Tls
 from ft_core.session import Session
 from ft_core.settings import MAX_REPLICAS, Environment, TimeBudget, parse_address
-from ft_core.step import Step, StepSettings
+from ft_core.step import Step, StepSettings, fold_lineage
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -64,6 +64,7 @@ class Arguments:
     time_overrides: Mapping[str, float] | None
     expected_replicas: int | None
     token: str | None
+    exit_on_drain: bool
 
 
 @dataclass(frozen=True)
@@ -88,6 +89,8 @@ class Config:
     parity_check_every: int
     quorum_retries: int
     incarnation_key: str
+    """Of this start of the group, in its c10d store: its ranks must not find their predecessors."""
+    exit_on_drain: bool
 
 
 @dataclass(frozen=True)
@@ -134,8 +137,10 @@ def resolve(arguments: Arguments, variables: Mapping[str, str]) -> Config:
     name = a.replica_id or env.replica_id
     if not name:
         name = f"replica-{env.replica_group}" if env.replica_group is not None else f"replica-{secrets.token_hex(4)}"
-    restart = variables.get("TORCHELASTIC_RESTART_COUNT", "0")
-    host = advertised_host(a.hostname or env.hostname, env.interface)
+    start_of_group = variables.get("FT_GROUP_ATTEMPT") or variables.get("TORCHELASTIC_RESTART_COUNT", "0")
+    store = _store_place(a, variables, world_size)
+    towards = parse_address(lighthouse, "")[0] if lighthouse else store[0] if store else ""
+    host = advertised_host(a.hostname or env.hostname, env.interface, towards)
     replica_id = f"{name}:{secrets.token_hex(4)}"
     return Config(
         step=StepSettings(
@@ -147,10 +152,10 @@ def resolve(arguments: Arguments, variables: Mapping[str, str]) -> Config:
         replica_id=replica_id,
         rank=rank,
         world_size=world_size,
-        store=_store_place(a, variables, world_size),
+        store=store,
         lighthouse=lighthouse or "",
         host=host,
-        bind="127.0.0.1" if host in ("127.0.0.1", "localhost") else "",
+        bind="" if not is_loopback(host) else "::1" if ":" in host else "127.0.0.1",
         port=a.port if a.port is not None else env.manager_port or 0,
         token=a.token if a.token is not None else env.token,
         tls=Tls.from_env(variables),
@@ -158,7 +163,8 @@ def resolve(arguments: Arguments, variables: Mapping[str, str]) -> Config:
         init_sync=a.init_sync,
         parity_check_every=a.parity_check_every,
         quorum_retries=a.quorum_retries if a.quorum_retries is not None else env.quorum_retries or 0,
-        incarnation_key=f"ft_core/{name if a.replica_id or env.replica_id else 'group'}/{restart}",
+        incarnation_key=f"ft_core/{name if a.replica_id or env.replica_id else 'group'}/{start_of_group}",
+        exit_on_drain=a.exit_on_drain,
     )  # fmt: skip
 
 
@@ -176,6 +182,7 @@ def start(
     lanes = Lanes(pg)
     lanes.set_timeout(WATCHED)
     session = Session(step, lanes, config.budget, hello)
+    session.exits_on_drain = config.exit_on_drain
     mine = transport is None
     if transport is None:
         transport = HTTPTransport(
@@ -221,6 +228,11 @@ def ask_template(
         init_sync=config.init_sync, allow_heal=allow_heal, shrink_only=shrink_only, heals_before_forward=heals_first,
         layout_lines=layout,
     )  # fmt: skip
+
+
+def hash_layouts(digests: list[int]) -> int:
+    """One number for the layouts of all carriers, in order; 0 without any."""
+    return fold_lineage(len(digests), 0, 0, [str(d) for d in digests]) if digests else 0
 
 
 def _budget(a: Arguments, env: Environment) -> TimeBudget:
@@ -270,7 +282,7 @@ def _open_store(config: Config) -> tuple[Store, str]:
         server = TCPStore(config.host, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
         return server, f"{_bracketed(config.host)}:{server.port}"
     host, port = config.store
-    advertised = config.host if host in ("localhost", "127.0.0.1") else host
+    advertised = config.host if is_here(host) else host
     address = f"{_bracketed(advertised)}:{port}"
     try:
         return create_store_client(
@@ -306,7 +318,10 @@ def _control(config: Config, replica_id: str, session: Session, store: Store) ->
         return LocalControl(settings, session)
     key = f"{config.incarnation_key}/control"
     if config.rank == 0:
-        leader = LeaderControl(settings, session, world_size=config.world_size, hostname=config.host, port=config.port)
+        leader = LeaderControl(
+            settings, session, world_size=config.world_size, hostname=config.host, port=config.port,
+            drains=config.exit_on_drain,
+        )  # fmt: skip
         store.set(key, leader.address)
         return leader
     _wait_for_rank_0(config, store, key)

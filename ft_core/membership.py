@@ -17,7 +17,7 @@ Ownership: one event loop (or the simulation) calls it; nothing here is thread s
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ft_core.crash_log import CRASH_WINDOW_S, CrashLog
@@ -33,9 +33,10 @@ from ft_core.quorum import (
     Quorum,
     Rules,
     Seen,
-    Version,
     View,
     decide,
+    due,
+    late,
 )
 from ft_core.quorum_ids import QuorumIds
 from ft_core.room_events import (
@@ -60,6 +61,7 @@ from ft_core.room_events import (
     Turbulence,
 )
 from ft_core.room_layout import RoomLayout, difference
+from ft_core.room_record import Record
 from ft_core.settings import MAX_REPLICAS, LighthouseSettings
 
 if TYPE_CHECKING:
@@ -74,35 +76,8 @@ __all__ = [  # the events and effects are part of what a room is to its shells
 MAX_RECORDS = 4 * MAX_REPLICAS
 TWIN_LIVENESS = 1.5
 """Liveness timeouts after which an earlier process of a newcomer's name is known to live, if it has not gone silent."""
-
-
-@dataclass(slots=True)
-class Record:
-    """What is known of one replica."""
-
-    hello: Hello
-    life: Life
-    since: float
-    stable: Version
-    generation: int
-    ask: Ask | None = None
-    asked_at: float = 0.0
-    answered: tuple[int, Quorum] | None = None
-    """R14: (seq, quorum) of the last answer, repeated if the same ask is presented again."""
-    paused_until: float = 0.0
-    step: int = 0
-    phase: str = ""
-    admitted_at: float = 0.0
-    accused: bool = False
-    """A member of its quorum reported a failed collective: a second witness, its grace is over (DESIGN 3.2)."""
-    told_lost: bool = False
-    agreed: bool = False
-    """It said goodbye after a fence that announced it: nobody has to abort because of it (R16)."""
-    heard_at: float = 0.0
-    committed: bool = False
-    twin_until: float = 0.0
-    """Another living process has the same name; if it still lives then, this newcomer is refused. 0: no such thing."""
-    """A fence completed at a state it held: it is not crash-looping."""
+WORD_GRACES = 5
+"""Graces for which a supervisor's word about a name is remembered while the lease of that process still stands."""
 
 
 class Room:
@@ -213,7 +188,7 @@ class Room:
             if record.generation >= 0 and record.hello.incarnation != hello.incarnation:
                 # Another process under the same id; its predecessor closed its connection: nothing is left of that one.
                 record.ask = record.answered = None
-                record.stable, record.committed = VOID, False
+                record.stable, record.committed, record.stalled = VOID, False, ""
                 if self._current is not None and hello.replica_id in self._current.members:
                     self._end_current(now)
             record.hello, record.generation = hello, hello.generation
@@ -222,6 +197,7 @@ class Room:
                 record.life, record.since = Life.UP, now
         record.heard_at = now
         record.accused = record.told_lost = record.agreed = False
+        record.word_until = 0.0
         self._push_again(hello.replica_id)
         self._present(hello, record, now, out)
         answer = record.answered[1].quorum_id if record.answered else 0
@@ -307,6 +283,9 @@ class Room:
         # Keepalives go unanswered for a whole liveness timeout before they end a lease. A lease that ends sooner after
         # its last word was closed by the other side's kernel: that process is gone, not merely silent.
         closed = event.silence_s < 0.75 * record.hello.liveness_s
+        if now < record.word_until:
+            self._end(event.replica_id, record, now, out)
+            return
         record.life, record.since = (Life.CLOSED if closed else Life.MISSED), now
         # Whose collectives failed may have said so before this stream ended: it is the second witness all the same.
         current = self._current
@@ -330,6 +309,8 @@ class Room:
             record.hello = replace(record.hello, heal_addresses=event.heal_addresses)
         was = record.paused_until
         record.paused_until = now + event.paused_s if event.paused_s > 0 else 0.0
+        if event.paused_s > 0:
+            record.stalled = ""
         toggled = (was > 0) != (event.paused_s > 0)
         current = self._current
         if toggled and current and event.replica_id in current.members:
@@ -362,7 +343,7 @@ class Room:
         self._ids.observe(ask.quorum_id)
         if record.ask is None or record.ask.seq != ask.seq:
             record.asked_at = now
-        record.ask = ask
+        record.ask, record.stalled = ask, ""
         record.step = max(ask.version.step, 0)
         self._saw_commit(ask.version.epoch)
         current = self._current
@@ -393,9 +374,10 @@ class Room:
         record = self.records.get(event.replica_id)
         if record is None or record.generation != event.generation:
             return
-        record.life, record.since, record.ask = Life.GONE, now, None
+        # With an open ask it leaves a quorum that has ended without it: nobody waits there for its collectives.
+        record.told_lost = record.agreed = event.agreed or (record.ask is not None and not record.ask.failed)
+        record.goes(now)
         record.stable = VOID
-        record.told_lost = record.agreed = event.agreed
         record.generation = -1  # nothing that is still under way on this stream brings it back
         out.append(Note(f"{event.replica_id} left: {event.reason}"))
         if event.finished:
@@ -406,14 +388,22 @@ class Room:
             )
 
     def _on_ended(self, event: Ended, now: float, out: list[Effect]) -> None:
-        for replica_id, record in self.records.items():
-            if event.replica_id != replica_id and (event.replica_id != record.hello.name or record.life is Life.UP):
-                # A name's word can arrive after its next incarnation, whose lease then stands: it is not the one meant.
-                continue
-            if record.life is not Life.GONE:
-                record.life, record.since, record.ask = Life.GONE, now, None
-                self._count_crash(record, now)
-                out.append(Note(f"{replica_id} ended, says its supervisor"))
+        named = {i: r for i, r in self.records.items() if event.replica_id in (i, r.hello.name)}
+        # A name's word can arrive after its next incarnation, whose lease then stands: it is not the one meant. But the
+        # word can also be faster than the end of the lease that it is about.
+        slow = any(r.life not in (Life.UP, Life.GONE) for r in named.values())
+        for replica_id, record in named.items():
+            if record.life is Life.UP and event.replica_id != replica_id:
+                if not slow and not record.twin_until:
+                    record.word_until = now + WORD_GRACES * self._settings.grace_s
+            elif record.life is not Life.GONE:
+                self._end(replica_id, record, now, out)
+
+    def _end(self, replica_id: str, record: Record, now: float, out: list[Effect]) -> None:
+        """A supervisor saw this process end."""
+        record.goes(now)
+        self._count_crash(record, now)
+        out.append(Note(f"{replica_id} ended, says its supervisor"))
 
     def _on_turbulence(self, now: float, out: list[Effect]) -> None:
         self._boot_until = max(self._boot_until, now + self._settings.boot_window_s)
@@ -427,7 +417,9 @@ class Room:
         times: list[float] = []
         self._age(now, times, out)
         self._announce_losses(out)
-        outcome = decide(self._view(now))
+        view = self._view(now)
+        self._note_stalled(view, times, out)
+        outcome = decide(view)
         if isinstance(outcome, Formed):
             self._form(outcome, now, out)
             self.reason = ""
@@ -446,7 +438,7 @@ class Room:
             if record.life is Life.UP and not record.hello.leased and record.ask is None:
                 until = record.heard_at + self._settings.heartbeat_timeout_s
                 if now >= until:
-                    record.life, record.since = Life.GONE, now
+                    record.goes(now)
                 else:
                     times.append(until)
             if record.twin_until and not self._keep_twin(record, now, times, out):
@@ -458,7 +450,7 @@ class Room:
             if record.life is Life.CLOSED:
                 over = max(record.since + self._settings.grace_s, self._turbulent_until)
                 if now >= over or (record.accused and now >= self._turbulent_until):
-                    record.life, record.since = Life.GONE, now
+                    record.goes(now)
                     self._count_crash(record, now)
                     doing = f", {record.phase}" if record.phase not in PLAIN_PHASES else ""
                     out.append(Note(f"{replica_id} is gone (last seen at step {record.step}{doing})"))
@@ -502,6 +494,16 @@ class Room:
         if now - record.since > kept_s.get(record.life, math.inf):
             del self.records[replica_id]
 
+    def _note_stalled(self, view: View, times: list[float], out: list[Effect]) -> None:
+        """Who of the quorum that has ended lives, and is late for the next: said once, known until it asks."""
+        for replica_id, at in due(view).items():
+            record = self.records[replica_id]
+            if view.now < at:
+                times.append(at)
+            elif not record.stalled:
+                record.stalled = late(view, view.seen[replica_id])
+                out.append(Note(record.stalled))
+
     def _announce_losses(self, out: list[Effect]) -> None:
         current = self._current
         if current is None:
@@ -538,7 +540,9 @@ class Room:
         text += f"; without: {', '.join(gone)}" if gone else ""
         out.append(Note(text))
         for replica_id, why in formed.left_out.items():
-            out += [Note(why), Superseded(replica_id, self.records[replica_id].hello.quorum_id)]
+            if not self.records[replica_id].stalled:
+                out.append(Note(why))
+            out.append(Superseded(replica_id, self.records[replica_id].hello.quorum_id))
 
     def _unary_round(self, asks: Sequence[Ask]) -> bool:
         """Clients of the unary calls ask every step: the id stays while the members do and nobody reports a failure."""

@@ -237,7 +237,7 @@ def decide(view: View) -> Formed | NotReady:
     asking = {s.replica_id: s for s in view.seen.values() if s.ask is not None and s.life is Life.UP}
     if not asking:
         return NotReady("nobody asks for a quorum", None)
-    late = [s.admitted_at for s in asking.values() if s.admitted_at > view.now]
+    later = [s.admitted_at for s in asking.values() if s.admitted_at > view.now]
     candidates = {i: s for i, s in asking.items() if s.admitted_at <= view.now}
     members = view.current.members if view.current else ()
     if any(s.ask.shrink_only for s in candidates.values() if s.ask) and members:
@@ -245,7 +245,7 @@ def decide(view: View) -> Formed | NotReady:
     if not candidates:
         held = "; ".join(_held(s) for _, s in sorted(asking.items()) if s.admitted_at > view.now)
         outside = f"only groups outside the running quorum ask, and it shall only shrink: {', '.join(sorted(asking))}"
-        return NotReady(held or outside, min(late, default=None))
+        return NotReady(held or outside, min(later, default=None))
 
     blocked = _booting(view, candidates) or _old_quorum_lives(view) or _newer_state_elsewhere(view, candidates)
     if blocked:
@@ -259,10 +259,10 @@ def decide(view: View) -> Formed | NotReady:
         have = ", ".join(sorted(candidates))
         return NotReady(
             f"{len(candidates)} of the {need} groups that min_replicas asks for are here ({have})",
-            min(late, default=None),
+            min(later, default=None),
         )
     left_out = {
-        i: f"{i} is alive but did not arrive within {view.join_s:g} s ({_story(view, view.seen[i])})"
+        i: late(view, view.seen[i])
         for i in members
         if i not in candidates and i in view.seen and view.seen[i].life is Life.UP
     }
@@ -271,6 +271,27 @@ def decide(view: View) -> Formed | NotReady:
         names = ", ".join(ask.replica_id for ask in asks)
         return NotReady(f"no group holds a usable state: {names} were interrupted while receiving theirs", None)
     return Formed(asks, left_out)
+
+
+def due(view: View) -> dict[str, float]:
+    """Until when the living members of a quorum that has ended may take to ask, once somebody asks.
+
+    Whether the next quorum waits for them or for something else makes no difference.
+    """
+    current = view.current
+    if current is None or not current.ended:
+        return {}
+    asking = [s.asked_at for s in view.seen.values() if s.ask is not None and s.life is Life.UP]
+    if not asking:
+        return {}
+    first = max(min(asking), current.ended_at)
+    missing = [s for i in current.members if (s := view.seen.get(i)) and s.life is Life.UP and s.ask is None]
+    return {s.replica_id: max(first + view.join_s, s.paused_until) for s in missing}
+
+
+def late(view: View, seen: Seen) -> str:
+    """The sentence about a replica that is alive and was waited for in vain."""
+    return f"{seen.replica_id} is alive but did not arrive within {view.join_s:g} s ({_story(view, seen)})"
 
 
 def _booting(view: View, candidates: Mapping[str, Seen]) -> NotReady | None:

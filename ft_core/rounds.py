@@ -21,6 +21,7 @@ import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from ft_core.drain import DrainedError
 from ft_core.errors import FaultToleranceError, HealError, LighthouseError, QuorumTimeoutError
 from ft_core.step import MustAsk, Phase
 
@@ -56,6 +57,8 @@ class Round:
     buckets: tuple[int, int, list[Any]] | None = None
     """(quorum_id, attempt, reduced gradients) of the last commit, if still intact (R5)."""
     prefetch: bool = False
+    asked: bool = False
+    """This rank's ask is on its way, or was answered."""
     finish_failed: bool = False
     """R5 was planned and did not work out: the state is received in full."""
     plan: Plan | None = None
@@ -138,7 +141,7 @@ class QuorumWorker:
                 log.exception("%s: unexpected failure while forming a quorum", self._session.step.settings.replica_id)
                 round_.error = error
             finally:
-                if round_.error is not None:
+                if round_.error is not None and (round_.asked or not isinstance(round_.error, DrainedError)):
                     with self._session.lock:
                         self._session.step.break_(str(round_.error))
                 round_.configured.set()
@@ -147,7 +150,7 @@ class QuorumWorker:
 
     def _work(self, round_: Round) -> None:
         deadline = time.monotonic() + round_.timeout_s
-        if round_.prefetch:
+        if round_.prefetch and not self._session.draining:
             self._prefetch(round_)
         why, session = round_.why, self._session
         while True:
@@ -173,10 +176,13 @@ class QuorumWorker:
     def _ask(self, round_: Round, why: MustAsk, deadline: float) -> Quorum:
         session = self._session
         with session.lock:
+            if session.draining:
+                raise DrainedError("this replica drains and asks for no further quorum")
             ask = session.step.ask(round_.template, why)
             session.answers.clear()
             session.reason = told = ""
         tell_at = time.monotonic() + TELL_S
+        round_.asked = True
         session.control.ask(ask, room=round_.room)
         with session.changed:
             while True:
@@ -187,6 +193,8 @@ class QuorumWorker:
                 quorum = session.answers.pop(ask.seq, None)
                 if quorum is not None:
                     return quorum
+                if session.draining:
+                    raise DrainedError("this replica drains and waits for no quorum")
                 now = time.monotonic()
                 if now >= deadline:
                     break
@@ -238,7 +246,9 @@ class QuorumWorker:
         name = session.step.settings.replica_id
         cancel = self._healing.cancelled  # taken before the look at the phase: a break in between is not missed
         with session.lock:
-            if session.step.phase is Phase.BROKEN:
+            if session.draining:
+                session.step.heal_failed(plan.quorum_id, "this replica drains")
+            if session.draining or session.step.phase is Phase.BROKEN:
                 return
         try:
             with session.busy("healing", session.budget.heal_s):

@@ -64,6 +64,9 @@ class Session:
         self.reason = ""
         """Why there is no quorum yet, while there is none."""
         self.drain_reason = ""
+        """Why this replica is to leave at the next boundary (the whole group knows it, or is being told)."""
+        self.exits_on_drain = True
+        """The Manager ends the process then; False: the training loop decides."""
         self.user_works: list[Work] = []
         """The user's collectives that may be pending; the newest armed the watchdog (bounded: `watch`)."""
         self.paused: dict[str, float] = {}
@@ -78,6 +81,15 @@ class Session:
 
     def __repr__(self) -> str:
         return f"Session({self.step!r}, {'closed' if self.closed else 'open'})"
+
+    @property
+    def draining(self) -> bool:
+        """This rank is to end at the next boundary that its group agrees on; nothing is worth waiting for any more."""
+        return self.exits_on_drain and (bool(self.drain_reason) or self.step.drain_agreed)
+
+    def drain(self, reason: str) -> None:
+        """Ask all ranks of this group to leave (any thread; comes back as `on_drain`)."""
+        self.control.drain(reason)
 
     # ------------------------------------------------------------ failures
 
@@ -221,8 +233,15 @@ class Session:
 
     def on_drain(self, reason: str) -> None:
         """An operator asks this replica to leave at the next boundary."""
-        with self.lock:
+        with self.changed:
+            if self.drain_reason:
+                return
             self.drain_reason = reason or "drain requested"
+            self.step.drain_wanted = True
+            self.changed.notify_all()
+        log.info("%s: asked to drain: %s", self.step.settings.replica_id, self.drain_reason)
+        if self.exits_on_drain:
+            self.cancel_heal()
 
     def on_kill(self, reason: str) -> None:
         """An operator asks this process to end."""

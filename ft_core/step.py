@@ -112,6 +112,8 @@ class Verdict:
     """Some member asked everybody to stop at this step."""
     behind: bool = False
     """A rank of this group lacks the state that a commit builds on: no rank of the group applies it (R12)."""
+    drain: bool = False
+    """A rank of this group is to drain: all of them leave at the next boundary."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,7 +189,7 @@ class Step:
         self.broken_reason = ""
         self.soft_error = ""
         self.change_wanted = ""
-        self.leaving = False
+        self.leaving = self.drain_wanted = self.drain_agreed = False
         self.stop_wanted = False
         self.exhausted = False
         self.weight: int | None = None
@@ -420,7 +422,7 @@ class Step:
         assert self.plan is not None
         if self.phase is Phase.FENCED and self.verdict is not None:
             self._voted = self.settings.rules.r0_verdict
-            return self.verdict
+            return replace(self.verdict, drain=self.drain_wanted)
         reason = self.broken_reason or "the fence has not completed"
         return Verdict(self.plan.quorum_id, self.attempt, Outcome.BROKEN, reason)
 
@@ -602,6 +604,7 @@ class Step:
         self._count_failures(applied=commit and current, current=current)
         if verdict.healed and self.plan.ready_expected:
             self.roles_switched = True
+        self.drain_agreed |= verdict.drain
         if verdict.change:
             self.ask_next = self.ask_next or self.change_wanted or "a member asked for a change of membership"
         self.attempt += 1

@@ -1,10 +1,9 @@
 """Runs the story of scripts/demo and checks its end. Standard library only.
 
-Starts a lighthouse and three replica groups of examples/ddp/train.py, then: SIGKILLs one mid-run and restarts it,
-SIGKILLs the
-lighthouse and restarts it, and SIGKILLs another replica to show that membership changes work again. Every process is
-a child
-of this one and is ended by its id, whatever happens. Exit code 0 only if the three digests are equal and every step was
+Starts a lighthouse and ftrun, which runs three replica groups of examples/ddp/train.py and keeps a standby process.
+Then: SIGKILLs a replica mid-run, SIGKILLs the lighthouse and starts it again two seconds later, and SIGKILLs another
+replica to show that membership changes work again. Starting replicas again is ftrun's business. All that was started is
+ended by its id, whatever happens. Exit code 0 only if ftrun says so, the three digests are equal and every step was
 committed exactly once.
 """
 
@@ -23,29 +22,39 @@ import sys
 import tempfile
 import threading
 import time
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
+GROUPS = 3
+KILLS = 2
 LIMIT_S = 300.0
 
 
-@dataclass
-class Child:
-    """One process and what it has said."""
+@dataclass(frozen=True)
+class Commit:
+    """One committed step, as one process saw it."""
 
-    name: str
-    process: subprocess.Popen[str]
-    commits: pathlib.Path | None = None
-    digest: str = ""
-    lines: list[str] = field(default_factory=list)
-    seen: int = 0
+    at: float
+    """Wall clock, seconds."""
+    step: int
+    participants: int
+    lineage: str
 
-    def steps(self) -> list[tuple[float, int, int, str]]:
-        """(wall time, step, participants, lineage) of every commit so far."""
-        if self.commits is None or not self.commits.exists():
-            return []
-        rows = [line.split() for line in self.commits.read_text().splitlines()]
-        return [(float(r[0]), int(r[1]), int(r[2]), r[3]) for r in rows if len(r) == 4]
+
+@dataclass(frozen=True)
+class Worker:
+    """One start of a group, of which ftrun spoke."""
+
+    group: int
+    pid: int
+    how: str
+    log: pathlib.Path
+
+    def commits(self) -> list[Commit]:
+        """What it has committed so far."""
+        rows = [line.split() for line in self.log.read_text().splitlines()] if self.log.exists() else []
+        return [Commit(float(r[0]), int(r[1]), int(r[2]), r[3]) for r in rows if len(r) == 4]
 
 
 class Demo:
@@ -55,131 +64,147 @@ class Demo:
         self.steps = steps
         self.folder = folder
         self.started = time.time()
-        self.children: list[Child] = []
-        self.trainers: dict[int, Child] = {}
-        self.lighthouse: Child | None = None
+        self.processes: list[subprocess.Popen[str]] = []
+        self.workers: list[Worker] = []
+        self.digests: dict[int, str] = {}
+        self.warm = 0
+        """Standby processes that were ready."""
         with socket.create_server(("127.0.0.1", 0)) as probe:
-            self.port = probe.getsockname()[1]
+            self.lighthouse_at = f"127.0.0.1:{probe.getsockname()[1]}"
 
     def say(self, text: str) -> None:
         """One line of the timeline."""
         print(f"{time.time() - self.started:6.2f} s  {text}", flush=True)
 
-    def start(self, name: str, command: list[str], env: dict[str, str], commits: pathlib.Path | None = None) -> Child:
-        """Start a child; a thread collects its lines."""
+    # ------------------------------------------------------------ processes
+
+    def start(self, module: str, *arguments: str, hear: Callable[[str], None] | None = None) -> subprocess.Popen[str]:
+        """Start a process; a thread writes its lines to a file and passes them on."""
         process = subprocess.Popen(
-            command, cwd=ROOT, env=os.environ | env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-        )
-        child = Child(name, process, commits)
-        self.children.append(child)
-        threading.Thread(target=self._collect, args=(child,), daemon=True).start()
-        return child
+            [sys.executable, "-m", module, *arguments], cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"},
+            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        )  # fmt: skip
+        self.processes.append(process)
+        log = self.folder / f"{module}-{process.pid}.log"
 
-    def _collect(self, child: Child) -> None:
-        assert child.process.stdout is not None
-        with (self.folder / f"{child.name}-{child.process.pid}.log").open("w") as log:
-            for line in child.process.stdout:
-                log.write(line)
-                log.flush()
-                child.lines.append(line.rstrip())
-                if found := re.search(r"digest (\w+)", line):
-                    child.digest = found[1]
-                if found := re.search(r"healed to step (\d+): (.+) in (\S+) s from (\d+) donors", line):
-                    self.say(
-                        f"    {child.name} healed to step {found[1]}: {found[2]} in {found[3]} s from {found[4]} donors"
-                    )
-                if found := re.search(r"prefetched (.+) of live state", line):
-                    self.say(f"    {child.name} copied {found[1]} of live state before it joined")
+        def collect() -> None:
+            assert process.stdout is not None
+            with log.open("w") as file:
+                for line in process.stdout:
+                    file.write(line)
+                    file.flush()
+                    if hear is not None:
+                        hear(line)
 
-    def start_lighthouse(self) -> None:
-        """Start (or restart) the lighthouse on the demo's port."""
-        command = [
-            sys.executable,
-            "-m",
-            "ft_core.lighthouse",
-            "--bind",
-            f"127.0.0.1:{self.port}",
-            "--min-replicas",
-            "1",
-        ]
-        self.lighthouse = self.start("lighthouse", command, {})
-        self.wait(lambda: self._listening(), "the lighthouse to listen")
-        self.say(f"lighthouse listens on port {self.port} (pid {self.lighthouse.process.pid})")
+        threading.Thread(target=collect, daemon=True).start()
+        return process
 
-    def _listening(self) -> bool:
-        with socket.socket() as probe:
-            return probe.connect_ex(("127.0.0.1", self.port)) == 0
+    def start_lighthouse(self) -> subprocess.Popen[str]:
+        """Start it (again), on the demo's port."""
+        process = self.start("ft_core.lighthouse", "--bind", self.lighthouse_at)
+        self.say(f"lighthouse started on {self.lighthouse_at} (pid {process.pid})")
+        return process
 
-    def start_trainer(self, group: int) -> None:
-        """Start (or restart) replica group `group`."""
-        count = sum(c.name == f"trainer-{group}" for c in self.children)
-        commits = self.folder / f"commits-{group}-{count}"
-        command = [sys.executable, "examples/ddp/train.py", "--steps", str(self.steps), "--commit-log", str(commits)]
-        env = {
-            "FT_LIGHTHOUSE": f"127.0.0.1:{self.port}",
-            "FT_REPLICA_ID": f"trainer-{group}",
-            "FT_REPLICA_GROUP": str(group),
-            "FT_NUM_REPLICA_GROUPS": "3",
-            "FT_HOSTNAME": "127.0.0.1",
-            "OMP_NUM_THREADS": "1",
-        }
-        self.trainers[group] = self.start(f"trainer-{group}", command, env, commits)
-        self.say(f"trainer-{group} started (pid {self.trainers[group].process.pid})")
+    def start_training(self) -> None:
+        """Start ftrun with three groups."""
+        training = ("examples/ddp/train.py", "--steps", str(self.steps))
+        log = ("--commit-log", str(self.folder / "commits-{group}-{pid}"))
+        options = ("--replicas", str(GROUPS), "--standby", "1", "--lighthouse", self.lighthouse_at)
+        self.ftrun = self.start("ft_core.launch", *options, *training, *log, hear=self.hear)
+        self.say(f"ftrun {' '.join((*options, *training))}")
 
-    def wait(self, condition: object, what: str) -> None:
-        """Wait until `condition()`; fails if a trainer died unasked or the time is over."""
-        while not condition():  # type: ignore[operator]
+    def hear(self, line: str) -> None:
+        """A line of ftrun or of one of its workers."""
+        if found := re.match(r"ftrun: \[replica-(\d+)\] started (from a warm standby )?\(pid (\d+)\)", line):
+            group, pid = int(found[1]), int(found[3])
+            how = "from a warm standby" if found[2] else "cold"
+            self.workers.append(Worker(group, pid, how, self.folder / f"commits-{group}-{pid}"))
+            self.say(f"replica-{group} started {how} (pid {pid})")
+        elif re.match(r"ftrun: \[standby\] \d+ ready", line):
+            self.warm += 1
+        elif found := re.match(r"\[replica-(\d+)/0\] done: .* digest (\w+)", line):
+            self.digests[int(found[1])] = found[2]
+        elif found := re.search(r"\[(replica-\d+)/0\].*(healed to step [1-9].*|prefetched .* of live state)", line):
+            self.say(f"    {found[1]} {found[2]}")
+
+    def end(self) -> None:
+        """End everything by its id; the workers go with ftrun."""
+        for process in self.processes:
+            if process.poll() is None:
+                process.kill()
+            process.wait()
+
+    # ------------------------------------------------------------ the story
+
+    def wait(self, condition: Callable[[], object], what: str) -> None:
+        """Wait until `condition()`; fails if the training ended before, or the time is over."""
+        while not condition():
+            if self.ftrun.poll() is not None:
+                raise SystemExit(f"the training ended before {what} (status {self.ftrun.poll()}); logs: {self.folder}")
             if time.time() - self.started > LIMIT_S:
-                raise SystemExit(f"gave up waiting for {what}; logs in {self.folder}")
-            for group, child in self.trainers.items():
-                if child.process.poll() not in (None, 0):
-                    tail = "\n".join(child.lines[-15:])
-                    raise SystemExit(f"trainer-{group} exited with {child.process.poll()} unasked:\n{tail}")
-            time.sleep(0.01)
+                raise SystemExit(f"gave up waiting for {what}; logs: {self.folder}")
+            time.sleep(0.02)
+
+    def newest(self) -> dict[int, Worker]:
+        """The running process of each group."""
+        return {worker.group: worker for worker in self.workers}
 
     def step(self) -> int:
-        """The newest step any trainer has committed."""
-        return max((s[-1][1] for c in self.trainers.values() if (s := c.steps())), default=0)
+        """The newest step that anyone has committed."""
+        return max((c[-1].step for w in self.newest().values() if (c := w.commits())), default=0)
 
-    def wait_step(self, step: int) -> None:
-        """Wait until `step` is committed, and report it."""
-        self.wait(lambda: self.step() >= step, f"step {step}")
-        child = max(self.trainers.values(), key=lambda c: len(c.steps()))
-        rows = child.steps()[-20:]
-        pace = statistics.median(b[0] - a[0] for a, b in itertools.pairwise(rows)) * 1000
-        self.say(f"step {rows[-1][1]}: {rows[-1][2]} members, {pace:.0f} ms per step")
+    def train(self, steps: int) -> None:
+        """Wait until so many more are committed by all groups, and report the pace."""
+        goal = self.step() + steps
 
-    def kill_trainer(self, group: int) -> None:
-        """kill -9, then report how long the survivors stood still."""
-        victim = self.trainers.pop(group)
-        at = time.time()
-        os.kill(victim.process.pid, signal.SIGKILL)
-        victim.process.wait()
-        self.say(f"kill -9 trainer-{group} at step {self.step()}")
-        survivors = list(self.trainers.items())
-        base = {g: len([r for r in c.steps() if r[0] <= at]) for g, c in survivors}
-        self.wait(lambda: all(len(c.steps()) >= base[g] + 8 for g, c in survivors), "the survivors to go on")
-        for g, child in survivors:
-            rows = child.steps()
-            normal = statistics.median(b[0] - a[0] for a, b in itertools.pairwise(rows))
-            around = rows[max(0, base[g] - 1) : base[g] + 8]
-            longest = max(b[0] - a[0] for a, b in itertools.pairwise(around))
-            self.say(
-                f"    trainer-{g} went on with {around[-1][2]} members; longest step {longest * 1000:.0f} ms, "
-                f"{(longest - normal) * 1000:.0f} ms beyond a normal one"
-            )
+        def reached() -> bool:
+            last = [c[-1] for w in self.newest().values() if (c := w.commits())]
+            return len(last) == GROUPS and all(c.step >= goal and c.participants == GROUPS for c in last)
+
+        self.wait(reached, f"step {goal} with {GROUPS} members")
+        rows = max((worker.commits() for worker in self.newest().values()), key=len)
+        self.say(f"step {rows[-1].step}: {rows[-1].participants} members, {normal(rows) * 1e3:.0f} ms per step")
+
+    def kill_replica(self, group: int) -> None:
+        """kill -9; report how long the survivors stood still, and when all were there again."""
+        self.wait(lambda: self.warm > sum(w.how != "cold" for w in self.workers), "a standby process was ready")
+        before = self.newest()
+        at, step = time.time(), self.step()
+        os.kill(before[group].pid, signal.SIGKILL)
+        self.say(f"kill -9 replica-{group} (pid {before[group].pid}) at step {step}")
+
+        def full() -> list[float]:
+            worker = self.newest()[group]
+            return [c.at for c in worker.commits() if c.participants == GROUPS] if worker != before[group] else []
+
+        self.wait(full, f"replica-{group} was back")
+        self.say(f"    {GROUPS} members again {full()[0] - at:.2f} s after the kill")
+        for other, worker in before.items():
+            if other != group:
+                rows = [c for c in worker.commits() if c.at <= full()[0]]
+                usual = normal([c for c in rows if c.at < at])
+                longest = max(b.at - a.at for a, b in itertools.pairwise(rows) if b.at > at)
+                self.say(f"    replica-{other}: longest step {longest * 1e3:.0f} ms, usual {usual * 1e3:.0f} ms")
 
     def finish(self) -> int:
         """Wait for the end and check it. Returns the exit code."""
-        self.wait(lambda: all(c.process.poll() == 0 for c in self.trainers.values()), "the trainers to finish")
+        left = LIMIT_S - (time.time() - self.started)
+        try:
+            status = self.ftrun.wait(max(1.0, left))
+        except subprocess.TimeoutExpired:
+            raise SystemExit(f"gave up waiting for the end; logs: {self.folder}") from None
+        self.say(f"ftrun ended with status {status}")
         time.sleep(0.2)
         print()
-        for group, child in sorted(self.trainers.items()):
-            print(f"  trainer-{group}  digest {child.digest}")
-        digests = {c.digest for c in self.trainers.values()}
+        for group, digest in sorted(self.digests.items()):
+            print(f"  replica-{group}  digest {digest}")
         problems = self.check_commits()
-        if len(digests) != 1 or "" in digests:
-            problems.append("the digests differ")
+        if status != 0:
+            problems.append(f"ftrun's exit status is {status}")
+        if len(self.digests) != GROUPS or len(set(self.digests.values())) != 1:
+            problems.append("the digests differ, or some are missing")
+        if len(self.workers) != GROUPS + KILLS:
+            problems.append(f"{len(self.workers)} processes were started, not {GROUPS + KILLS}: one died unasked")
         for problem in problems:
             print(f"  PROBLEM: {problem}")
         if problems:
@@ -195,13 +220,12 @@ class Demo:
         """
         problems = []
         histories: dict[int, set[str]] = {}
-        for child in self.children:
-            rows = child.steps()
-            steps = [row[1] for row in rows]
-            if any(b <= a for a, b in itertools.pairwise(steps)):
-                problems.append(f"{child.name} repeated a step: {steps}")
-            for _, step, _, lineage in rows:
-                histories.setdefault(step, set()).add(lineage)
+        for worker in self.workers:
+            rows = worker.commits()
+            if any(b.step <= a.step for a, b in itertools.pairwise(rows)):
+                problems.append(f"replica-{worker.group} (pid {worker.pid}) repeated a step: see {worker.log}")
+            for row in rows:
+                histories.setdefault(row.step, set()).add(row.lineage)
         missing = sorted(set(range(1, self.steps + 1)) - set(histories))
         if missing:
             problems.append(f"steps {missing[:10]} were never committed")
@@ -210,12 +234,10 @@ class Demo:
             problems.append(f"steps {forked[:10]} were committed more than once, with different histories")
         return problems
 
-    def end(self) -> None:
-        """End every child by its id."""
-        for child in self.children:
-            if child.process.poll() is None:
-                child.process.kill()
-            child.process.wait()
+
+def normal(rows: list[Commit]) -> float:
+    """Seconds of a usual step: the median of the last ones."""
+    return statistics.median([b.at - a.at for a, b in itertools.pairwise(rows[-20:])] or [0.0])
 
 
 def main() -> int:
@@ -225,32 +247,22 @@ def main() -> int:
     args = parser.parse_args()
     if args.steps < 300:
         parser.error("--steps must be at least 300, or the run is over before the story is told")
-    folder = pathlib.Path(tempfile.mkdtemp(prefix="ft-demo-"))
-    demo = Demo(args.steps, folder)
-    tenth = args.steps // 20
+    demo = Demo(args.steps, pathlib.Path(tempfile.mkdtemp(prefix="ft-demo-")))
     try:
-        demo.start_lighthouse()
-        for group in range(3):
-            demo.start_trainer(group)
-        demo.wait_step(tenth)
-        demo.kill_trainer(1)
-        demo.start_trainer(1)
-        demo.wait(lambda: bool(demo.trainers[1].steps()), "trainer-1 to return")
-        demo.say(f"    trainer-1 is back and committed step {demo.trainers[1].steps()[0][1]}")
-        demo.wait_step(demo.step() + tenth)
-        assert demo.lighthouse is not None
+        lighthouse = demo.start_lighthouse()
+        demo.start_training()
+        demo.train(args.steps // 20)
+        demo.kill_replica(1)
+        demo.train(args.steps // 20)
         before = demo.step()
-        demo.lighthouse.process.kill()
-        demo.lighthouse.process.wait()
+        lighthouse.kill()
+        lighthouse.wait()
         demo.say("kill -9 the lighthouse")
         time.sleep(2.0)
         demo.say(f"    {demo.step() - before} steps were committed without it")
         demo.start_lighthouse()
-        demo.wait_step(demo.step() + tenth // 2)
-        demo.kill_trainer(2)
-        demo.start_trainer(2)
-        demo.wait(lambda: bool(demo.trainers[2].steps()), "trainer-2 to return")
-        demo.say(f"    trainer-2 is back and committed step {demo.trainers[2].steps()[0][1]}")
+        demo.train(args.steps // 20)
+        demo.kill_replica(2)
         return demo.finish()
     finally:
         demo.end()

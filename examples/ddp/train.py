@@ -1,12 +1,12 @@
 """A character-level transformer on Python's own documentation, trained by replica groups that may die at any time.
 
-Start a lighthouse (`ft-lighthouse --bind [::]:29510 --min-replicas 1`), then one of these per replica group, on any
-machine:
+    ftrun --replicas 3 examples/ddp/train.py
+
+Kill any of them with `kill -9`: the others keep training, ftrun starts it again, and it takes their state over the
+network and goes on in step. At the end every replica prints the same digest. Without ftrun: start a lighthouse
+(`ft-lighthouse --bind [::]:29510`), then one of these per replica group, on any machine:
 
     FT_LIGHTHOUSE=host:29510 FT_REPLICA_GROUP=0 FT_NUM_REPLICA_GROUPS=3 python examples/ddp/train.py
-
-Kill any of them with `kill -9` and start it again: the others keep training, the newcomer takes their state over the
-network and goes on in step. At the end every replica prints the same digest.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ import os
 import pathlib
 import sys
 import time
-from datetime import timedelta
 from pydoc_data.topics import topics
 from typing import Any
 
@@ -27,6 +26,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from ft_core import DistributedDataParallel, DistributedSampler, Manager, Optimizer, ProcessGroupGloo
+from ft_core.errors import JobFinishedError
 
 CONTEXT = 64
 
@@ -75,7 +75,8 @@ def digest(model: nn.Module) -> str:
     return h.hexdigest()[:16]
 
 
-def main() -> int:
+def options() -> argparse.Namespace:
+    """The command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--batch-size", type=int, default=8)
@@ -84,9 +85,15 @@ def main() -> int:
     parser.add_argument("--log-every", type=int, default=20)
     parser.add_argument("--checkpoint-dir", type=pathlib.Path, help="write and resume durable checkpoints here")
     parser.add_argument("--save-every", type=int, default=100, metavar="STEPS")
-    parser.add_argument("--commit-log", type=pathlib.Path, help="append one line per committed step (for scripts/demo)")
-    args = parser.parse_args()
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S", stream=sys.stderr)
+    parser.add_argument("--wait-for-others", type=float, default=15.0, metavar="S", help="at the end, see there")
+    parser.add_argument(
+        "--commit-log", default="", metavar="PATH", help="append a line per commit; {group} and {pid} are replaced"
+    )
+    return parser.parse_args()
+
+
+def train(args: argparse.Namespace) -> None:
+    """Train to `args.steps`, with whoever else does."""
     torch.set_num_threads(1)
     group = int(os.environ.get("FT_REPLICA_GROUP", 0))
     groups = int(os.environ.get("FT_NUM_REPLICA_GROUPS", 1))
@@ -108,13 +115,11 @@ def main() -> int:
         pg=ProcessGroupGloo(),
         load_state_dict=load_state,
         state_dict=lambda: {"model": model.state_dict(), "optimizer": inner.state_dict()},
-        timeout=timedelta(seconds=30),
     )
     ddp = DistributedDataParallel(manager, model)
     optimizer = Optimizer(manager, inner)
-    checkpoint = Checkpoint(args.checkpoint_dir, manager, model, inner) if args.checkpoint_dir else None
-    if checkpoint:
-        checkpoint.load()
+    checkpoint = Checkpoint(args.checkpoint_dir, manager, model, inner)
+    checkpoint.load()
 
     started = last = time.monotonic()
     while manager.current_step() < args.steps:
@@ -125,46 +130,81 @@ def main() -> int:
             if index < skip:
                 continue
             optimizer.zero_grad()  # opens the step: joins, heals, or just goes on
+            if manager.current_step() >= args.steps:
+                manager.should_commit()  # came back when the others were done: see wait_for_others
+                break
             loss = F.cross_entropy(ddp(x).flatten(0, 1), y.flatten())
             loss.backward()
             optimizer.step()  # on all replicas, or on none
             if not optimizer.committed:
                 continue
             step, now = manager.current_step(), time.monotonic()
-            if args.commit_log:
-                lineage = manager.state_dict()["lineage"]
-                with args.commit_log.open("a") as log:
-                    log.write(f"{time.time():.4f} {step} {manager.num_participants()} {lineage:x}\n")
+            log_commit(args.commit_log.format(group=group, pid=os.getpid()), manager)
             if step % args.log_every == 0 or step == args.steps:
                 ms = (now - last) * 1000 / args.log_every
                 members = manager.num_participants()
                 print(f"step {step:4d}  loss {loss.item():.3f}  participants {members}  {ms:.1f} ms/step", flush=True)
                 last = now
-            if checkpoint:
-                checkpoint.after_commit(step, args.save_every)
+            checkpoint.after_commit(step, args.save_every)
             if step >= args.steps or (index + 1 < len(loader) and step % len(loader) != (index + 1) % len(loader)):
                 break  # done, or healed to another position in the data
+    wait_for_others(manager, groups, args.wait_for_others)
     manager.leave("finished", finished=True)
-    if checkpoint:
-        checkpoint.publish()
+    checkpoint.publish()
     print(f"done: {args.steps} steps in {time.monotonic() - started:.1f} s, digest {digest(model)}", flush=True)
     manager.shutdown()
+
+
+def main() -> int:
+    """Options, logging, and a clear word to whoever comes when all is done."""
+    args = options()
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S", stream=sys.stderr)
+    try:
+        train(args)
+    except JobFinishedError as error:
+        print(f"nothing left to do: {error}", flush=True)
     return 0
 
 
+def log_commit(path: str, manager: Manager) -> None:
+    """One line: when, which step, with how many, on which history. '': none."""
+    if not path:
+        return
+    words = manager.current_step(), manager.num_participants(), f"{manager.state_dict()['lineage']:x}"
+    with open(path, "a") as log:
+        print(f"{time.time():.4f}", *words, file=log)
+
+
+def wait_for_others(manager: Manager, groups: int, max_s: float) -> None:
+    """A group that is being restarted right now shall end with the others: idle steps until it is back.
+
+    Nobody steps the optimizer in them, and all see the same number of participants, so all end after the same one.
+    """
+    until = time.monotonic() + max_s
+    while manager.num_participants() < groups and time.monotonic() < until:
+        time.sleep(0.05)
+        manager.start_quorum()
+        manager.should_commit()
+
+
 class Checkpoint:
-    """Durable checkpoints, written by the first participant, visible only once no failure can undo their step."""
+    """Durable checkpoints, written by the first participant, visible only once no failure can undo their step.
+
+    Without a folder there are none.
+    """
 
     def __init__(
-        self, folder: pathlib.Path, manager: Manager, model: nn.Module, optimizer: torch.optim.Optimizer
+        self, folder: pathlib.Path | None, manager: Manager, model: nn.Module, optimizer: torch.optim.Optimizer
     ) -> None:
+        self.wanted = folder is not None
+        folder = folder or pathlib.Path()
         folder.mkdir(parents=True, exist_ok=True)
         self.path, self.manager, self.model, self.optimizer = folder / "last.pt", manager, model, optimizer
         self.written: tuple[int, pathlib.Path] | None = None
 
     def load(self) -> None:
         """Resume, if there is something to resume from."""
-        if not self.path.exists():
+        if not self.wanted or not self.path.exists():
             return
         state = torch.load(self.path, weights_only=True)
         self.model.load_state_dict(state["model"])
@@ -175,7 +215,7 @@ class Checkpoint:
     def after_commit(self, step: int, every: int) -> None:
         """Write every `every` steps; rename an earlier one into place as soon as its step is stable."""
         self.publish()
-        if step % every or self.manager.participating_rank() != 0:
+        if not self.wanted or step % every or self.manager.participating_rank() != 0:
             return
         with self.manager.pause("saving a checkpoint", max_s=60):
             path = self.path.with_suffix(f".{self.manager.replica_id.replace(':', '-')}.tmp")

@@ -363,7 +363,7 @@ class StatusRequest(_message.Message):
     def __init__(self, protocol_version: _Optional[int] = ..., room: _Optional[str] = ...) -> None: ...
 
 class ReplicaStatus(_message.Message):
-    __slots__ = ("replica_id", "life", "since_ms", "step", "phase", "asking", "member", "stable", "paused_ms")
+    __slots__ = ("replica_id", "life", "since_ms", "step", "phase", "asking", "member", "stable", "paused_ms", "committed", "stalled")
     REPLICA_ID_FIELD_NUMBER: _ClassVar[int]
     LIFE_FIELD_NUMBER: _ClassVar[int]
     SINCE_MS_FIELD_NUMBER: _ClassVar[int]
@@ -373,6 +373,8 @@ class ReplicaStatus(_message.Message):
     MEMBER_FIELD_NUMBER: _ClassVar[int]
     STABLE_FIELD_NUMBER: _ClassVar[int]
     PAUSED_MS_FIELD_NUMBER: _ClassVar[int]
+    COMMITTED_FIELD_NUMBER: _ClassVar[int]
+    STALLED_FIELD_NUMBER: _ClassVar[int]
     replica_id: str
     life: str
     since_ms: int
@@ -382,7 +384,9 @@ class ReplicaStatus(_message.Message):
     member: bool
     stable: Version
     paused_ms: int
-    def __init__(self, replica_id: _Optional[str] = ..., life: _Optional[str] = ..., since_ms: _Optional[int] = ..., step: _Optional[int] = ..., phase: _Optional[str] = ..., asking: bool = ..., member: bool = ..., stable: _Optional[_Union[Version, _Mapping]] = ..., paused_ms: _Optional[int] = ...) -> None: ...
+    committed: bool
+    stalled: str
+    def __init__(self, replica_id: _Optional[str] = ..., life: _Optional[str] = ..., since_ms: _Optional[int] = ..., step: _Optional[int] = ..., phase: _Optional[str] = ..., asking: bool = ..., member: bool = ..., stable: _Optional[_Union[Version, _Mapping]] = ..., paused_ms: _Optional[int] = ..., committed: bool = ..., stalled: _Optional[str] = ...) -> None: ...
 
 class RoomStatus(_message.Message):
     __slots__ = ("room", "quorum_id", "members", "reason", "closed", "replicas")
@@ -477,7 +481,7 @@ class JoinRequest(_message.Message):
     def __init__(self, protocol_version: _Optional[int] = ..., release: _Optional[str] = ..., replica_id: _Optional[str] = ..., rank: _Optional[int] = ..., world_size: _Optional[int] = ..., incarnation: _Optional[int] = ...) -> None: ...
 
 class Verdict(_message.Message):
-    __slots__ = ("quorum_id", "attempt", "outcome", "reason", "weight", "contributors", "change", "healed", "exhausted", "stop", "behind")
+    __slots__ = ("quorum_id", "attempt", "outcome", "reason", "weight", "contributors", "change", "healed", "exhausted", "stop", "behind", "drain")
     class Outcome(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         OUTCOME_UNSPECIFIED: _ClassVar[Verdict.Outcome]
@@ -499,6 +503,7 @@ class Verdict(_message.Message):
     EXHAUSTED_FIELD_NUMBER: _ClassVar[int]
     STOP_FIELD_NUMBER: _ClassVar[int]
     BEHIND_FIELD_NUMBER: _ClassVar[int]
+    DRAIN_FIELD_NUMBER: _ClassVar[int]
     quorum_id: int
     attempt: int
     outcome: Verdict.Outcome
@@ -510,7 +515,8 @@ class Verdict(_message.Message):
     exhausted: bool
     stop: bool
     behind: bool
-    def __init__(self, quorum_id: _Optional[int] = ..., attempt: _Optional[int] = ..., outcome: _Optional[_Union[Verdict.Outcome, str]] = ..., reason: _Optional[str] = ..., weight: _Optional[int] = ..., contributors: _Optional[int] = ..., change: bool = ..., healed: bool = ..., exhausted: bool = ..., stop: bool = ..., behind: bool = ...) -> None: ...
+    drain: bool
+    def __init__(self, quorum_id: _Optional[int] = ..., attempt: _Optional[int] = ..., outcome: _Optional[_Union[Verdict.Outcome, str]] = ..., reason: _Optional[str] = ..., weight: _Optional[int] = ..., contributors: _Optional[int] = ..., change: bool = ..., healed: bool = ..., exhausted: bool = ..., stop: bool = ..., behind: bool = ..., drain: bool = ...) -> None: ...
 
 class Break(_message.Message):
     __slots__ = ("quorum_id", "reason")
@@ -521,13 +527,14 @@ class Break(_message.Message):
     def __init__(self, quorum_id: _Optional[int] = ..., reason: _Optional[str] = ...) -> None: ...
 
 class GroupRequest(_message.Message):
-    __slots__ = ("join", "progress", "ask", "vote", "broken", "left", "room")
+    __slots__ = ("join", "progress", "ask", "vote", "broken", "left", "order", "room")
     JOIN_FIELD_NUMBER: _ClassVar[int]
     PROGRESS_FIELD_NUMBER: _ClassVar[int]
     ASK_FIELD_NUMBER: _ClassVar[int]
     VOTE_FIELD_NUMBER: _ClassVar[int]
     BROKEN_FIELD_NUMBER: _ClassVar[int]
     LEFT_FIELD_NUMBER: _ClassVar[int]
+    ORDER_FIELD_NUMBER: _ClassVar[int]
     ROOM_FIELD_NUMBER: _ClassVar[int]
     join: JoinRequest
     progress: Progress
@@ -535,8 +542,9 @@ class GroupRequest(_message.Message):
     vote: Verdict
     broken: Break
     left: Left
+    order: Order
     room: str
-    def __init__(self, join: _Optional[_Union[JoinRequest, _Mapping]] = ..., progress: _Optional[_Union[Progress, _Mapping]] = ..., ask: _Optional[_Union[Ask, _Mapping]] = ..., vote: _Optional[_Union[Verdict, _Mapping]] = ..., broken: _Optional[_Union[Break, _Mapping]] = ..., left: _Optional[_Union[Left, _Mapping]] = ..., room: _Optional[str] = ...) -> None: ...
+    def __init__(self, join: _Optional[_Union[JoinRequest, _Mapping]] = ..., progress: _Optional[_Union[Progress, _Mapping]] = ..., ask: _Optional[_Union[Ask, _Mapping]] = ..., vote: _Optional[_Union[Verdict, _Mapping]] = ..., broken: _Optional[_Union[Break, _Mapping]] = ..., left: _Optional[_Union[Left, _Mapping]] = ..., order: _Optional[_Union[Order, _Mapping]] = ..., room: _Optional[str] = ...) -> None: ...
 
 class Joined(_message.Message):
     __slots__ = ("protocol_version", "liveness_ms")

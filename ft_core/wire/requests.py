@@ -24,6 +24,7 @@ from ft_core.wire.bounds import (
     sending,
     to_ms,
 )
+from ft_core.wire.pushes import Order, pb_push
 from ft_core.wire.state import (
     Opening,
     Renewal,
@@ -142,7 +143,7 @@ def encode_join(join: Join, release: str) -> bytes:
         return pb.GroupRequest(join=m).SerializeToString()
 
 
-def encode_rank(message: Renewal | RankAsk | Verdict | Broken | Left) -> bytes:
+def encode_rank(message: Renewal | RankAsk | Verdict | Broken | Order | Left) -> bytes:
     """A rank's later messages."""
     with sending(type(message).__name__):
         match message:
@@ -155,12 +156,16 @@ def encode_rank(message: Renewal | RankAsk | Verdict | Broken | Left) -> bytes:
                 request = pb.GroupRequest(vote=pb_verdict(message))
             case Broken():
                 request = pb.GroupRequest(broken=pb.Break(quorum_id=message.quorum_id, reason=clip(message.reason)))
+            case Order():
+                request = pb.GroupRequest(order=pb_push(message).order)
             case _:
                 request = pb.GroupRequest(left=pb_left(message))
         return request.SerializeToString()
 
 
-def decode_group_request(data: bytes, replica_id: str = "") -> Join | Renewal | RankAsk | Verdict | Broken | Left:
+def decode_group_request(
+    data: bytes, replica_id: str = ""
+) -> Join | Renewal | RankAsk | Verdict | Broken | Order | Left:
     """A rank's message to its leader.
 
     Raises:
@@ -187,6 +192,10 @@ def decode_group_request(data: bytes, replica_id: str = "") -> Join | Renewal | 
             return Broken(message.broken.quorum_id, clip(message.broken.reason))
         case "left":
             return read_left(message.left, replica_id, 0)
+        case "order":
+            if message.order.kind != pb.Order.Kind.DRAIN:
+                raise ProtocolError("a rank may only ask its group to drain")
+            return Order(kill=False, reason=clip(message.order.reason))
         case _:
             raise ProtocolError("an empty GroupRequest arrived")
 

@@ -240,7 +240,7 @@ def pb_verdict(v: Verdict) -> pb.Verdict:
     return pb.Verdict(
         quorum_id=v.quorum_id, attempt=v.attempt, outcome=_OUTCOMES[v.outcome], reason=clip(v.reason), weight=v.weight,
         contributors=v.contributors, change=v.change, healed=v.healed, exhausted=v.exhausted, stop=v.stop,
-        behind=v.behind,
+        behind=v.behind, drain=v.drain,
     )  # fmt: skip
 
 
@@ -255,5 +255,5 @@ def read_verdict(m: pb.Verdict) -> Verdict:
     check.number("contributors", m.contributors, 0, MAX_REPLICAS)
     return Verdict(
         m.quorum_id, m.attempt, outcome, clip(m.reason), m.weight, m.contributors, m.change, m.healed, m.exhausted,
-        m.stop, m.behind,
+        m.stop, m.behind, m.drain,
     )  # fmt: skip

@@ -146,6 +146,14 @@ class Cluster:
         partial.write_text(str(step))
         partial.rename(self._end)
 
+    def drain(self, name: str) -> Process:
+        """SIGTERM a trainer, and wait until it has ended well."""
+        process = self.trainers.pop(name)
+        process.signal(signal.SIGTERM)
+        code = process.popen.wait(WAIT_S)
+        assert code == 0, f"{name} exited with {code}:\n" + "\n".join(process.errors[-25:])
+        return process
+
     def wait_ends(self) -> set[str]:
         """Let all trainers go on for a while, end well, and check the whole run; returns their digests."""
         last = max(p.step() for p in self.trainers.values()) + END_AFTER
@@ -203,4 +211,6 @@ def _read(process: Process) -> None:
 def _read_errors(process: Process) -> None:
     assert process.popen.stderr is not None
     for line in process.popen.stderr:
-        process.errors.append(line.rstrip())
+        with process.changed:
+            process.errors.append(line.rstrip())
+            process.changed.notify_all()

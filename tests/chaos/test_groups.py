@@ -7,6 +7,7 @@ import os
 import signal
 import socket
 import sys
+import time
 
 import pytest
 
@@ -30,6 +31,13 @@ def digests(group: Process) -> dict[str, str]:
     return {row[2]: row[1] for row in rows}
 
 
+def pids(group: Process) -> list[int]:
+    """Of its two ranks."""
+    found = [int(line.split()[1]) for _, line in group.lines if line.startswith("pid ")]
+    assert len(found) == 2
+    return found
+
+
 def _both_done(group: Process) -> bool:
     return len(digests(group)) == 2
 
@@ -38,9 +46,7 @@ def test_a_group_loses_a_rank_restarts_and_heals() -> None:
     with Cluster(STEP_MS=20, FT_NUM_REPLICA_GROUPS=2) as cluster:
         one, two = start_group(cluster, "one"), start_group(cluster, "two")
         one.wait_step(15)
-        pids = [int(line.split()[1]) for _, line in two.lines if line.startswith("pid ")]
-        assert len(pids) == 2
-        os.kill(pids[1], signal.SIGKILL)  # rank 0 or 1 of group two: the agent restarts both
+        os.kill(pids(two)[1], signal.SIGKILL)  # rank 0 or 1 of group two: the agent restarts both
         two.wait_for(lambda: sum(line.startswith("ready") for _, line in two.lines) == 4, "restarted both ranks")
         back = two.step()
         two.wait_step(back + 1)
@@ -69,3 +75,37 @@ def test_one_rank_that_silently_differs_makes_its_whole_group_heal() -> None:
             group.wait_for(functools.partial(_both_done, group), "printed both digests")
         assert digests(one) == digests(two)
         assert any("differs from the others" in line for line in one.errors)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_sigterm_to_one_rank_drains_its_whole_group(rank: int) -> None:
+    with Cluster(STEP_MS=20, FT_NUM_REPLICA_GROUPS=2) as cluster:
+        one, two = start_group(cluster, "one"), start_group(cluster, "two")
+        one.wait_step(10)
+        os.kill(pids(two)[rank], signal.SIGTERM)
+        assert two.popen.wait(60) == 0, "\n".join(two.errors[-25:])
+        assert sum("drained at step" in line for line in two.errors) == 2
+        one.wait_step(two.step() + 10)
+        cluster.end_at(one.step() + 20)
+        assert one.popen.wait(60) == 0, "\n".join(one.errors[-25:])
+        one.wait_for(functools.partial(_both_done, one), "printed both digests")
+        ends = set()
+        for group in (one, two):
+            assert [line for _, line in group.lines if line.startswith("veto")] == []
+            for number in ("0", "1"):
+                rows = [line.split() for _, line in group.lines if line.startswith("commit")]
+                steps = [int(row[1]) for row in rows if row[4] == number]
+                assert steps == list(range(1, steps[-1] + 1)), "a step was lost"
+                ends.add((group.name, steps[-1]))
+        assert len(ends) == 2  # the ranks of a group end at the same step
+
+
+def test_sigterm_to_one_rank_of_a_group_that_waits_for_a_quorum() -> None:
+    with Cluster(FT_NUM_REPLICA_GROUPS=2, FT_MIN_REPLICAS=2) as cluster:
+        lonely = start_group(cluster, "lonely", TIMEOUT_S=60)
+        lonely.wait_for(lambda: sum(line.startswith("ready") for _, line in lonely.lines) == 2, "started both ranks")
+        lonely.wait_for(lambda: any("waiting for a quorum" in line for line in lonely.errors), "waited")
+        since = time.monotonic()
+        os.kill(pids(lonely)[1], signal.SIGTERM)
+        assert lonely.popen.wait(30) == 0, "\n".join(lonely.errors[-25:])
+        assert time.monotonic() - since < 10.0  # no timeout was waited for

@@ -29,6 +29,21 @@ def test_a_killed_replica_is_lost_and_taken_back() -> None:
         assert b.step() == a.step()
 
 
+def test_a_replica_that_is_asked_to_end_costs_the_others_nothing() -> None:
+    with Cluster(FT_NUM_REPLICA_GROUPS=3) as cluster:
+        a, b, c = (cluster.start(name) for name in NAMES)
+        a.wait_step(30)
+        cluster.drain("c")
+        assert any("drained at step" in line for line in c.errors)
+        a.wait_step(c.step() + 30)
+        assert len(cluster.wait_ends()) == 1
+        for survivor in (a, b):
+            steps = [row[1] for row in survivor.commits()]
+            assert steps == list(range(1, steps[-1] + 1)), "a step was lost"
+            assert [line for _, line in survivor.lines if line.startswith("veto")] == []
+        assert {row[2] for row in a.commits()} == {2, 3}
+
+
 def test_a_death_hidden_by_a_forked_child_is_found_at_once() -> None:
     with Cluster(FT_NUM_REPLICA_GROUPS=3) as cluster:
         a, _b, _c = (cluster.start(name, **({"FORK": 1} if name == "c" else {})) for name in NAMES)

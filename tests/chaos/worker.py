@@ -1,12 +1,11 @@
-"""A trainer process for the chaos tests. Prints one line per event: `commit STEP PARTICIPANTS LINEAGE`, `done DIGEST`.
+"""A trainer process for the chaos tests. Prints one line per event: `commit STEP PARTICIPANTS LINEAGE RANK`, `veto STEP
+RANK`, `done DIGEST RANK`.
 
 Behaviour comes from the environment: STEPS_FILE (train until this file names a step, and to that step), STEP_MS (how
-long
-a step takes at least), FORK (keep a forked child alive, as DataLoader workers do), HANG_AT (stop before this step),
-BN (a
-BatchNorm layer), METRIC (a collective of the user's after backward; SILENT_AT: stop before that of this step), PARITY
-(parity_check_every), CORRUPT_AT (rank:step after which this rank's parameters silently change), PIDS and LOG (say
-more).
+long a step takes at least), FORK (keep a forked child alive, as DataLoader workers do), HANG_AT (stop before this
+step), HANG_ONCE (name:step: that group hangs there in its first run), BN (a BatchNorm layer), METRIC (a collective of
+the user's after backward; SILENT_AT: stop before that of this step), PARITY (parity_check_every), CORRUPT_AT (rank:step
+after which this rank's parameters silently change), PIDS and LOG (say more).
 """
 
 from __future__ import annotations
@@ -29,6 +28,14 @@ from ft_core import DistributedDataParallel, Manager, Optimizer, ProcessGroupGlo
 def say(*words: object) -> None:
     # One write per line: the ranks of a group share a pipe.
     os.write(1, (" ".join(map(str, words)) + "\n").encode())
+
+
+def hangs(step: int) -> bool:
+    env = os.environ
+    first_run = env.get("TORCHELASTIC_RESTART_COUNT") == "0"
+    return env.get("HANG_AT") == str(step) or (
+        first_run and env.get("HANG_ONCE") == f"{env.get('FT_REPLICA_ID')}:{step}"
+    )
 
 
 def main() -> int:
@@ -68,7 +75,7 @@ def main() -> int:
     generator = torch.Generator().manual_seed(os.getpid())
     pace = threading.Event()
     while not end.exists() or manager.current_step() < int(end.read_text()):
-        if env.get("HANG_AT") and manager.current_step() == int(env["HANG_AT"]):
+        if hangs(manager.current_step()):
             say("hanging")
             pace.wait()
         optimizer.zero_grad()
@@ -87,6 +94,8 @@ def main() -> int:
         if optimizer.committed:
             lineage = manager.state_dict()["lineage"]
             say("commit", manager.current_step(), manager.num_participants(), f"{lineage:x}", rank)
+        else:
+            say("veto", manager.current_step(), rank)
     manager.leave("finished", finished=True)
     digest = hashlib.sha256(b"".join(t.contiguous().numpy().tobytes() for t in model.state_dict().values()))
     say("done", digest.hexdigest()[:16], rank)

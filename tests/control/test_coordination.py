@@ -87,6 +87,43 @@ def test_status_and_a_supervisors_word(client: LighthouseClient, lighthouse: Lig
     two.close()
 
 
+def test_status_names_who_is_stalled(client: LighthouseClient, lighthouse: LighthouseServer) -> None:
+    one, two = (Replica(lighthouse.address(), name, expected=2) for name in ("a:1", "b:1"))
+    for each in (one, two):
+        each.lease.wait_connected(5)
+        each.ask()
+    one.answer()
+    two.answer()
+    assert [r.committed for r in client.status().rooms[0].replicas] == [False, False]
+    one.ask(step=1, failed=True, min_replicas=2)  # a step was committed; it may not go on alone
+    wait_until(lambda: any(r.stalled for r in client.status().rooms[0].replicas))
+    replicas = {r.replica_id: r for r in client.status().rooms[0].replicas}
+    assert replicas["b:1"].stalled == "b:1 is alive but did not arrive within 2 s (alive)"
+    assert replicas["b:1"].committed
+    assert replicas["a:1"].stalled == ""
+    two.ask(step=1)
+    two.answer()
+    assert [r.stalled for r in client.status().rooms[0].replicas] == ["", ""]
+    one.close()
+    two.close()
+
+
+def test_a_supervisors_word_that_overtakes_the_end_of_the_lease(
+    client: LighthouseClient, lighthouse: LighthouseServer
+) -> None:
+    one, two = (Replica(lighthouse.address(), name, expected=2) for name in ("a:1", "b:1"))
+    for each in (one, two):
+        each.lease.wait_connected(5)
+        each.ask()
+    quorum = one.answer()
+    two.answer()
+    assert client.report_ended("b")
+    assert one.recorder.of("member_lost") == []
+    two.close()
+    assert one.recorder.wait("member_lost") == (quorum.quorum_id, ("b:1",))
+    one.close()
+
+
 def test_a_finished_room_is_reopened(client: LighthouseClient, lighthouse: LighthouseServer) -> None:
     one = Replica(lighthouse.address(), "a:1")
     one.lease.wait_connected(5)

@@ -30,10 +30,10 @@ SIZE = 3
 class Group:
     """Three ranks in this process."""
 
-    def __init__(self, address: str, **settings: Any) -> None:
+    def __init__(self, address: str, *, drains: bool = False, **settings: Any) -> None:
         self.recorders = [Recorder(Hello(ID, "g", 0, 0, group_world_size=SIZE)) for _ in range(SIZE)]
         lease = LeaseSettings(address, ID, BUDGET, **settings)
-        leader = LeaderControl(lease, self.recorders[0], world_size=SIZE, hostname="127.0.0.1")
+        leader = LeaderControl(lease, self.recorders[0], world_size=SIZE, hostname="127.0.0.1", drains=drains)
         self.address = leader.address
         to_leader = replace(lease, address=leader.address, setting="group rank 0's address")
         self.controls: list[Control] = [leader]
@@ -322,3 +322,44 @@ def test_a_group_of_one_needs_nobody(lighthouse: LighthouseServer) -> None:
     control.break_group(1, "mine alone")
     control.shutdown()
     assert recorder.of("member_lost") == []
+
+
+# ------------------------------------------------------------ draining
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_drain_of_one_rank_is_told_to_all(group: Group, rank: int) -> None:
+    group.controls[rank].drain("SIGTERM")
+    assert [recorder.wait("drain") for recorder in group.recorders] == [("SIGTERM",)] * SIZE
+    for number in range(SIZE):  # these ranks do not end by themselves: they may go on
+        group.ask(number)
+    group.answers()
+
+
+def test_a_rank_without_its_leader_drains_alone(group: Group) -> None:
+    group.controls[0].shutdown()
+    group.recorders[1].wait("member_lost")
+    group.controls[1].drain("SIGTERM")
+    assert group.recorders[1].wait("drain") == ("SIGTERM",)
+
+
+def test_a_group_that_drains_asks_no_more(lighthouse: LighthouseServer, replica: Callable[..., Replica]) -> None:
+    """Otherwise one rank could give up waiting, and another still enter the quorum."""
+    group = Group(lighthouse.address(), drains=True).start()
+    other = replica("h:1", expected=2)
+    other.lease.wait_connected(5)
+    for rank in range(SIZE):
+        group.ask(rank)
+    for rank in range(SIZE):
+        group.recorders[rank].wait("reason")  # the other one has not asked yet
+    group.controls[2].drain("SIGTERM")
+    for recorder in group.recorders:
+        recorder.wait("drain")
+    other.ask()
+    assert other.answer().ids == (ID, "h:1")
+    group.ask(1)  # late: told again
+    group.recorders[1].wait("drain", lambda _: len(group.recorders[1].of("drain")) == 2)
+    assert [recorder.of("quorum") for recorder in group.recorders] == [[], [], []]
+    group.controls[0].leave("drained: SIGTERM", finished=False, version=VOID, agreed=False, timeout_s=5)
+    assert other.recorder.wait("member_lost")[1] == (ID,)
+    group.close()

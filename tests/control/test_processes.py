@@ -217,3 +217,12 @@ def test_a_frozen_lighthouse_loses_nobody(child: Callable[..., Child]) -> None:
         assert one.recorder.of("member_lost") == []
     for one in (newcomer, *replicas):
         one.close()
+
+
+def test_the_command_ends_at_the_first_of_many_signals(child: Callable[..., Child]) -> None:
+    """Launchers repeat SIGTERM: a handler that waits for a lock would wait for the one it has interrupted."""
+    lighthouse = child("ft_core.lighthouse", "--bind", "127.0.0.1:0")
+    assert lighthouse.line().startswith("ft-lighthouse listens on ")
+    while lighthouse.process.poll() is None:
+        lighthouse.process.send_signal(signal.SIGTERM)
+    assert lighthouse.process.wait(10) in (0, -signal.SIGTERM)  # the last ones may hit the interpreter's own end

@@ -47,7 +47,7 @@ HELLOS = st.builds(
 )  # fmt: skip
 VERDICTS = st.builds(
     Verdict, INT64, st.integers(0, 2**40), st.sampled_from(Outcome), TEXTS, U64, st.integers(0, 256), st.booleans(),
-    st.booleans(), st.booleans(), st.booleans(),
+    st.booleans(), st.booleans(), st.booleans(), st.booleans(), st.booleans(),
 )  # fmt: skip
 PROGRESSES = st.builds(Progress, st.just("me"), st.just(7), INT64, NAMES, VERSIONS, MILLIS, ADDRESSES)
 LEFTS = st.builds(Left, st.just("me"), st.just(7), TEXTS, st.booleans(), VERSIONS, st.booleans())

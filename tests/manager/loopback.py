@@ -236,6 +236,9 @@ class LoopbackControl:
 
     def break_group(self, quorum_id: int, reason: str) -> None: ...
 
+    def drain(self, reason: str) -> None:
+        self._handler.on_drain(reason)
+
     def shutdown(self, timeout_s: float = 5.0) -> None:
         if self.connected:
             self.connected = False

@@ -34,6 +34,7 @@ def test_every_combination_of_three_votes() -> None:
 flags = st.builds(
     Verdict, st.just(9), st.just(2), st.sampled_from([Outcome.COMMIT, Outcome.VETO]), change=st.booleans(),
     healed=st.booleans(), exhausted=st.booleans(), stop=st.booleans(), behind=st.booleans(),
+    drain=st.booleans(),
 )  # fmt: skip
 
 
@@ -49,6 +50,7 @@ def test_the_answer_does_not_depend_on_order_or_repetition(votes: list[Verdict],
     assert all(a == final for a in decided)
     assert final.change == any(v.change for v in votes)
     assert final.stop == any(v.stop for v in votes)
+    assert final.drain == any(v.drain for v in votes)
     assert final.healed == all(v.healed for v in votes)
     assert final.behind == any(v.behind for v in votes)
 

@@ -192,6 +192,113 @@ def test_pause_is_told_to_the_peers_once() -> None:
     assert script.progress("a", 3) == ["a busy for 0 s -> b"]
 
 
+def test_a_member_that_does_not_come_is_stalled_until_it_asks() -> None:
+    script = Script()
+    script.train("a", "b")
+    script.progress("b", 3, phase="launched")
+    script.ask("a", 3, failed=True)
+    assert script.later(JOIN - 0.1) == []
+    assert script.later(0.2) == [
+        "# b is alive but did not arrive within 10 s (alive, last seen in launched)",
+        "quorum a -> a#2", "# quorum of 1 at step 3: a; without: b", "superseded -> b",
+    ]  # fmt: skip
+    record = script.room.records["b"]
+    assert record.stalled == "b is alive but did not arrive within 10 s (alive, last seen in launched)"
+    script.ends("b")
+    script.hello("b")
+    assert record.stalled, "a blip of its connection is no sign of life of its training thread"
+    script.ask("b", 3)
+    assert record.stalled == ""
+
+
+def test_it_is_stalled_too_when_the_others_are_too_few_without_it() -> None:
+    script = Script()
+    script.train("a", "b")
+    script.ask("a", 3, failed=True, min_replicas=2)
+    assert script.later(2 * JOIN) == [
+        "# b is alive but did not arrive within 10 s (alive)",
+        "tell a: 1 of the 2 groups that min_replicas asks for are here (a)",
+    ]
+    assert script.progress("b", 3) == [], "said once"
+    assert script.room.records["b"].stalled
+    script.do(Ended("b"))
+    script.do(Ended("b"))  # its name and its id are the same here
+    assert script.room.records["b"].stalled == ""
+
+
+def test_it_is_stalled_too_when_it_holds_what_the_others_wait_for() -> None:
+    script = Script()
+    script.train("a", "b")
+    script.progress("b", 4)
+    assert "b holds step 4, newer" in script.ask("a", 3, failed=True)[-1]
+    assert script.later(2 * JOIN) == ["# b is alive but did not arrive within 10 s (alive, last seen in open)"]
+
+
+def test_who_is_not_stalled() -> None:
+    script = Script()
+    script.train("a", "b", "c")
+    assert script.later(10 * JOIN) == [], "nobody asks: nobody is waited for"
+    script.progress("b", 3, phase="saving", paused_s=30.0)
+    script.ends("c", silence_s=LIVENESS)
+    script.ask("a", 3, failed=True)
+    script.later(29.0)
+    assert [r.stalled for r in script.room.records.values()] == ["", "", ""]
+    script.later(2.0)
+    assert script.room.records["b"].stalled
+    script.progress("b", 3, phase="saving", paused_s=30.0)
+    assert script.room.records["b"].stalled == "", "it is busy, and says so"
+
+
+def test_a_supervisors_word_may_be_faster_than_the_end_of_the_lease() -> None:
+    script = Script()
+    script.train("a:1", "b:1")
+    assert script.do(Ended("a")) == []
+    assert script.ends("a:1") == ["# a:1 ended, says its supervisor", "lost a:1 -> b:1"]
+    script = Script()
+    script.train("a:1", "b:1")
+    script.do(Ended("a"))
+    script.later(5 * GRACE + 0.01)
+    assert script.ends("a:1") == [], "too long ago: it was about another process"
+    assert script.later(GRACE) == ["# a:1 is gone (last seen at step 0)", "lost a:1 -> b:1"]
+
+
+def test_a_supervisors_word_is_about_processes_that_were_known_when_it_came() -> None:
+    script = Script()
+    script.train("a:1", "b:1")
+    script.ends("a:1")
+    assert script.do(Ended("a"))[0] == "# a:1 ended, says its supervisor"
+    script.hello("a:2")
+    assert script.ends("a:2") == [], "the word was not about this one"
+    script = Script()
+    script.train("a:1", "b:1")
+    script.do(Ended("a"))
+    script.hello("a:1")  # its lease only broke: it lives
+    assert script.ends("a:1") == []
+
+
+def test_a_word_that_comes_after_the_next_process_does_not_touch_it() -> None:
+    script = Script()
+    script.train("a:1", "b:1")
+    script.ends("a:1")
+    script.hello("a:2")
+    assert script.do(Ended("a"))[0] == "# a:1 ended, says its supervisor"
+    assert script.ends("a:2") == []
+
+
+def test_who_leaves_while_it_waits_is_not_lost_to_those_who_are_about_to_ask() -> None:
+    """The fence has told them to ask; but if the answer crossed the goodbye, they wait for it in the new quorum."""
+    script = Script()
+    script.train("a", "b")
+    script.ask("b", 3)
+    left = Left("b", script.generation["b"], "drained", False, VOID, agreed=False)
+    assert script.do(left) == ["# b left: drained"]
+    script = Script()
+    script.train("a", "b")
+    script.ask("b", 3)
+    script.ask("a", 3)
+    assert script.do(left) == ["# b left: drained", "lost b -> a"]
+
+
 # ---------------------------------------------------------------- defects found by the simulation, one test each
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -408,3 +409,21 @@ def test_repr() -> None:
     rig["a"].break_("b is lost")
     assert repr(rig["a"]) == "Step(step 0, quorum=0x200000007.0, broken, heal=none, b is lost)"
     assert Verdict(1, 2, Outcome.VETO).reason == ""
+
+
+def test_a_drain_is_told_to_the_group_and_acted_on_when_the_group_has_agreed() -> None:
+    rig = Rig("ab")
+    rig.form()
+    rig["a"].drain_wanted = True
+    rig.fence()
+    assert [rig[n].vote().drain for n in "ab"] == [True, False]
+    assert not rig["a"].drain_agreed
+    for name in "ab":  # b is another rank of the same group
+        rig[name].settle(replace(rig[name].vote(), drain=True))
+        assert rig[name].drain_agreed
+        assert rig[name].boundary() == Go()
+    broken = Rig("ab")
+    broken.form()
+    broken["a"].drain_wanted = True
+    broken["a"].break_("a bucket failed")
+    assert not broken["a"].vote().drain

@@ -1,0 +1,91 @@
+"""Rendezvous of one replica group: its own c10d store on this host, or torch's c10d rendezvous if it spans hosts.
+
+How it works. A group on one host needs no agreement with anybody: `SoloRendezvous` keeps one TCPStore for the life of
+the group's agent, hands it to the workers (MASTER_ADDR, MASTER_PORT) and gives every start of the group a prefix of
+its own. The store lives in ftrun, so the death of any worker leaves it standing. A group with `--nnodes` above 1 uses
+torch's DynamicRendezvousHandler at `--rdzv-endpoint`: there a node that joins or comes back restarts the group on all
+its hosts (the membership change of torch's agents).
+"""
+
+from __future__ import annotations
+
+import secrets
+from datetime import timedelta
+
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousParameters
+from torch.distributed.elastic.rendezvous.api import RendezvousStoreInfo
+from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
+
+STORE_S = 60.0
+"""How long an operation on the group's store may wait."""
+
+
+class SoloRendezvous(RendezvousHandler):
+    """Rendezvous of a group whose workers are all children of this agent. Opens its store at the first round."""
+
+    def __init__(self, run_id: str, host: str) -> None:
+        self._run_id = run_id
+        self._host = host
+        self._store: TCPStore | None = None
+        self._round = 0
+
+    def __repr__(self) -> str:
+        return f"SoloRendezvous({self._run_id}, round {self._round})"
+
+    @property
+    def use_agent_store(self) -> bool:
+        """The workers use the agent's store: it outlives them."""
+        return True
+
+    def get_backend(self) -> str:
+        """Name of this rendezvous."""
+        return "solo"
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        """The next start of the group: rank 0 of 1, at once."""
+        if self._store is None:
+            self._store = TCPStore(
+                self._host, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=STORE_S)
+            )
+        store = PrefixStore(f"ftrun/{self._round}", self._store)
+        self._round += 1
+        return RendezvousInfo(store, 0, 1, RendezvousStoreInfo(self._host, self._store.port))
+
+    def is_closed(self) -> bool:
+        """Never: the agent decides when it is over."""
+        return False
+
+    def set_closed(self) -> None:
+        """Nothing to close."""
+
+    def num_nodes_waiting(self) -> int:
+        """Nobody else can come."""
+        return 0
+
+    def get_run_id(self) -> str:
+        """The job's id."""
+        return self._run_id
+
+    def shutdown(self) -> bool:
+        """Close the store."""
+        self._store = None
+        return True
+
+
+def rendezvous(run_id: str, host: str, nodes: int, endpoint: str) -> RendezvousHandler:
+    """The rendezvous of a group on this host, or of one on `nodes` hosts that meet at `endpoint`."""
+    if nodes == 1:
+        return SoloRendezvous(run_id, host)
+    parameters = RendezvousParameters(
+        "c10d", endpoint, run_id, nodes, nodes, local_addr=host, join_timeout=3600, last_call_timeout=1
+    )
+    return get_rendezvous_handler(parameters)
+
+
+def attempt_key(store: Store, group_rank: int) -> str:
+    """A random word that all hosts of this start of the group share: workers keep their own starts apart by it."""
+    key = "ftrun/attempt"
+    if group_rank == 0:
+        store.set(key, secrets.token_hex(8))
+    return str(store.get(key).decode())

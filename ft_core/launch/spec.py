@@ -1,0 +1,135 @@
+"""What is to be run: the command line and the environment, resolved and checked. Values only."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from ft_core.launch.restarts import RestartSettings
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from ft_core.launch.chaos import ChaosSettings
+
+OUT, ERR = 1, 2
+"""Streams of a worker, as torchrun numbers them in --tee and --redirects."""
+PATIENCE = {"FT_CONNECT_S": "300", "FT_QUORUM_S": "900"}
+
+
+@dataclass(frozen=True)
+class Script:
+    """What a worker runs."""
+
+    path: str
+    args: tuple[str, ...] = ()
+    module: bool = False
+    no_python: bool = False
+
+    def command(self) -> list[str]:
+        """The worker's command line."""
+        if self.no_python:
+            return [self.path, *self.args]
+        return [sys.executable, "-u", *(["-m"] if self.module else []), self.path, *self.args]
+
+    def __str__(self) -> str:
+        return f"-m {self.path}" if self.module else self.path
+
+
+@dataclass(frozen=True)
+class Streams:
+    """Which streams (OUT | ERR) of each local rank go where. `default` for ranks that are not named."""
+
+    default: int = 0
+    ranks: Mapping[int, int] = field(default_factory=dict)
+
+    def of(self, local_rank: int) -> int:
+        """Bits of that rank."""
+        return self.ranks.get(local_rank, self.default)
+
+
+@dataclass(frozen=True)
+class JobSpec:
+    """One run of ftrun. Durations in seconds."""
+
+    script: Script
+    run_id: str
+    name: str = "replica"
+    first: int = 0
+    """Number of the first local group."""
+    groups: int = 1
+    max_groups: int = 1
+    """How many local groups `ftrun resize` may go up to."""
+    total: int = 0
+    """Groups of the whole job; 0: not known here, a part of a job that was started without --num-replicas."""
+    whole_job: bool = True
+    """All groups of the job run here."""
+    min_replicas: int = 1
+    nproc: int = 1
+    lighthouse: str = ""
+    """host:port; '': an embedded one."""
+    lighthouse_bind: str = "127.0.0.1:0"
+    token: str = ""
+    host: str = "127.0.0.1"
+    """What the workers advertise."""
+    timeout_s: float | None = None
+    stall_s: float = 60.0
+    """How long a group may be missing before it is taken for hung: the workers' timeout."""
+    connect_s: float = 60.0
+    """How long a lighthouse that was named may take to answer at the start."""
+    nodes: int = 1
+    rdzv_endpoint: str = ""
+    restarts: RestartSettings = field(default_factory=RestartSettings)
+    monitor_s: float = 0.1
+    log_dir: str = ""
+    tee: Streams = field(default_factory=Streams)
+    redirects: Streams = field(default_factory=Streams)
+    gpus: tuple[str | None, ...] = ()
+    """CUDA_VISIBLE_DEVICES per local group; None: untouched."""
+    standby: int = 0
+    drain_s: float = 30.0
+    chaos: ChaosSettings | None = None
+
+    def group_name(self, number: int) -> str:
+        """FT_REPLICA_ID of a group."""
+        return f"{self.name}-{number}"
+
+    def visible_devices(self, number: int) -> str | None:
+        """CUDA_VISIBLE_DEVICES of a group; None: untouched."""
+        index = number - self.first
+        return self.gpus[index] if index < len(self.gpus) else None
+
+    def threads(self, environ: Mapping[str, str]) -> dict[str, str]:
+        """OMP_NUM_THREADS=1 where several workers share this host and the user did not say, as torchrun does."""
+        alone = self.nproc * self.max_groups == 1
+        return {} if alone or "OMP_NUM_THREADS" in environ else {"OMP_NUM_THREADS": "1"}
+
+    def patience(self, environ: Mapping[str, str]) -> dict[str, str]:
+        """FT_CONNECT_S and FT_QUORUM_S, where the user did not say.
+
+        A lighthouse on another machine may be started again, and that must cost no group its state: a worker that gave
+        up meanwhile would lose it, and one that is lost is started again anyway.
+        """
+        return {name: value for name, value in PATIENCE.items() if self.lighthouse and name not in environ}
+
+    def environment(self, number: int, lighthouse: str, total: int) -> dict[str, str]:
+        """FT_* and devices of one group's workers."""
+        env = {
+            "FT_LIGHTHOUSE": lighthouse,
+            "FT_REPLICA_ID": self.group_name(number),
+            "FT_REPLICA_GROUP": str(number),
+            "FT_MIN_REPLICAS": str(self.min_replicas),
+            "FT_HOSTNAME": self.host,
+            "TORCHELASTIC_MAX_RESTARTS": str(self.restarts.max_restarts),
+        }
+        if total:
+            env["FT_NUM_REPLICA_GROUPS"] = str(total)
+        if self.token:
+            env["FT_TOKEN"] = self.token
+        if self.timeout_s is not None:
+            env["FT_TIMEOUT_S"] = f"{self.timeout_s:g}"
+        devices = self.visible_devices(number)
+        if devices is not None:
+            env["CUDA_VISIBLE_DEVICES"] = devices
+        return env

@@ -1,0 +1,43 @@
+"""What every worker process is before it becomes the worker: it makes itself known to the keeper, then execs.
+
+How it works. Run as a file (`python -I -S stub.py command args...`), standard library only, for 20 ms. It connects to
+the keeper's socket (FTRUN_KEEPER) and waits for one byte: from then on the keeper ends this process if ftrun is gone.
+ftrun may have died before that, so the parent is looked at once more afterwards. Nothing runs unregistered: whatever
+happens to ftrun, and whenever, no worker is left behind. Without a keeper there is no protection, so no worker either.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import sys
+
+
+def main(argv: list[str]) -> int:
+    """Register, then become `argv`. Returns only if that fails."""
+    keeper = os.environ.pop("FTRUN_KEEPER")
+    parent = int(os.environ.pop("FTRUN_PID"))
+    try:
+        with socket.socket(socket.AF_UNIX) as door:
+            door.connect(keeper)
+            known = door.recv(1)
+    except OSError:
+        known = b""
+    if os.getppid() != parent:
+        return 143  # ftrun is gone: nobody wants this worker
+    if not known:
+        print("ftrun: its keeper process is gone, so no worker may start (who killed it?)", file=sys.stderr)
+        return 143
+    os.environ.setdefault("PYTHONFAULTHANDLER", "1")
+    for number in (signal.SIGPIPE, signal.SIGXFSZ):
+        signal.signal(number, signal.SIG_DFL)  # Python ignores them, and what is ignored stays so across exec
+    try:
+        os.execvp(argv[0], argv)
+    except OSError as error:
+        print(f"ftrun: cannot run {argv[0]}: {error.strerror}", file=sys.stderr)
+        return 127 if isinstance(error, (FileNotFoundError, NotADirectoryError)) else 126
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,418 @@
+"""`ftrun` at work: starts the lighthouse, the keeper and a group agent per thread, and stays in charge of signals.
+
+How it works. The main thread runs `Supervisor.run`: it waits on one queue for what happens (a group started, failed or
+ended; a signal; a new picture from the lighthouse; an order from `ftrun resize`) and for deadlines (a drain that takes
+too long, the next act of --chaos). Everything slow happens elsewhere: agents in their threads, calls to the lighthouse
+on the watch's, output on its own.
+
+The job goes on while at least min_replicas groups can still train, and ends when no group is left (`groups.KINDS` says
+how a group ends).
+
+Invariants: signal handlers only put into the queue; every group's thread is joined, every process is gone, every
+socket is closed before `run` returns, whatever it returns.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import queue
+import re
+import signal
+import threading
+import time
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+from ft_core.errors import ConfigError
+from ft_core.launch.agent import GroupAgent, Stopped, Tools
+from ft_core.launch.exits import Exits
+from ft_core.launch.groups import KINDS, Group
+from ft_core.launch.monkey import Monkey
+from ft_core.launch.output import Output
+from ft_core.launch.remote import Remote
+from ft_core.launch.standby import Pool
+from ft_core.launch.watch import Watch
+from ft_core.lighthouse import LighthouseServer
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+    from types import FrameType
+
+    from torch.distributed.elastic.agent.server.api import RunResult
+
+    from ft_core.launch.keeper import Keeper
+    from ft_core.launch.runs import Failure
+    from ft_core.launch.screen import Screen
+    from ft_core.launch.spec import JobSpec
+
+SAME_S = 1.0
+"""SIGTERMs within this time are one."""
+KILL_S = 60.0
+JOIN_S = 10.0
+"""How long the thread of a group whose workers are gone may take to end; it hangs only in torch's store."""
+STATUS_S = 1.0
+"""How often the status lines are renewed."""
+DRAIN_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+HOPELESS_CODES = (2, 126, 127)
+"""A command line that the script refuses, a program that cannot be run: not worth a second try."""
+HOPELESS_ERRORS = re.compile(r"^(ImportError|ModuleNotFoundError|SyntaxError|NameError)\b")
+
+
+@dataclass
+class Supervisor:
+    """One run. `run` is the whole of it.
+
+    Args:
+        spec: what to run.
+        keeper: running already.
+        folder: the run directory.
+        screen: where lines go.
+    """
+
+    spec: JobSpec
+    keeper: Keeper
+    folder: str
+    screen: Screen
+    _events: queue.SimpleQueue[tuple[Any, ...]] = field(default_factory=queue.SimpleQueue)
+    _groups: dict[int, Group] = field(default_factory=dict)
+    _past: list[Group] = field(default_factory=list)
+    _wanted: int = 0
+    _why: str = ""
+    """Why everything is being stopped."""
+    _status: int | None = None
+    _signalled_at: float = 0.0
+    _began: bool = False
+    """Some group got further than its imports."""
+    _started_at: float = field(default_factory=time.monotonic)
+
+    # ------------------------------------------------------------ the run
+
+    def run(self) -> int:
+        """Run the job. Returns the exit status. Raises ConfigError or LighthouseError before anything is started."""
+        spec = self.spec
+        self._wanted = spec.groups
+        self._monkey = Monkey(spec.chaos, 0 if spec.whole_job else spec.total, self._say_about, self._drain)
+        with contextlib.ExitStack() as stack:
+            lighthouse = spec.lighthouse
+            if not lighthouse:
+                server = self._embed()
+                stack.callback(server.shutdown)
+                lighthouse = server.address()
+            self._watch = Watch(
+                lighthouse, spec.token, lambda: self._put("picture"), lambda n: self._put("undrained", n)
+            )
+            self._watch.connect(timedelta(seconds=spec.connect_s))
+            stack.callback(self._watch.close)
+            self._watch.start()
+            self._exits = Exits()
+            self._exits.start()
+            stack.callback(self._exits.close)
+            self._output = Output(self.screen.workers)
+            self._output.start()
+            stack.callback(self._output.close)
+            self._remote = Remote(self.folder, lambda n, reply: self._put("resize", n, reply))
+            self._remote.start()
+            stack.callback(self._remote.close)
+            pool = None
+            if spec.standby:
+                threads = spec.threads(os.environ)
+                pool = Pool(spec.standby, spec.script, self.folder, self.keeper, self._output, self._say_about, threads)
+                stack.callback(pool.close)
+                stack.callback(self._output.settle, 1.0)
+            self._tools = Tools(
+                spec=spec, keeper=self.keeper, exits=self._exits, output=self._output, pool=pool,
+                lighthouse=lighthouse, total=self._total, facts=self._watch.facts, say=self._say_about,
+                started=lambda n, pids, warm: self._put("started", n, pids, warm), ended=self._watch.ended,
+                failed=lambda n, failure, known: self._put("failed", n, failure, known),
+            )  # fmt: skip
+            stack.callback(self._stop_everything)
+            self._install_signals(stack)
+            self.screen.start()
+            stack.callback(self.screen.close)
+            self._announce(lighthouse)
+            for number in range(spec.first, spec.first + spec.groups):
+                self._start(number)
+            if pool is not None:
+                why = pool.start()
+                if why:
+                    self.screen.say(f"--standby {spec.standby}: {why}; groups start cold")
+            self._loop()
+            self._output.settle(2.0)
+            return self._finish()
+
+    def _embed(self) -> LighthouseServer:
+        spec = self.spec
+        try:
+            return LighthouseServer(spec.lighthouse_bind, spec.min_replicas, token=spec.token)
+        except ConfigError as error:
+            raise ConfigError(str(error).replace("bind=", "--lighthouse-bind ")) from None
+
+    def _announce(self, lighthouse: str) -> None:
+        spec = self.spec
+        count = f"{spec.groups} replica group{'s' if spec.groups > 1 else ''}"
+        workers = f" of {spec.nproc} workers" if spec.nproc > 1 else ""
+        where = lighthouse if spec.lighthouse else f"{lighthouse} (embedded)"
+        logs = f", logs in {os.path.join(spec.log_dir, spec.run_id)}" if spec.log_dir else ""
+        self.screen.say(f"{spec.script}: {count}{workers}, lighthouse {where}, run id {spec.run_id}{logs}")
+
+    def _loop(self) -> None:
+        while any(not group.ended for group in self._groups.values()):
+            try:
+                kind, *rest = self._events.get(timeout=self._patience())
+            except queue.Empty:
+                kind, rest = "", []
+            match kind:
+                case "started":
+                    self._on_started(*rest)
+                case "failed":
+                    self._on_failed(*rest)
+                case "ended":
+                    self._on_ended(*rest)
+                case "picture":
+                    self._on_picture()
+                case "undrained":
+                    self._on_undrained(*rest)
+                case "signal":
+                    self._on_signal(*rest)
+                case "resize":
+                    self._on_resize(*rest)
+            self._on_time()
+
+    def _put(self, *event: Any) -> None:
+        self._events.put(event)
+
+    def _patience(self) -> float:
+        now = time.monotonic()
+        times = [STATUS_S]
+        times += [group.draining - now for group in self._groups.values() if group.draining and not group.ended]
+        times += [group.frozen_until - now for group in self._groups.values() if group.frozen_until]
+        times.append(self._monkey.patience(now))
+        return max(0.0, min(times))
+
+    # ------------------------------------------------------------ groups
+
+    def _total(self) -> int:
+        spec = self.spec
+        return max(self._wanted, spec.total if spec.total > spec.groups else 0) if spec.whole_job else spec.total
+
+    def _start(self, number: int) -> None:
+        agent = GroupAgent(self._tools, number)
+        thread = threading.Thread(target=self._serve, args=(agent,), name=f"ftrun-{agent.name}", daemon=True)
+        old = self._groups.get(number)
+        if old is not None:
+            self._past.append(old)
+        self._groups[number] = Group(number, agent.name, agent, thread)
+        thread.start()
+
+    def _serve(self, agent: GroupAgent) -> None:
+        """The group's thread."""
+        result: RunResult | None = None
+        error: BaseException | None = None
+        try:
+            result = agent.run()
+        except Stopped:
+            pass
+        except BaseException as caught:  # noqa: BLE001 - reported by the main thread, which ends the group
+            error = caught
+        finally:
+            agent.release()
+            self._put("ended", agent, result, error)
+
+    def _named(self, name: str) -> Group | None:
+        return next((group for group in self._groups.values() if group.name == name), None)
+
+    def _on_started(self, name: str, pids: Mapping[int, int], warm: bool) -> None:
+        group = self._named(name)
+        if group is not None:
+            group.started()
+        which = ", ".join(str(pid) for pid in pids.values())
+        self._say_about(name, f"started{' from a warm standby' if warm else ''} (pid {which})")
+
+    def _on_failed(self, name: str, failure: Failure, known: bool) -> None:
+        """Every group fails at its start, before it reached the lighthouse: the script is at fault, once is enough."""
+        group = self._named(name)
+        if group is None or self._why:
+            return
+        if known or failure.code < 0:
+            self._began = True
+        group.at_start = group.at_start or str(failure)
+        if self._began or not all(g.at_start for g in self._groups.values()):
+            return
+        if len(self._groups) < 2 and not (failure.code in HOPELESS_CODES or HOPELESS_ERRORS.search(failure.error)):
+            return
+        everywhere = f" in all {len(self._groups)} groups" if len(self._groups) > 1 else ""
+        self._status = 1
+        self._stop_all(f"{self.spec.script} fails at its start{everywhere} ({failure.error or failure})")
+        for other in self._groups.values():
+            other.agent.send(signal.SIGKILL, group=True)
+
+    def _on_ended(self, agent: GroupAgent, result: RunResult | None, error: BaseException | None) -> None:
+        group = next(g for g in self._groups.values() if g.agent is agent)
+        group.thread.join()
+        failure = agent.failure
+        group.end(result, error, bool(self._why))
+        if error is not None:
+            self._say_about(group.name, f"its agent failed: {type(error).__name__}: {error}")
+        elif group.ended in ("drained", "stopped", "finished"):
+            self._say_about(group.name, group.ended)
+        if group.ended == "quarantined" and failure is not None:
+            self._report(failure)
+        if group.again and not self._why and group.ended == "drained":
+            self._start(group.number)
+            return
+        self._enough()
+
+    def _enough(self) -> None:
+        """Stop if too few groups can still train."""
+        if self._why or not self.spec.whole_job:
+            return
+        able = [g for g in self._groups.values() if not g.ended or g.ended == "finished"]
+        lost = [g for g in self._groups.values() if g.ended == "quarantined"]
+        if lost and len(able) < self.spec.min_replicas:
+            names = ", ".join(g.name for g in lost)
+            self._stop_all(
+                f"only {len(able)} groups are left, min_replicas is {self.spec.min_replicas} (lost: {names})"
+            )
+
+    def _report(self, failure: Failure) -> None:
+        """How a group ended for good: who was first, with its last lines."""
+        when = time.strftime("%H:%M:%S", time.localtime(failure.at))
+        head = f"{failure.name} failed for good at {when}, {failure.lived_s:.1f} s after its start: {failure}"
+        self.screen.say("\n".join([head, "its last lines:", *(f"    {line}" for line in failure.tail[-25:])]))
+
+    # ------------------------------------------------------------ pictures
+
+    def _on_picture(self) -> None:
+        picture = self._watch.look()
+        now = time.monotonic()
+        for group in self._groups.values():
+            seen = picture.now(group.name)
+            if group.ended or seen is None:
+                continue
+            self._began = True
+            group.observe(seen, now)
+            if group.stands_still(seen, now, self.spec.stall_s):
+                group.agent.stall(seen.stalled)
+        if self.screen.live:
+            rows = [g.row(picture.now(g.name)) for g in sorted(self._groups.values(), key=lambda g: g.number)]
+            total = self._total()
+            title = f"{picture.members} {f'of {total} ' if total else ''}groups in the quorum"
+            self.screen.rows(rows, f"{title}: {picture.reason}" if picture.reason else title)
+
+    # ------------------------------------------------------------ time
+
+    def _on_time(self) -> None:
+        now = time.monotonic()
+        if not self.keeper.alive():
+            self.screen.say("the keeper process was ended; another one is started")
+            self.keeper.renew([pid for group in self._groups.values() for pid in group.agent.pids().values()])
+        for group in self._groups.values():
+            if group.draining and not group.ended and now >= group.draining:
+                group.draining = now + KILL_S
+                self._say_about(group.name, f"did not drain within {self.spec.drain_s:g} s (--drain-timeout): killed")
+                group.agent.send(signal.SIGKILL, group=True)
+        self._monkey.on_time(self._groups.values(), bool(self._why or self._watch.look().closed))
+
+    # ------------------------------------------------------------ stopping
+
+    def _drain(self, group: Group, reason: str) -> None:
+        if group.ended or group.draining:
+            return
+        group.draining = time.monotonic() + self.spec.drain_s
+        group.agent.retire()
+        self._monkey.thaw(group)
+        self._watch.drain(group.name, reason)
+
+    def _on_undrained(self, name: str) -> None:
+        """The lighthouse could not tell the group: SIGTERM, which a Manager takes as the same order."""
+        group = self._named(name)
+        if group is not None and not group.ended:
+            group.agent.send(signal.SIGTERM, group=self.spec.script.no_python)
+
+    def _stop_all(self, why: str, reason: str = "") -> None:
+        self._why = why
+        running = any(not group.ended for group in self._groups.values())
+        self.screen.say(f"{why}: draining what runs" if running else why)
+        for group in self._groups.values():
+            group.again = False
+            self._drain(group, reason or why)
+
+    def _stop_everything(self) -> None:
+        """Last resort on the way out: no group is left behind."""
+        for group in self._groups.values():
+            group.agent.retire()
+            group.agent.send(signal.SIGKILL, group=True)
+        until = time.monotonic() + JOIN_S
+        for group in itertools.chain(self._groups.values(), self._past):
+            group.thread.join(max(0.0, until - time.monotonic()))
+
+    def _on_resize(self, wanted: int, reply: Callable[[str], None]) -> None:
+        spec = self.spec
+        if self._why:
+            reply(f"error: {self._why}")
+            return
+        if not 1 <= wanted <= spec.max_groups or wanted < spec.min_replicas:
+            low = max(1, spec.min_replicas)
+            reply(
+                f"error: resize {wanted} is out of range: this job runs {low} to {spec.max_groups} groups "
+                f"(--replicas {spec.groups}:{spec.max_groups}, --min-replicas {spec.min_replicas})"
+            )
+            return
+        before = self._wanted
+        self._wanted = wanted
+        for number in range(spec.first, spec.first + wanted):
+            group = self._groups.get(number)
+            if group is None or group.ended == "drained":
+                self._start(number)
+        for number in range(spec.first + wanted, spec.first + spec.max_groups):
+            group = self._groups.get(number)
+            if group is not None:
+                self._drain(group, f"scaled down to {wanted} groups")
+        self.screen.say(f"resized from {before} to {wanted} groups")
+        reply(f"ok: {before} -> {wanted} groups")
+
+    # ------------------------------------------------------------ signals
+
+    def _install_signals(self, stack: contextlib.ExitStack) -> None:
+        def handle(number: int, _frame: FrameType | None) -> None:
+            self._events.put(("signal", number))  # SimpleQueue.put is reentrant: it may interrupt anything here
+
+        for number in DRAIN_SIGNALS:
+            stack.callback(signal.signal, number, signal.signal(number, handle))
+
+    def _on_signal(self, number: int) -> None:
+        """The first one drains, the next one kills; launchers repeat SIGTERM at once and mean one."""
+        name, now = signal.Signals(number).name, time.monotonic()
+        if number == signal.SIGINT:
+            self._status = 130
+        if not self._why:
+            self._signalled_at = now
+            self._stop_all(f"{name}{'; once more kills' if number == signal.SIGINT else ''}", name)
+        elif number == signal.SIGINT or now - self._signalled_at > SAME_S:
+            self.screen.say("killed")
+            for group in self._groups.values():
+                group.draining = group.draining or now + KILL_S
+                group.agent.send(signal.SIGKILL, group=True)
+
+    # ------------------------------------------------------------ the end
+
+    def _finish(self) -> int:
+        ends = [group.ended for group in self._groups.values()]
+        counts = ", ".join(f"{ends.count(kind)} {kind}" for kind in KINDS if kind in ends)
+        restarts = sum(g.agent.restarts for g in (*self._groups.values(), *self._past))
+        took = time.monotonic() - self._started_at
+        self.screen.close()
+        self.screen.say(f"{counts} after {took:.1f} s, {restarts} restart{'' if restarts == 1 else 's'}")
+        if self._status is not None:
+            return self._status
+        good = sum(end in ("finished", "missed") for end in ends)
+        if any(end == "drained" for end in ends) and not any(end in ("quarantined", "stopped") for end in ends):
+            return 0
+        need = min(self.spec.min_replicas, len(ends)) if self.spec.whole_job else 1
+        return 0 if good >= need and "finished" in ends + ["finished"] * (not self.spec.whole_job) else 1
+
+    def _say_about(self, name: str, text: str) -> None:
+        self.screen.say(text, name)

@@ -1,0 +1,207 @@
+"""ftrun's line to the lighthouse: what it knows of our groups, the word that a process ended, and drain orders.
+
+How it works. One thread owns the client. It asks for the status every `POLL_S`, and at once when somebody waits for
+facts; words and orders go out in the order in which they were given. The lighthouse may be away at any time: nothing
+here fails because of it, the last picture is kept, and only `facts` says that it does not know.
+
+Threads: "ftrun-watch" does all calls; `ended`, `drain`, `look`, `facts` from any.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import threading
+import time
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+from ft_core.errors import FaultToleranceError, RefusedError
+from ft_core.lighthouse_client import LighthouseClient
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from ft_core._pb import coordination_pb2 as pb
+
+POLL_S = 0.5
+CALL_S = timedelta(seconds=2)
+FACTS_S = 1.0
+"""How long a group that failed waits for the lighthouse's picture of it."""
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What the lighthouse knows of a run that has ended."""
+
+    known: bool
+    """It held a lease."""
+    committed: bool
+    closed: str
+    """The room is closed: training has ended."""
+    reachable: bool = True
+    """The lighthouse answered; otherwise nothing is known, and the run's end may have been its absence."""
+
+
+@dataclass(frozen=True)
+class Seen:
+    """The lighthouse's picture of one group."""
+
+    replica_id: str
+    alive: bool
+    member: bool
+    step: int
+    phase: str
+    committed: bool
+    stalled: str
+    at: float
+    """Monotonic seconds at which this was asked."""
+
+
+@dataclass(frozen=True)
+class Picture:
+    """Everything at one time."""
+
+    at: float = 0.0
+    groups: tuple[tuple[str, tuple[Seen, ...]], ...] = ()
+    members: int = 0
+    reason: str = ""
+    closed: str = ""
+
+    def of(self, name: str) -> tuple[Seen, ...]:
+        """All runs of a group that the lighthouse remembers."""
+        return dict(self.groups).get(name, ())
+
+    def now(self, name: str) -> Seen | None:
+        """The living run of a group."""
+        return next((seen for seen in self.of(name) if seen.alive), None)
+
+
+class Watch:
+    """The line. `start` it; `close` ends its thread.
+
+    Args:
+        address, token: of the lighthouse.
+        changed: called on the watch's thread after each new picture.
+        undrained: called with the group's name if nobody could be told to drain: signals have to do.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        token: str,
+        changed: Callable[[], None],
+        undrained: Callable[[str], None],
+    ) -> None:
+        self.address = address
+        self._token = token
+        self._changed = changed
+        self._undrained = undrained
+        self._orders: queue.SimpleQueue[tuple[str, str, str]] = queue.SimpleQueue()
+        self._condition = threading.Condition()
+        self._picture = Picture()
+        self._seen: dict[str, set[str]] = {}
+        self._thread = threading.Thread(target=self._run, name="ftrun-watch", daemon=True)
+
+    def __repr__(self) -> str:
+        return f"Watch({self.address})"
+
+    def connect(self, timeout: timedelta) -> None:
+        """Reach the lighthouse. Raises what LighthouseClient raises."""
+        self._client = LighthouseClient(self.address, timeout, token=self._token)
+
+    def start(self) -> None:
+        """Start the thread; `connect` comes first."""
+        self._thread.start()
+
+    def look(self) -> Picture:
+        """The last picture."""
+        return self._picture
+
+    def ended(self, name: str) -> None:
+        """Supervisor's word: every process of this group has ended."""
+        self._orders.put(("ended", name, ""))
+
+    def drain(self, name: str, reason: str) -> None:
+        """Ask the group to finish its step and leave. `undrained(name)` is called if nobody could be told."""
+        self._orders.put(("drain", name, reason))
+
+    def facts(self, name: str) -> Facts:
+        """What is known of the run of `name` that has just ended; asks anew, and forgets it for the next run."""
+        asked = time.monotonic()
+        self._orders.put(("look", "", ""))
+        with self._condition:
+            reachable = self._condition.wait_for(lambda: self._picture.at >= asked, FACTS_S)
+            picture = self._picture
+        old = self._seen.setdefault(name, set())
+        runs = [seen for seen in picture.of(name) if seen.replica_id not in old]
+        old.update(seen.replica_id for seen in runs)
+        while len(old) > 64:
+            old.pop()
+        return Facts(
+            known=bool(runs), committed=any(seen.committed for seen in runs), closed=picture.closed, reachable=reachable
+        )
+
+    def close(self) -> None:
+        """End the thread and the connection, after what was ordered before."""
+        self._orders.put(("close", "", ""))
+        if self._thread.ident is not None:
+            self._thread.join(5.0)
+        with contextlib.suppress(FaultToleranceError):
+            self._client.close()
+
+    # ------------------------------------------------------------ the thread
+
+    def _run(self) -> None:
+        while True:
+            try:
+                kind, name, text = self._orders.get(timeout=POLL_S)
+            except queue.Empty:
+                kind, name, text = "look", "", ""
+            if kind == "close":
+                return
+            try:
+                if kind == "ended":
+                    self._client.report_ended(name, CALL_S)
+                elif kind == "drain":
+                    self._drain(name, text)
+                else:
+                    self._poll()
+            except FaultToleranceError:
+                if kind == "drain":
+                    self._undrained(name)
+
+    def _drain(self, name: str, reason: str) -> None:
+        try:
+            told = self._client.drain(name, reason)
+        except RefusedError:  # a lighthouse without a token takes no orders
+            told = []
+        if not told:
+            self._undrained(name)
+
+    def _poll(self) -> None:
+        at = time.monotonic()
+        status = self._client.status(CALL_S)
+        room = next((room for room in status.rooms if room.room == "default"), None)
+        picture = Picture(at)
+        if room is not None:
+            groups: dict[str, list[Seen]] = {}
+            for replica in room.replicas:
+                groups.setdefault(replica.replica_id.rpartition(":")[0], []).append(_seen(replica, at))
+            picture = Picture(
+                at, tuple((name, tuple(runs)) for name, runs in groups.items()), len(room.members), room.reason,
+                room.closed,
+            )  # fmt: skip
+        with self._condition:
+            self._picture = picture
+            self._condition.notify_all()
+        self._changed()
+
+
+def _seen(replica: pb.ReplicaStatus, at: float) -> Seen:
+    return Seen(
+        replica_id=replica.replica_id, alive=replica.life in ("up", "missed", "unknown"), member=replica.member,
+        step=replica.step, phase=replica.phase, committed=getattr(replica, "committed", False),
+        stalled=getattr(replica, "stalled", ""), at=at,
+    )  # fmt: skip

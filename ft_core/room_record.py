@@ -1,0 +1,50 @@
+"""What a room knows of one replica. Values only; `membership.Room` is the only one to change them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ft_core.quorum import Life
+
+if TYPE_CHECKING:
+    from ft_core.quorum import Ask, Quorum, Version
+    from ft_core.room_events import Hello
+
+
+@dataclass(slots=True)
+class Record:
+    """What is known of one replica."""
+
+    hello: Hello
+    life: Life
+    since: float
+    stable: Version
+    generation: int
+    ask: Ask | None = None
+    asked_at: float = 0.0
+    answered: tuple[int, Quorum] | None = None
+    """R14: (seq, quorum) of the last answer, repeated if the same ask is presented again."""
+    paused_until: float = 0.0
+    step: int = 0
+    phase: str = ""
+    admitted_at: float = 0.0
+    accused: bool = False
+    """A member of its quorum reported a failed collective: a second witness, its grace is over (DESIGN 3.2)."""
+    told_lost: bool = False
+    agreed: bool = False
+    """It said goodbye after a fence that announced it: nobody has to abort because of it (R16)."""
+    heard_at: float = 0.0
+    committed: bool = False
+    """A fence completed at a state it held: it is not crash-looping."""
+    twin_until: float = 0.0
+    """Another living process has the same name; if it still lives then, this newcomer is refused. 0: no such thing."""
+    stalled: str = ""
+    """It is alive and did not come to the next quorum in time; the sentence that says so. Stays until it asks."""
+    word_until: float = 0.0
+    """A supervisor saw the end of a process of this name while this lease still stood: should the lease end by then,
+    it was this process, and there is nothing to wait for."""
+
+    def goes(self, now: float) -> None:
+        """It is certainly gone."""
+        self.life, self.since, self.ask, self.stalled = Life.GONE, now, None, ""

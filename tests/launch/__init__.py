@@ -1,0 +1,1 @@
+"""Tests of ftrun: what it decides (pure), and the processes it starts."""

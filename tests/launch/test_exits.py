@@ -1,0 +1,156 @@
+"""Ends of real child processes: codes, signals, order, many at once, and the end of the watcher."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import signal
+import subprocess
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from ft_core.launch.exits import Exits
+
+pytestmark = pytest.mark.process
+PATIENCE_S = 20.0
+
+
+@pytest.fixture
+def exits() -> Iterator[Exits]:
+    watcher = Exits()
+    watcher.start()
+    yield watcher
+    watcher.close()
+
+
+@contextlib.contextmanager
+def waiting(count: int = 1) -> Iterator[list[subprocess.Popen[bytes]]]:
+    """Processes that end with the code they are sent as a line."""
+    command = ["sh", "-c", "read code; exit $code"]
+    processes = [subprocess.Popen(command, stdin=subprocess.PIPE) for _ in range(count)]
+    try:
+        yield processes
+    finally:
+        for process in processes:
+            process.kill()
+            process.communicate()
+
+
+def tell(process: subprocess.Popen[bytes], code: int) -> None:
+    assert process.stdin is not None
+    process.stdin.write(f"{code}\n".encode())
+    process.stdin.flush()
+
+
+@pytest.mark.parametrize("code", [0, 1, 42, 255])
+def test_codes(exits: Exits, code: int) -> None:
+    told: queue.SimpleQueue[int | None] = queue.SimpleQueue()
+    with waiting() as (process,):
+        assert exits.watch(process.pid, told.put)
+        assert repr(exits) == "Exits(watching 1)"
+        tell(process, code)
+        assert told.get(timeout=PATIENCE_S) == code
+        assert repr(exits) == "Exits(watching 0)"
+        assert process.wait(PATIENCE_S) == code, "nobody has reaped it before its parent"
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGABRT])
+def test_signals(exits: Exits, number: signal.Signals) -> None:
+    told: queue.SimpleQueue[int | None] = queue.SimpleQueue()
+    with waiting() as (process,):
+        assert exits.watch(process.pid, told.put)
+        process.send_signal(number)
+        assert told.get(timeout=PATIENCE_S) == -number
+        assert process.wait(PATIENCE_S) == -number
+
+
+def test_a_stopped_process_has_not_ended(exits: Exits) -> None:
+    told: queue.SimpleQueue[int | None] = queue.SimpleQueue()
+    with waiting() as (process,):
+        exits.watch(process.pid, told.put)
+        process.send_signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)
+        process.send_signal(signal.SIGCONT)
+        tell(process, 3)
+        assert told.get(timeout=PATIENCE_S) == 3
+
+
+def test_many_are_told_in_the_order_in_which_they_end(exits: Exits) -> None:
+    told: queue.SimpleQueue[tuple[int, int | None]] = queue.SimpleQueue()
+    go = threading.Event()
+    exits_held: queue.SimpleQueue[int | None] = queue.SimpleQueue()
+
+    def hold(code: int | None) -> None:
+        exits_held.put(code)
+        go.wait(PATIENCE_S)  # the rest end while the watcher looks away
+
+    with waiting(33) as (first, *rest):
+        exits.watch(first.pid, hold)
+        for index, process in enumerate(rest):
+            assert exits.watch(process.pid, lambda code, index=index: told.put((index, code)))  # type: ignore[misc]
+        tell(first, 0)
+        assert exits_held.get(timeout=PATIENCE_S) == 0
+        order = list(reversed(range(len(rest))))
+        for index in order:
+            tell(rest[index], index)
+            os.waitid(os.P_PID, rest[index].pid, os.WEXITED | os.WNOWAIT)
+        go.set()
+        assert [told.get(timeout=PATIENCE_S) for _ in rest] == [(index, index) for index in order]
+
+
+def test_one_that_ended_before_is_told_at_once(exits: Exits) -> None:
+    told: queue.SimpleQueue[int | None] = queue.SimpleQueue()
+    with waiting() as (process,):
+        tell(process, 7)
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+        assert exits.watch(process.pid, told.put)
+        assert told.get(timeout=PATIENCE_S) == 7
+
+
+def test_one_that_is_reaped_by_somebody_else_has_no_code(exits: Exits) -> None:
+    told: queue.SimpleQueue[int | None] = queue.SimpleQueue()
+    busy, go = threading.Event(), threading.Event()
+
+    def hold(_: int | None) -> None:
+        busy.set()
+        go.wait(PATIENCE_S)
+
+    with waiting(2) as (first, second):
+        exits.watch(first.pid, hold)
+        exits.watch(second.pid, told.put)
+        tell(first, 0)
+        assert busy.wait(PATIENCE_S)
+        tell(second, 5)
+        second.wait(PATIENCE_S)
+        go.set()
+        assert told.get(timeout=PATIENCE_S) is None
+
+
+def test_what_is_gone_is_not_watched(exits: Exits) -> None:
+    with waiting() as (process,):
+        process.kill()
+        process.wait()
+        assert exits.watch(process.pid, lambda _: None) is False
+    assert repr(exits) == "Exits(watching 0)"
+
+
+def test_close_ends_the_thread_and_all_descriptors_and_may_be_repeated() -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    watcher = Exits()
+    watcher.start()
+    with waiting() as (process,):
+        watcher.watch(process.pid, lambda _: pytest.fail("told after close"))
+        watcher.close()
+        watcher.close()
+        assert watcher.watch(process.pid, lambda _: None) is False
+    assert len(os.listdir("/proc/self/fd")) == before
+    assert "ftrun-exits" not in [thread.name for thread in threading.enumerate()]
+
+
+def test_close_without_start() -> None:
+    watcher = Exits()
+    watcher.close()
+    watcher.close()
