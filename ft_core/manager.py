@@ -550,7 +550,7 @@ class Manager:
         if gave_up:
             raise RuntimeError(f"{gave_up}; last reason: {verdict.reason or session.error}")
         if not commit and verdict.reason:
-            log.info("%s: step %d not committed: %s", self.replica_id, self.current_step(), verdict.reason)
+            log.info("%s: step %d not committed%s", self.replica_id, self.current_step(), session.untold(verdict.reason))
         if again and not self._shut_down and not session.draining:
             commit = self._recover()
         self._new_attempt()

@@ -67,6 +67,8 @@ class Session:
         """Why this replica is to leave at the next boundary (the whole group knows it, or is being told)."""
         self.exits_on_drain = True
         """The Manager ends the process then; False: the training loop decides."""
+        self._told = ""
+        """The reason that was logged last."""
         self.user_works: list[Work] = []
         """The user's collectives that may be pending; the newest armed the watchdog (bounded: `watch`)."""
         self.paused: dict[str, float] = {}
@@ -103,7 +105,12 @@ class Session:
         if broke:
             self._broken(quorum_id, str(error))
 
+    def untold(self, reason: str) -> str:
+        """For the end of a log line: the reason, unless the line before it said just that."""
+        return "" if reason == self._told else f": {reason}"
+
     def _broken(self, quorum_id: int, reason: str) -> None:
+        self._told = reason
         log.info("%s: leaving quorum %#x: %s", self.step.settings.replica_id, quorum_id, reason)
         self.lanes.abort(quorum_id)
         with self.lock:

@@ -67,7 +67,7 @@ PRUNE_OUTCOMES_ABOVE = 64
 MAX_TRACKED_WORKS = 4096
 EXIT_WAIT_S = 2.0
 
-_GLOO_NOISE = re.compile(r"^\[[^\]]*:\d+\] |\. This is typically caused by a remote worker crashing.*$")
+_GLOO_NOISE = re.compile(r"^\[[^\]]*:\d+\] |\. This is typically caused by a remote worker.*$")
 
 _live: set[Incarnation] = set()
 _forming = threading.BoundedSemaphore(MAX_FORMING)
