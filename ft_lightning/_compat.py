@@ -93,8 +93,9 @@ def refetch(trainer: Trainer) -> Batch:
 def _set_epoch(dataloader: Any, epoch: int) -> None:
     for owner in (getattr(dataloader, "sampler", None), getattr(dataloader, "batch_sampler", None)):
         for sampler in (owner, getattr(owner, "sampler", None)):
-            if hasattr(sampler, "set_epoch"):
-                sampler.set_epoch(epoch)
+            set_epoch = getattr(sampler, "set_epoch", None)
+            if set_epoch is not None:
+                set_epoch(epoch)
 
 
 def accumulates(trainer: Trainer) -> bool:

@@ -218,7 +218,8 @@ class FaultTolerance:
         hook = module.lr_scheduler_step
 
         def lr_scheduler_step(scheduler: Any, metric: Any) -> None:
-            config = next(c for c in self.lr_scheduler_configs if c.scheduler is scheduler)
+            configs = self.lr_scheduler_configs  # type: ignore[attr-defined]
+            config = next(c for c in configs if c.scheduler is scheduler)
             if not (self.step_vetoed and config.interval == "step"):
                 hook(scheduler, metric)
 
