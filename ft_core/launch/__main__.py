@@ -26,6 +26,7 @@ RESIZE_USAGE = "usage: ftrun resize N [--run-id ID]"
 def main(argv: Sequence[str] | None = None) -> int:
     """Run ftrun. Returns its exit status."""
     arguments = list(sys.argv[1:] if argv is None else argv)
+    _open_standard_streams()
     try:
         if arguments[:1] == ["resize"]:
             return _resize(arguments[1:])
@@ -35,6 +36,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2 if isinstance(error, ConfigError) else 1
     except KeyboardInterrupt:  # before or after the part in which the supervisor takes the signal
         return 130
+
+
+def _open_standard_streams() -> None:
+    """Where one of them is closed, the next socket of ours would take its number, and with it a worker's output."""
+    while (fd := os.open(os.devnull, os.O_RDWR)) <= 2:
+        os.set_inheritable(fd, True)
+    os.close(fd)
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115 - for good
 
 
 def _run(arguments: list[str]) -> int:

@@ -37,7 +37,7 @@ from torch.distributed.elastic.multiprocessing.api import LogsDest, LogsSpecs, S
 
 from ft_core.launch import stub
 from ft_core.launch.output import TAIL
-from ft_core.launch.rendezvous import attempt_key, rendezvous
+from ft_core.launch.rendezvous import Stopped, attempt_key, rendezvous
 from ft_core.launch.restarts import Quarantine, Restart, RestartPolicy
 from ft_core.launch.runs import Failure, Run
 from ft_core.launch.spec import ERR, OUT
@@ -107,10 +107,6 @@ class GroupLogs(LogsSpecs):
         return self._agent.prepare(envs)
 
 
-class Stopped(Exception):
-    """The group was told to stop while it waited for its next start."""
-
-
 class GroupAgent(LocalElasticAgent):
     """Agent of one group. `run` (inherited) blocks until the group has ended for good.
 
@@ -144,7 +140,7 @@ class GroupAgent(LocalElasticAgent):
         worker = WorkerSpec(
             role=self.name, local_world_size=spec.nproc, rdzv_handler=rendezvous(
                 f"{spec.run_id}-{self.name}" if spec.nodes > 1 else spec.run_id, spec.host, spec.nodes,
-                spec.rdzv_endpoint,
+                spec.rdzv_endpoint, self._stop,
             ),
             entrypoint=_python(), args=("-I", "-S", stub.__file__, *command), max_restarts=MANY_RESTARTS,
             monitor_interval=1e-6,
@@ -242,9 +238,12 @@ class GroupAgent(LocalElasticAgent):
         return f"/proc/self/fd/{writing}"
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        if self._stop.is_set():
+            raise Stopped
         standby = self._standby()
         try:
             pids = self._adopt(worker_group, standby) if standby is not None else {}
+            warm = bool(pids)
             if not pids:
                 pids = super()._start_workers(worker_group)
                 assert isinstance(self._pcontext, SubprocessContext)
@@ -261,7 +260,9 @@ class GroupAgent(LocalElasticAgent):
             run.pids = dict(pids)
             run.alive = set(pids)
         self._stalled = self._excused = ""
-        self.tools.started(self.name, dict(pids), standby is not None)
+        if self._stop.is_set():  # the order to end came when there was nobody yet who could have heard it
+            self.send(signal.SIGTERM)
+        self.tools.started(self.name, dict(pids), warm)
         self._polled = not all(
             self.tools.exits.watch(pid, lambda code, rank=rank: self._ended(run, rank, code))  # type: ignore[misc]
             for rank, pid in pids.items()
@@ -362,7 +363,7 @@ class GroupAgent(LocalElasticAgent):
                 self._delay_s = after_s if facts.known or code < 0 else max(after_s, LOOK_S)
                 after_s = self._delay_s
                 wait = f"in {after_s:g} s" if after_s else "now"
-                detail = f" ({text})" if text and not self._excused else ""
+                detail = f" ({text})" if text and not self._excused and facts.reachable else ""
                 self.tools.say(self.name, f"{why}; starting again {wait}{detail}")
             case Quarantine(text):
                 self.quarantine = text

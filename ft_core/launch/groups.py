@@ -61,12 +61,16 @@ class Group:
         """New processes: nothing is known of them yet."""
         self.training, self.stalled, self.shot, self.last, self.speed = False, "", False, None, None
 
-    def end(self, result: RunResult | None, error: BaseException | None, stopping: bool) -> str:
-        """How a run of the agent that returned like this ends the group. `stopping`: everything is being stopped."""
+    def end(self, result: RunResult | None, error: BaseException | None, *, stopping: bool, hopeless: bool) -> str:
+        """How a run of the agent that returned like this ends the group.
+
+        `stopping`: everything is being stopped; `hopeless`: because the job has failed.
+        """
         failure = self.agent.failure
         well = result is not None and result.state is WorkerState.SUCCEEDED
+        waited = result is None and error is None  # for its next start: there was nobody to drain
         if self.draining:
-            clean = well or (failure is not None and failure.code in DRAINED_CODES)
+            clean = well or (waited and not hopeless) or (failure is not None and failure.code in DRAINED_CODES)
             self.ended = "drained" if clean else "stopped"
         elif well:
             self.ended = "finished"

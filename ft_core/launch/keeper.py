@@ -63,8 +63,9 @@ class Keeper:
         reading, self._writing = os.pipe()
         try:
             self.process = subprocess.Popen(
-                [sys.executable, "-I", "-S", __file__, str(door.fileno()), str(reading), self._folder,
-                 *map(str, pids)],
+                [sys.executable, "-I", "-S", __file__, str(door.fileno()), str(reading), *map(str, pids)],
+                # Not in the command line: `pkill -9 -f ftrun` must not find the keeper as well.
+                env={**os.environ, "FTRUN_FOLDER": self._folder},
                 pass_fds=(door.fileno(), reading), start_new_session=True, stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
             )  # fmt: skip
@@ -150,12 +151,12 @@ def _kill(pidfd: int, pid: int) -> None:
 
 
 def main(argv: list[str]) -> int:
-    """`keeper.py <listening fd> <pipe fd> <run directory> [<pid> ...]`."""
+    """`keeper.py <listening fd> <pipe fd> [<pid> ...]`, with the run directory in FTRUN_FOLDER."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # one pidfd per worker
-    keep(socket.socket(fileno=int(argv[0])), int(argv[1]), argv[2], [int(pid) for pid in argv[3:]])
+    keep(socket.socket(fileno=int(argv[0])), int(argv[1]), os.environ["FTRUN_FOLDER"], [int(pid) for pid in argv[2:]])
     return 0
 
 

@@ -9,7 +9,10 @@ its hosts (the membership change of torch's agents).
 
 from __future__ import annotations
 
+import contextlib
+import queue
 import secrets
+import threading
 from datetime import timedelta
 
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
@@ -19,6 +22,12 @@ from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
 STORE_S = 60.0
 """How long an operation on the group's store may wait."""
+LOOK_S = 0.1
+"""How often a host that waits for the others looks whether it still shall."""
+
+
+class Stopped(Exception):
+    """The group was told to stop while it waited for its next start."""
 
 
 class SoloRendezvous(RendezvousHandler):
@@ -73,14 +82,80 @@ class SoloRendezvous(RendezvousHandler):
         return True
 
 
-def rendezvous(run_id: str, host: str, nodes: int, endpoint: str) -> RendezvousHandler:
-    """The rendezvous of a group on this host, or of one on `nodes` hosts that meet at `endpoint`."""
+class HostsRendezvous(RendezvousHandler):
+    """torch's rendezvous of a group that spans hosts, which can be given up while the other hosts have not come.
+
+    torch waits for them for up to an hour, and for the first host's store in C++: so it waits on a thread of its own,
+    which is left behind when `stop` is set. It is a daemon's, and ftrun ends then.
+    """
+
+    def __init__(self, parameters: RendezvousParameters, stop: threading.Event) -> None:
+        self._parameters = parameters
+        self._stop = stop
+        self._inner: RendezvousHandler | None = None
+
+    def __repr__(self) -> str:
+        return f"HostsRendezvous({self._parameters.run_id} at {self._parameters.endpoint})"
+
+    @property
+    def use_agent_store(self) -> bool:
+        """As torch says."""
+        return self._inner is not None and bool(self._inner.use_agent_store)
+
+    def get_backend(self) -> str:
+        """Name of this rendezvous."""
+        return self._parameters.backend
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        """The next start of the group, once all hosts are there. Raises Stopped if that is not wanted any more."""
+        answer: queue.SimpleQueue[RendezvousInfo | BaseException] = queue.SimpleQueue()
+        threading.Thread(target=self._join, args=(answer,), name="ftrun-rendezvous", daemon=True).start()
+        while not self._stop.is_set():
+            with contextlib.suppress(queue.Empty):
+                found = answer.get(timeout=LOOK_S)
+                if isinstance(found, BaseException):
+                    raise found
+                return found
+        raise Stopped
+
+    def _join(self, answer: queue.SimpleQueue[RendezvousInfo | BaseException]) -> None:
+        try:
+            if self._inner is None:
+                self._inner = get_rendezvous_handler(self._parameters)
+            answer.put(self._inner.next_rendezvous())
+        except BaseException as error:  # noqa: BLE001 - the group's thread raises it
+            answer.put(error)
+
+    def is_closed(self) -> bool:
+        """As torch says."""
+        return self._inner is not None and bool(self._inner.is_closed())
+
+    def set_closed(self) -> None:
+        """No host comes back."""
+        if self._inner is not None:
+            self._inner.set_closed()
+
+    def num_nodes_waiting(self) -> int:
+        """Hosts that want to come (back)."""
+        return int(self._inner.num_nodes_waiting()) if self._inner is not None else 0
+
+    def get_run_id(self) -> str:
+        """The group's id."""
+        return str(self._parameters.run_id)
+
+    def shutdown(self) -> bool:
+        """Tell the other hosts that it is over."""
+        return self._inner is None or bool(self._inner.shutdown())
+
+
+def rendezvous(run_id: str, host: str, nodes: int, endpoint: str, stop: threading.Event) -> RendezvousHandler:
+    """The rendezvous of a group on this host, or of one on `nodes` hosts that meet at `endpoint`, until `stop`."""
     if nodes == 1:
         return SoloRendezvous(run_id, host)
     parameters = RendezvousParameters(
         "c10d", endpoint, run_id, nodes, nodes, local_addr=host, join_timeout=3600, last_call_timeout=1
     )
-    return get_rendezvous_handler(parameters)
+    return HostsRendezvous(parameters, stop)
 
 
 def attempt_key(store: Store, group_rank: int) -> str:

@@ -136,6 +136,11 @@ class Pool:
         with self._lock:
             return sum(s.ready for s in self._all)
 
+    def pids(self) -> list[int]:
+        """Processes that wait, or will."""
+        with self._lock:
+            return [s.process.pid for s in self._all]
+
     def close(self) -> None:
         """End them all."""
         with self._lock:
@@ -182,16 +187,23 @@ class Pool:
                     with contextlib.suppress(KeyError, ValueError):
                         self._selector.unregister(standby.connection)
                     standby.connection.close()
-                self._failures += 1
+                self._failures += not standby.ready
+                self._refill_at = time.monotonic() + REFILL_S
             missing = self.size - len(self._all)
         if self._failures >= MAX_FAILURES:
             if not self._told:
                 self._told = True
-                self.say("standby", f"given up: {self._failures} processes ended while they waited; groups start cold")
+                self.say(
+                    "standby", f"given up: {self._failures} processes ended before they were ready; groups start cold"
+                )
             return
         for _ in range(missing):
             if not self._closed and time.monotonic() >= self._refill_at:
-                self._spawn()
+                try:
+                    self._spawn()
+                except OSError:  # no descriptors or processes left
+                    self._failures += 1
+                    self._refill_at = time.monotonic() + REFILL_S
 
     def _spawn(self) -> None:
         tail: deque[str] = deque(maxlen=TAIL)
@@ -220,13 +232,17 @@ class Pool:
             self._selector.register(connection, selectors.EVENT_READ, standby)
         imports = [*self._plan.imports, *self._plan.names]
         order = {"script": self.script.path, "module": self.script.module, "imports": imports}
-        connection.sendall(json.dumps(order).encode() + b"\n")
+        with contextlib.suppress(OSError):  # it has died already
+            connection.sendall(json.dumps(order).encode() + b"\n")
 
     def _hear(self, standby: Standby) -> None:
         with self._lock:
             if standby not in self._all or standby.connection is None:
                 return  # taken meanwhile
-            data = standby.connection.recv(65536)
+            try:
+                data = standby.connection.recv(65536)
+            except OSError:  # it has died before it read its order
+                data = b""
             standby.heard += data
             if not data:
                 self._selector.unregister(standby.connection)

@@ -27,12 +27,13 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from ft_core.errors import ConfigError
-from ft_core.launch.agent import GroupAgent, Stopped, Tools
+from ft_core.launch.agent import GroupAgent, Tools
 from ft_core.launch.exits import Exits
 from ft_core.launch.groups import KINDS, Group
 from ft_core.launch.monkey import Monkey
 from ft_core.launch.output import Output
 from ft_core.launch.remote import Remote
+from ft_core.launch.rendezvous import Stopped
 from ft_core.launch.standby import Pool
 from ft_core.launch.watch import Watch
 from ft_core.lighthouse import LighthouseServer
@@ -253,14 +254,14 @@ class Supervisor:
         group = next(g for g in self._groups.values() if g.agent is agent)
         group.thread.join()
         failure = agent.failure
-        group.end(result, error, bool(self._why))
+        group.end(result, error, stopping=bool(self._why), hopeless=self._status == 1)
         if error is not None:
             self._say_about(group.name, f"its agent failed: {type(error).__name__}: {error}")
         elif group.ended in ("drained", "stopped", "finished"):
             self._say_about(group.name, group.ended)
         if group.ended == "quarantined" and failure is not None:
             self._report(failure)
-        if group.again and not self._why and group.ended == "drained":
+        if group.again and not self._why and group.ended in ("drained", "stopped"):
             self._start(group.number)
             return
         self._enough()
@@ -308,7 +309,10 @@ class Supervisor:
         now = time.monotonic()
         if not self.keeper.alive():
             self.screen.say("the keeper process was ended; another one is started")
-            self.keeper.renew([pid for group in self._groups.values() for pid in group.agent.pids().values()])
+            waiting = self._tools.pool.pids() if self._tools.pool is not None else []
+            self.keeper.renew(
+                [*waiting, *(pid for group in self._groups.values() for pid in group.agent.pids().values())]
+            )
         for group in self._groups.values():
             if group.draining and not group.ended and now >= group.draining:
                 group.draining = now + KILL_S
@@ -332,10 +336,10 @@ class Supervisor:
         if group is not None and not group.ended:
             group.agent.send(signal.SIGTERM, group=self.spec.script.no_python)
 
-    def _stop_all(self, why: str, reason: str = "") -> None:
+    def _stop_all(self, why: str, reason: str = "", more: str = "") -> None:
         self._why = why
         running = any(not group.ended for group in self._groups.values())
-        self.screen.say(f"{why}: draining what runs" if running else why)
+        self.screen.say(f"{why}: draining what runs{more}" if running else why)
         for group in self._groups.values():
             group.again = False
             self._drain(group, reason or why)
@@ -365,11 +369,14 @@ class Supervisor:
         self._wanted = wanted
         for number in range(spec.first, spec.first + wanted):
             group = self._groups.get(number)
-            if group is None or group.ended == "drained":
+            if group is None or group.ended in ("drained", "stopped"):
                 self._start(number)
+            elif group.draining and not group.ended:
+                group.again = True
         for number in range(spec.first + wanted, spec.first + spec.max_groups):
             group = self._groups.get(number)
             if group is not None:
+                group.again = False
                 self._drain(group, f"scaled down to {wanted} groups")
         self.screen.say(f"resized from {before} to {wanted} groups")
         reply(f"ok: {before} -> {wanted} groups")
@@ -381,6 +388,8 @@ class Supervisor:
             self._events.put(("signal", number))  # SimpleQueue.put is reentrant: it may interrupt anything here
 
         for number in DRAIN_SIGNALS:
+            if number == signal.SIGHUP and signal.getsignal(number) is signal.SIG_IGN:
+                continue  # nohup
             stack.callback(signal.signal, number, signal.signal(number, handle))
 
     def _on_signal(self, number: int) -> None:
@@ -390,7 +399,7 @@ class Supervisor:
             self._status = 130
         if not self._why:
             self._signalled_at = now
-            self._stop_all(f"{name}{'; once more kills' if number == signal.SIGINT else ''}", name)
+            self._stop_all(name, name, "; once more kills" if number == signal.SIGINT else "")
         elif number == signal.SIGINT or now - self._signalled_at > SAME_S:
             self.screen.say("killed")
             for group in self._groups.values():

@@ -200,8 +200,12 @@ class Watch:
 
 
 def _seen(replica: pb.ReplicaStatus, at: float) -> Seen:
+    stalled = replica.stalled
+    if replica.life == "missed":  # frozen altogether: its connection is still there
+        stalled = (
+            f"{replica.replica_id} runs, but the lighthouse has not heard of it for {replica.since_ms / 1000:.0f} s"
+        )
     return Seen(
         replica_id=replica.replica_id, alive=replica.life in ("up", "missed", "unknown"), member=replica.member,
-        step=replica.step, phase=replica.phase, committed=getattr(replica, "committed", False),
-        stalled=getattr(replica, "stalled", ""), at=at,
+        step=replica.step, phase=replica.phase, committed=replica.committed, stalled=stalled, at=at,
     )  # fmt: skip
