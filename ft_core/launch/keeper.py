@@ -50,7 +50,9 @@ class Keeper:
         """Start another keeper after this one has ended, for the living workers `pids`: not yet reaped children."""
         os.close(self._writing)
         self._writing = -1
-        os.unlink(self.address)
+        os.makedirs(self._folder, mode=0o700, exist_ok=True)  # somebody may have cleaned up there
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(self.address)
         self._start(pids)
 
     def _start(self, pids: Sequence[int]) -> None:

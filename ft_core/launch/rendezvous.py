@@ -1,8 +1,9 @@
 """Rendezvous of one replica group: its own c10d store on this host, or torch's c10d rendezvous if it spans hosts.
 
-How it works. A group on one host needs no agreement with anybody: `SoloRendezvous` keeps one TCPStore for the life of
-the group's agent, hands it to the workers (MASTER_ADDR, MASTER_PORT) and gives every start of the group a prefix of
-its own. The store lives in ftrun, so the death of any worker leaves it standing. A group with `--nnodes` above 1 uses
+How it works. A group on one host needs no agreement with anybody: `SoloRendezvous` opens a new TCPStore for every start
+of the group and hands it to the workers (MASTER_ADDR, MASTER_PORT). New, because torch's `init_process_group` writes
+addresses under the same keys at every start, and would find those of the dead. The store lives in ftrun, so the death
+of any worker leaves it standing. A group with `--nnodes` above 1 uses
 torch's DynamicRendezvousHandler at `--rdzv-endpoint`: there a node that joins or comes back restarts the group on all
 its hosts (the membership change of torch's agents).
 """
@@ -31,7 +32,7 @@ class Stopped(Exception):
 
 
 class SoloRendezvous(RendezvousHandler):
-    """Rendezvous of a group whose workers are all children of this agent. Opens its store at the first round."""
+    """Rendezvous of a group whose workers are all children of this agent."""
 
     def __init__(self, run_id: str, host: str) -> None:
         self._run_id = run_id
@@ -53,13 +54,11 @@ class SoloRendezvous(RendezvousHandler):
 
     def next_rendezvous(self) -> RendezvousInfo:
         """The next start of the group: rank 0 of 1, at once."""
-        if self._store is None:
-            self._store = TCPStore(
-                self._host, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=STORE_S)
-            )
-        store = PrefixStore(f"ftrun/{self._round}", self._store)
+        self._store = TCPStore(
+            self._host, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=STORE_S)
+        )
         self._round += 1
-        return RendezvousInfo(store, 0, 1, RendezvousStoreInfo(self._host, self._store.port))
+        return RendezvousInfo(PrefixStore("ftrun", self._store), 0, 1, RendezvousStoreInfo(self._host, self._store.port))
 
     def is_closed(self) -> bool:
         """Never: the agent decides when it is over."""

@@ -375,6 +375,21 @@ def test_a_keeper_that_is_killed_is_replaced(write: Any, tmp_path: pathlib.Path)
     assert len(known) == 1
 
 
+def test_a_group_of_two_that_uses_init_process_group_comes_back(write: Any) -> None:
+    """Every start has a store of its own: addresses of the dead, left under the same keys, would be dialled."""
+    script = write(
+        "import torch, torch.distributed as dist\n"
+        "dist.init_process_group('gloo')\n"
+        "total = torch.ones(1); dist.all_reduce(total); print('sum', int(total), flush=True)\n"
+        "if os.environ['TORCHELASTIC_RESTART_COUNT'] == '0' and os.environ['RANK'] == '1': os._exit(9)\n"
+        "dist.barrier()\n"
+    )
+    with job(script, "--nproc-per-replica", "2", "--timeout", "10") as running:
+        assert running.run() == 0, running.text
+    assert running.count(r"\] sum 2") == 4
+    assert "1 restart" in running.lines.all[-1]
+
+
 def test_nothing_is_left_open(write: Any) -> None:
     script = write("print('x')")
     with job(script) as running:  # first use opens what stays open (imports, torch's own)
