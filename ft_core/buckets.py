@@ -71,14 +71,9 @@ class Bucketer:
     """
 
     def __init__(
-        self,
-        manager: ManagerPort,
-        module: nn.Module,
-        parameters: Sequence[nn.Parameter],
-        layout: Layout,
-        devices: Sequence[torch.device],
-        buffer_owners: Sequence[tuple[nn.Module, str]],
-    ) -> None:
+        self, manager: ManagerPort, module: nn.Module, parameters: Sequence[nn.Parameter], layout: Layout,
+        devices: Sequence[torch.device], buffer_owners: Sequence[tuple[nn.Module, str]],
+    ) -> None:  # fmt: skip
         self._manager = manager
         self._module = module
         self._layout = layout
@@ -145,6 +140,16 @@ class Bucketer:
         elif self._consumed:
             self._armed = False
         self._carriage.save()
+
+    def before_backward(self, *, sync: bool) -> None:
+        """Decide about the next backward alone: for several, some of them under no_sync, after one forward."""
+        self._armed = sync
+        self._consumed = not sync
+
+    @property
+    def unsettled(self) -> bool:
+        """A round was opened since the last verdict: the next vote is about its gradients."""
+        return self._open or self._settled is not None
 
     def watch_output(self, output: Tensor) -> None:
         """Open the round in the backward that starts at `output`, not in a nested one (reentrant checkpoints)."""
@@ -248,8 +253,7 @@ class Bucketer:
                 work = attempt.launch(bucket.flat)
             else:
                 self._carriage.pack(source=attempt.is_source)
-                if self._memory.used is not None:
-                    self._pack_used(self._memory.used)
+                self._memory.pack_used(None if self._round.scale is _NOT_CONTRIBUTING else self._arrived_tensor)
                 work = attempt.launch_fence(bucket.flat, self._memory.fence)
         except Exception as error:  # noqa: BLE001 (whatever it is, it must not leave backward)
             attempt.fail(error)
@@ -259,12 +263,6 @@ class Bucketer:
             return
         self._works.append((bucket, work))
         self._next = index + 1
-
-    def _pack_used(self, used: Tensor) -> None:
-        if self._round.scale is _NOT_CONTRIBUTING:
-            used.zero_()
-        else:
-            used.copy_(self._arrived_tensor)
 
     def _break(self) -> None:
         self._broken = True
@@ -319,7 +317,9 @@ class Bucketer:
         attempt = self._attempt
         assert attempt is not None
         self._wait(attempt)
-        self._close(attempt)
+        self._open = self._deferred = False
+        self._round.scale = None
+        self._settled = attempt
         if self._broken:
             return
         self._memory.forget_unused()
@@ -341,12 +341,6 @@ class Bucketer:
             else:
                 bucket.mark_intact()
         self._works.clear()
-
-    def _close(self, attempt: Attempt) -> None:
-        self._open = False
-        self._deferred = False
-        self._round.scale = None
-        self._settled = attempt
 
     def _abandon(self) -> None:
         """A backward raised in the middle, so no callback came: keep the collectives aligned, veto the step."""
@@ -394,29 +388,36 @@ class Bucketer:
 
     # ------------------------------------------------------------------------------------- Carrier: called by Manager
 
-    def flush(self) -> None:
-        """Launch whatever the current attempt lacks, with zeros, fence included, and wait. Never raises."""
+    def flush(self, *, with_accumulated: bool = False) -> None:
+        """Launch whatever the current attempt lacks, with zeros, fence included, and wait. Never raises.
+
+        `with_accumulated`: an attempt without any round reduces the gradients that are there, instead of zeros.
+        """
         attempt = self._manager.current_attempt()
         if attempt is None:
             return
         try:
             with torch.no_grad():
-                self._flush(attempt)
+                self._flush(attempt, with_accumulated)
         except Exception as error:  # noqa: BLE001 (a vote must always be possible; the attempt carries the reason)
             attempt.fail(error)
 
-    def _flush(self, attempt: Attempt) -> None:
+    def _flush(self, attempt: Attempt, with_accumulated: bool) -> None:
         if self._open:
             # A backward that raised; or a deferred one (see `_end_of_backward`), whose gradients may have been used
             # before they were reduced. The latter happens once: from then on outputs are watched.
             self._abandon()
         if self._settled is not attempt and self._start(attempt):
-            self._fill(with_accumulated=False)
+            self._fill(with_accumulated=with_accumulated)
             self._finish()
 
     def rescale(self, factor: float) -> None:
         """Multiply the reduced gradients; a gradient that was replaced by the caller is multiplied too."""
         self._memory.rescale(factor)
+
+    def average_inside(self, all_reduce: Callable[[Tensor], object], ranks: int) -> None:
+        """Average the reduced gradients over the ranks of the replica group, too, with its `all_reduce` (in place)."""
+        self._memory.average(all_reduce, ranks)
 
     def committed(self) -> None:
         """The attempt was committed: buffers take what came with the fence."""

@@ -71,7 +71,7 @@ class DistributedDataParallel(TorchDistributedDataParallel):
     Args:
         manager: the Manager whose steps these gradients belong to. `start_quorum` must run before `backward`.
         module: the module; its parameters decide the layout, so they may not be frozen, unfrozen, cast or replaced
-            afterwards (`unwrap()` and wrap again).
+            afterwards (`unwrap()` and wrap again). With `find_unused_parameters=True` they may be frozen, for any time.
         kwargs: torch's arguments. Honoured: device_ids, output_device, bucket_cap_mb, bucket_cap_mb_list,
             broadcast_buffers / forward_sync_buffers, find_unused_parameters. Accepted without effect: dim, init_sync,
             check_reduction, gradient_as_bucket_view, static_graph, batched_grad_copy. Others raise ConfigError.
@@ -152,7 +152,8 @@ class DistributedDataParallel(TorchDistributedDataParallel):
         return output
 
     def _check_frozen(self) -> None:
-        for parameter in self._trained:
+        # With find_unused a frozen parameter is an unused one, whoever froze it: zeros here, None if nobody used it.
+        for parameter in () if self.find_unused_parameters else self._trained:
             if not parameter.requires_grad:
                 self._reject_change()
         for parameter in self._frozen:
@@ -162,10 +163,12 @@ class DistributedDataParallel(TorchDistributedDataParallel):
     def _reject_change(self) -> NoReturn:
         for name, parameter in self.module.named_parameters():
             was = any(parameter is trained for trained in self._trained)
-            if parameter.requires_grad != was and name not in self.parameters_to_ignore:
+            tolerated = name in self.parameters_to_ignore or (was and self.find_unused_parameters)
+            if parameter.requires_grad != was and not tolerated:
+                remedy = ", or wrap it with find_unused_parameters=True" if was else ""
                 raise UsageError(
                     f"requires_grad of {name} was {was} when the module was wrapped and is {not was} now; all replicas "
-                    "must reduce the same gradients: call unwrap() and wrap the module again, on all of them"
+                    f"must reduce the same gradients: call unwrap() and wrap the module again, on all of them{remedy}"
                 )
         raise UsageError("a parameter was replaced after the module was wrapped: call unwrap() and wrap it again")
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from ft_core.layout import BucketPlan, Layout
 
@@ -80,6 +80,19 @@ class FlatGradients:
                 if parameter.grad is not None and parameter.grad is not view:
                     parameter.grad.mul_(factor)
 
+    def average(self, all_reduce: Callable[[Tensor], object], ranks: int) -> None:
+        """Average all gradients with `all_reduce`, a SUM in place over `ranks` ranks that all call this."""
+        with torch.no_grad():
+            for bucket in self.buckets:
+                if bucket.parameters:
+                    all_reduce(bucket.gradients)
+                    bucket.gradients.div_(ranks)
+            if self.used is not None:
+                all_reduce(self.used)
+            for parameter, view in zip(self.parameters, self.views, strict=True):
+                parameter.grad = view
+            self.forget_unused()
+
     def adopt(self, reduced: Sequence[Tensor | None]) -> None:
         """Overwrite the buckets given (None keeps mine, which must be intact) and point all gradients at them."""
         if len(reduced) != len(self.buckets):
@@ -95,6 +108,15 @@ class FlatGradients:
             for parameter, view in zip(self.parameters, self.views, strict=True):
                 parameter.grad = view
             self.forget_unused()
+
+    def pack_used(self, arrived: Tensor | None) -> None:
+        """With find_unused: tell which gradients this member has; None: it does not contribute."""
+        if self.used is None:
+            return
+        if arrived is None:
+            self.used.zero_()
+        else:
+            self.used.copy_(arrived)
 
     def forget_unused(self) -> None:
         """With find_unused: a gradient that no participant has is None, also here."""

@@ -34,6 +34,7 @@ from torch.distributed import ReduceOp, Work
 
 from ft_core import drain
 from ft_core import manager_setup as setup
+from ft_core.agreement import Agreement
 from ft_core.assignment import Plan, WorldSizeMode
 from ft_core.attempt import StepAttempt
 from ft_core.drain import EXIT_S, DrainedError
@@ -66,7 +67,7 @@ T = TypeVar("T")
 log = logging.getLogger("ft_core")
 
 
-class Manager:
+class Manager(Agreement):
     """Drives fault-tolerant training on one rank. Constructs and starts; call `shutdown` (or leave it to exit).
 
     Args:
@@ -74,8 +75,7 @@ class Manager:
         load_state_dict: called on a healing replica with what `state_dict` returned on a donor; None: register later.
         state_dict: returns all state that must be equal on all replicas (model, optimizer, ...). Its tensors are served
             to healing peers from live memory until the next `optimizer.step`.
-        min_replica_size: a quorum holds at least this many groups; under FIXED_WITH_SPARES exactly this many
-        participate.
+        min_replica_size: groups in the smallest quorum; under FIXED_WITH_SPARES exactly this many participate.
         use_async_quorum: form quorums during the forward pass; a replica that fell behind then contributes zeros to the
             step in which it heals. False: `start_quorum` blocks, and a healed replica contributes at once.
         timeout: the one time budget everything else is derived from (`settings.TimeBudget`).
@@ -505,9 +505,8 @@ class Manager:
 
     def errored(self) -> Exception | None:
         """What went wrong in this attempt, or None."""
-        if self._session.error is None and self._round is not None:
-            return self._round.error
-        return self._session.error
+        late = self._round.error if self._round is not None else None
+        return self._session.error or late
 
     # ------------------------------------------------------------ commit
 
@@ -549,8 +548,9 @@ class Manager:
         session.control.progress(step.version.step, "step", step.stable)
         if gave_up:
             raise RuntimeError(f"{gave_up}; last reason: {verdict.reason or session.error}")
-        if not commit and verdict.reason:
-            log.info("%s: step %d not committed%s", self.replica_id, self.current_step(), session.untold(verdict.reason))
+        if not commit and verdict.reason and not verdict.stop:
+            why = session.untold(verdict.reason)
+            log.info("%s: step %d not committed%s", self.replica_id, self.current_step(), why)
         if again and not self._shut_down and not session.draining:
             commit = self._recover()
         self._new_attempt()

@@ -190,7 +190,7 @@ class Step:
         self.soft_error = ""
         self.change_wanted = ""
         self.leaving = self.drain_wanted = self.drain_agreed = False
-        self.stop_wanted = False
+        self.stop_wanted = self.stop_agreed = False
         self.exhausted = False
         self.weight: int | None = None
         """Weight of this member's gradient; None: 1."""
@@ -605,6 +605,7 @@ class Step:
         if verdict.healed and self.plan.ready_expected:
             self.roles_switched = True
         self.drain_agreed |= verdict.drain
+        self.stop_agreed |= verdict.stop
         if verdict.change:
             self.ask_next = self.ask_next or self.change_wanted or "a member asked for a change of membership"
         self.attempt += 1

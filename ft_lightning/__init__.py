@@ -1,18 +1,38 @@
-"""Fault tolerance for Lightning: `Trainer(strategy="fault_tolerant")`."""
+"""Fault tolerance for Lightning: `Trainer(strategy="fault_tolerant")` and `Fabric(strategy="fault_tolerant")`.
+
+The strategy is there by name once this package is installed; nothing has to be imported. To give it arguments:
+
+    from ft_lightning import FaultTolerantStrategy
+
+    Trainer(strategy=FaultTolerantStrategy(min_replicas=2, timeout=30))
+
+Lightning exists as `lightning` and as `pytorch_lightning`, two packages that know nothing of each other.
+`ft_lightning.FaultTolerantStrategy` belongs to the one that is imported; if both are, to `lightning`, and
+`ft_lightning.strategy.strategy_class("pytorch_lightning")` is the other one. For Fabric: `ft_lightning.fabric`.
+"""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from ft_lightning import _autoload
+
 if TYPE_CHECKING:
+    FaultToleranceMonitor: Any
     FaultTolerantStrategy: Any
 
-__all__ = ["FaultTolerantStrategy"]
+__all__ = ["FaultToleranceMonitor", "FaultTolerantStrategy"]
+
+_autoload.install()
 
 
 def __getattr__(name: str) -> Any:
     if name == "FaultTolerantStrategy":
-        from ft_lightning.strategy import strategy_class
+        from ft_lightning import _compat, strategy
 
-        return strategy_class()
+        return strategy.strategy_class(_compat.imported(_compat.TREES))
+    if name == "FaultToleranceMonitor":
+        from ft_lightning import monitor
+
+        return monitor.monitor_class()
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

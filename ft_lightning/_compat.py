@@ -10,13 +10,13 @@ Threads: the training thread.
 from __future__ import annotations
 
 import importlib
+import importlib.util
+import socket
+import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     Trainer = Any
-    Batch = Any
 
 TREES = ("lightning.pytorch", "pytorch_lightning")
 FABRICS = ("lightning.fabric", "lightning_fabric")
@@ -26,6 +26,50 @@ def part(tree: str, name: str) -> Any:
     """`part("lightning.pytorch", "strategies.DDPStrategy")`: a public or private name of one of the two trees."""
     module, _, attribute = name.rpartition(".")
     return getattr(importlib.import_module(f"{tree}.{module}"), attribute)
+
+
+def imported(trees: tuple[str, ...]) -> str:
+    """The tree of these that is imported, the first one if both are; if none is, the one that is installed."""
+    loaded = [tree for tree in trees if tree in sys.modules]
+    if loaded:
+        return loaded[0]
+    return next((tree for tree in trees if importlib.util.find_spec(tree.partition(".")[0])), trees[0])
+
+
+def fabric_of(tree: str) -> str:
+    """The Fabric that belongs to a tree of the Trainer, or the tree itself if it is a Fabric."""
+    return tree if tree in FABRICS else FABRICS[TREES.index(tree)]
+
+
+def launcher_base(tree: str) -> type:
+    """Lightning's abstract launcher, of the Trainer or of Fabric. `Strategy._configure_launcher` sets `_launcher`."""
+    base: type = part(tree, "strategies.launchers.launcher._Launcher")
+    return base
+
+
+def free_port() -> int:
+    """A free TCP port of this machine."""
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return int(probe.getsockname()[1])
+
+
+def tunes(trainer: Trainer) -> bool:
+    """`fit` was called by the Tuner: it looks for a batch size or a learning rate, and does not train.
+
+    Relies on the Tuner setting `_early_exit` on the callback that it adds for that.
+    """
+    return any(getattr(callback, "_early_exit", False) for callback in trainer.callbacks)
+
+
+def silence(trainer: Trainer) -> None:
+    """This process will not train: an exception that ends it is no failed run, which callbacks and loggers act on.
+
+    Relies on `_call_and_handle_interrupt` calling `on_exception` of `trainer.callbacks` (one of them may save a
+    checkpoint) and `finalize("failed")` of `trainer.loggers`.
+    """
+    trainer.callbacks = []
+    trainer.loggers = []
 
 
 def dump(trainer: Trainer) -> dict[str, Any]:
@@ -40,62 +84,9 @@ def dump(trainer: Trainer) -> dict[str, Any]:
     return state
 
 
-def restore(trainer: Trainer, state: Mapping[str, Any]) -> None:
-    """Load what `dump` returned into a Trainer in the middle of `fit`.
-
-    Relies on the connector's own restore functions, which `fit(ckpt_path=...)` calls in this order, and on each loop's
-    restarting flag: it makes a loop skip what a resumed run has behind it, but this one goes on inside the batch.
-    """
-    connector = trainer._checkpoint_connector
-    connector._loaded_checkpoint = dict(state)
-    try:
-        connector.restore_datamodule()
-        connector.restore_model()
-        connector.restore_callbacks()
-        connector.restore_training_state()
-    finally:
-        connector._loaded_checkpoint = {}
-    fit, epoch = trainer.fit_loop, trainer.fit_loop.epoch_loop
-    for loop in (fit, epoch, epoch.automatic_optimization, epoch.manual_optimization, epoch.val_loop):
-        # The attribute, not the property: its setter marks every loop below as restarting, too.
-        loop._restarting = False
-        for name in ("_restart_stage", "_resuming", "_is_resuming", "is_resuming"):
-            if name == "_restart_stage" and hasattr(loop, name):
-                loop.reset_restart_stage()
-            elif name != "_restart_stage" and isinstance(getattr(loop, name, None), bool):
-                try:
-                    setattr(loop, name, False)
-                except AttributeError:  # a property of the two flags above
-                    continue
-
-
-def refetch(trainer: Trainer) -> Batch:
-    """The training batch at the Trainer's position, on the device, after the position has changed.
-
-    Relies on FitLoop._combined_loader and _data_fetcher, and on the order in which the epoch loop prepares a batch:
-    the counter `batch_progress.current.ready` is raised before the hooks, so it counts the batch that is fetched here.
-    """
-    fit = trainer.fit_loop
-    fetcher, loader = fit._data_fetcher, fit._combined_loader
-    for part_ in loader.flattened:
-        _set_epoch(part_, fit.epoch_progress.current.processed)
-    iter(fetcher)
-    position = fit.epoch_loop.batch_progress.current.ready
-    batch = None
-    for _ in range(position):
-        batch, _, _ = next(fetcher)
-    fit.epoch_loop.batch_progress.is_last_batch = fetcher.done
-    batch = trainer.precision_plugin.convert_input(batch)
-    batch = trainer.lightning_module._on_before_batch_transfer(batch, dataloader_idx=0)
-    return trainer.strategy.batch_to_device(batch, dataloader_idx=0)
-
-
-def _set_epoch(dataloader: Any, epoch: int) -> None:
-    for owner in (getattr(dataloader, "sampler", None), getattr(dataloader, "batch_sampler", None)):
-        for sampler in (owner, getattr(owner, "sampler", None)):
-            set_epoch = getattr(sampler, "set_epoch", None)
-            if set_epoch is not None:
-                set_epoch(epoch)
+def tree_of(trainer: Trainer) -> str:
+    """Which of the two trees this Trainer is from."""
+    return TREES[1] if type(trainer).__module__.startswith(TREES[1]) else TREES[0]
 
 
 def accumulates(trainer: Trainer) -> bool:
@@ -119,3 +110,19 @@ def uncount_step(trainer: Trainer) -> None:
     for tracker in (progress.total, progress.current):
         tracker.ready -= 1
         tracker.completed -= 1
+
+
+def uncount_schedule(trainer: Trainer) -> None:
+    """A scheduler was not advanced: take back that it was begun, and beforehand that it will be counted as completed.
+
+    Relies on `_TrainingEpochLoop._update_learning_rates` counting around the module's `lr_scheduler_step`.
+    """
+    progress = trainer.fit_loop.epoch_loop.scheduler_progress
+    for tracker in (progress.total, progress.current):
+        tracker.ready -= 1
+        tracker.completed -= 1
+
+
+def share_state(tree: str, module: Any) -> None:
+    """Give parameters and buffers of the group's first rank to all of its ranks, as torch's DDP does at its start."""
+    part(tree, "overrides.distributed._sync_module_states")(module)

@@ -1,8 +1,8 @@
 """`Trainer(strategy="fault_tolerant")`: Lightning's DDP strategy over replica groups that may fail.
 
 How it works. Inside its group this is DDPStrategy. Across the groups a `ft_core.Manager` drives the steps:
-`on_train_batch_start` opens the quorum (and, on a newcomer or a replica that fell behind, adopts the others' whole run:
-`_compat.restore`, then the right batch); the model is wrapped in ft_core's DistributedDataParallel, so gradients are
+before each batch is fetched the quorum is opened (and, on a newcomer or a replica that fell behind, the others' whole
+run adopted: `adoption`); the model is wrapped in ft_core's DistributedDataParallel, so gradients are
 averaged over the groups while backward runs; the closure that Lightning hands to the optimizer votes at its end, before
 gradients are clipped. A veto unwinds the closure with a private exception: parameters, optimizer, scaler, counters and
 schedulers stay as they were.
@@ -15,36 +15,51 @@ Threads: the training thread; the Manager has its own.
 from __future__ import annotations
 
 import logging
-import os
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import nn
-
 from ft_core import DistributedDataParallel, Manager, ProcessGroupGloo
 from ft_core.errors import ConfigError
-from ft_lightning import _compat
+from ft_core.inventory import check_arguments
+from ft_lightning import _autoload, _compat
+from ft_lightning import _compat_position as _position
+from ft_lightning.adoption import Adoption
+from ft_lightning.arguments import Arguments, check_kwargs
+from ft_lightning.data import Sharding
+from ft_lightning.modes import Modes
+from ft_lightning.placement import Placed
+from ft_lightning.writing import Writing
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Mapping
+    from contextlib import AbstractContextManager
+
+    from torch import nn
 
 log = logging.getLogger("ft_lightning")
-NAME = "fault_tolerant"
+NAME = _autoload.NAME
 
 
-class Vetoed(Exception):
-    """Unwinds the optimizer's closure when the step was not committed."""
-
-
-class FaultTolerance:
+class FaultTolerance(Modes, Writing, Placed):
     """What is added to DDPStrategy; `strategy_class` mixes the two for one of Lightning's two class trees.
 
     Args:
         min_replicas: smallest quorum; None: FT_MIN_REPLICAS, else 1.
-        timeout: how long a collective waits for a silent peer; None: FT_TIMEOUT_S, else 60 s.
-        manager_kwargs: further arguments of `ft_core.Manager`.
-        kwargs: arguments of Lightning's DDPStrategy.
+        timeout: how long a collective waits for a silent peer, as a timedelta or in seconds; None: FT_TIMEOUT_S, else
+            60 s.
+        lighthouse: host:port; None: FT_LIGHTHOUSE, or an embedded one where `fit` starts the replica groups itself.
+        manager_kwargs: further arguments of `ft_core.Manager`, for example {"max_retries": 100}.
+        ftrun_options: options of ftrun for a run without a launcher, for example ["--standby", "1"].
+        find_unused_parameters: parameters that no participant used keep a gradient of None instead of zeros, and may be
+            frozen for a time (toggle_optimizer); None: True with manual optimization, else False.
+        broadcast_buffers: buffers (BatchNorm's statistics) follow the first participant at each commit.
+        bucket_cap_mb: size of the gradient buckets; None: torch's.
+        process_group_backend: of the group's own process group; None: Lightning's choice.
+        kwargs: further arguments of Lightning's DDPStrategy. Refused: ddp_comm_hook and what belongs to it,
+            model_averaging_period, start_method, cluster_environment.
+
+    Raises:
+        ConfigError: an argument cannot work; names it, the value and what to do.
     """
 
     _tree = "lightning.pytorch"
@@ -52,48 +67,44 @@ class FaultTolerance:
     def __init__(
         self,
         min_replicas: int | None = None,
-        timeout: timedelta | None = None,
-        manager_kwargs: Mapping[str, Any] | None = None,
+        timeout: timedelta | float | None = None,
+        lighthouse: str | None = None,
+        manager_kwargs: dict[str, Any] | None = None,
+        ftrun_options: list[str] | None = None,
+        find_unused_parameters: bool | None = None,
+        broadcast_buffers: bool = True,
+        bucket_cap_mb: float | None = None,
+        process_group_backend: str | None = None,
         **kwargs: Any,
     ) -> None:
-        super().__init__(**kwargs)
-        self._min_replicas = min_replicas
-        self._ft_timeout = timeout
-        self._manager_kwargs = dict(manager_kwargs or {})
+        self._arguments = Arguments(min_replicas, timeout, lighthouse, manager_kwargs or {}, ftrun_options or ())
+        self._arguments.check()
+        unused = {} if find_unused_parameters is None else {"find_unused_parameters": find_unused_parameters}
+        kwargs.update(unused, **({} if broadcast_buffers else {"broadcast_buffers": False}))
+        kwargs.update({} if bucket_cap_mb is None else {"bucket_cap_mb": bucket_cap_mb})
+        check_kwargs(kwargs)
+        super().__init__(process_group_backend=process_group_backend, **kwargs)
+        check_arguments(self._ddp_kwargs)  # type: ignore[attr-defined]
         self.manager: Manager | None = None
         """Of this rank, while `fit` runs."""
         self._trainer: Any = None
-        self._open = False
-        """A quorum was opened for the accumulation window that is under way."""
-        self._adopted: tuple[Any, int] | None = None
-        """(batch, index) that replace what was fetched before this replica adopted the others' position."""
-        self.step_vetoed = False
-        """The last optimizer step was not committed."""
+        self._sharding = Sharding(self.replica_group, self.num_replica_groups, _position.worker_seeder(self._tree))
+        self._adoption: Adoption | None = None
+        """Position in the run that all replicas share, while `fit` runs."""
         self._pause: Any = None
 
     # ------------------------------------------------------------ groups
 
     @property
-    def replica_group(self) -> int:
-        """Number of this replica group in the job."""
-        return int(os.environ.get("FT_REPLICA_GROUP", "0"))
-
-    @property
-    def num_replica_groups(self) -> int:
-        """Groups of the job."""
-        return int(os.environ.get("FT_NUM_REPLICA_GROUPS", "1"))
-
-    @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
         """Training data is divided among all ranks of all groups, evaluation data inside the group."""
         inside: dict[str, Any] = super().distributed_sampler_kwargs  # type: ignore[misc]
-        if self._trainer is None or not self._trainer.training:
-            return inside
-        ranks = inside["num_replicas"]
-        return {
-            "num_replicas": ranks * self.num_replica_groups,
-            "rank": self.replica_group * ranks + inside["rank"],
-        }
+        return self._sharding.kwargs(inside, training=self._trainer is not None and bool(self._trainer.training))
+
+    def process_dataloader(self, dataloader: Any) -> Any:
+        """Called for each loader after it got its sampler."""
+        loader = super().process_dataloader(dataloader)  # type: ignore[misc]
+        return self._sharding.prepared(loader, super().distributed_sampler_kwargs, self.manager)  # type: ignore[misc]
 
     # ------------------------------------------------------------ set-up and end
 
@@ -101,30 +112,38 @@ class FaultTolerance:
         """Called before everything else of a run."""
         super().connect(model)  # type: ignore[misc]
         self._trainer = model._trainer if model._trainer is not None else self._trainer
+        if self._trainer is not None:
+            _position.around_samplers(self._trainer, self._preparing)
+
+    def _preparing(self, loader: Any, stage: str) -> AbstractContextManager[None]:
+        divides = _position.divides_data(self._trainer)
+        return self._sharding.preparing(loader, stage, divides=divides, ranks=self.world_size)  # type: ignore[attr-defined]
 
     def setup(self, trainer: Any) -> None:
         """Build the Manager before the model is wrapped; only `fit` needs one."""
         self._trainer = trainer
-        if trainer.state.fn == "fit":
-            self.manager = Manager(
+        if self._trains:
+            self._adoption = Adoption(trainer, self._sharding)
+            self.manager = self._new_manager(
                 pg=ProcessGroupGloo(),
-                load_state_dict=self._adopt,
-                state_dict=lambda: _compat.dump(trainer),
-                min_replica_size=self._min_replicas,
-                timeout=self._ft_timeout,
+                load_state_dict=self._load_state,
+                state_dict=self._adoption.state,
                 use_async_quorum=False,  # a replica that is behind must know the others' position before it trains
                 rank=self.global_rank,  # type: ignore[attr-defined]
                 world_size=self.world_size,  # type: ignore[attr-defined]
-                **self._manager_kwargs,
+                **self._arguments.for_manager(),
             )
+            self._begin(self.manager)
         super().setup(trainer)  # type: ignore[misc]
-        if self.manager is not None:
-            self._guard_schedulers(trainer.lightning_module)
+        if self.manager is not None and self._adoption is not None:
+            self._adoption.start(self.open_quorum)
+            self.start_voting()
 
     def _setup_model(self, model: nn.Module) -> nn.Module:
         if self.manager is None:
             return super()._setup_model(model)  # type: ignore[misc,no-any-return]
-        return DistributedDataParallel(self.manager, model, **self._ddp_kwargs)  # type: ignore[attr-defined]
+        options = self.wrapper_options(model, self._ddp_kwargs)  # type: ignore[attr-defined]
+        return DistributedDataParallel(self.manager, model, **options)
 
     def _register_ddp_hooks(self) -> None:
         """Communication is the Manager's."""
@@ -134,96 +153,27 @@ class FaultTolerance:
     def on_train_end(self) -> None:
         """Training is over: the room closes behind us."""
         if self.manager is not None:
-            self.manager.leave("finished", finished=True)
+            self.close_quorum()
+            self._finish()
 
     def teardown(self) -> None:
         """Leave, if `fit` did not come to its end, and stop all threads."""
+        if self._adoption is not None:
+            self._adoption.stop()
+        self.end_voting()
         manager, self.manager = self.manager, None
         if manager is not None:
             manager.shutdown()
+            self.leader.end()
         super().teardown()  # type: ignore[misc]
 
     # ------------------------------------------------------------ a batch
 
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        """Open the quorum of this accumulation window; adopt the others' run if this replica is new or behind."""
-        super().on_train_batch_start(batch, batch_idx)  # type: ignore[misc]
-        self._adopted = None
-        if self.manager is None or self._open:
-            return
-        self._open = True
-        self.manager.start_quorum()
-
-    def _adopt(self, state: Mapping[str, Any]) -> None:
+    def _load_state(self, state: Mapping[str, Any]) -> None:
         """The Manager's load function, called inside `start_quorum`: a peer's state at this very point."""
-        trainer = self._trainer
-        assert self.manager is not None
-        _compat.restore(trainer, state)
-        with self.manager.pause("fetching the data that follows", max_s=600.0):
-            batch = _compat.refetch(trainer)
-        self._adopted = batch, trainer.fit_loop.epoch_loop.batch_progress.current.ready - 1
-
-    def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's training_step, with the right batch."""
-        if self._adopted is not None:
-            batch, index = self._adopted
-            args = (batch, *((index,) if len(args) > 1 else ()), *args[2:])
-        return super().training_step(*args, **kwargs)  # type: ignore[misc]
-
-    def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
-        """Run the closure (forward and backward), vote, and step if all members commit."""
-        if self.manager is None:
-            return super().optimizer_step(optimizer, closure, model, **kwargs)  # type: ignore[misc]
-        result: list[Any] = []
-
-        def agreed() -> Any:
-            result[:] = [closure()]
-            self._vote()
-            return result[0]
-
-        try:
-            output = super().optimizer_step(optimizer, agreed, model, **kwargs)  # type: ignore[misc]
-        except Vetoed:
-            self.step_vetoed = True
-            _compat.uncount_step(self._trainer)
-            return result[0]
-        except BaseException as error:
-            if not self._open:  # after the vote: the others have the new state, this one may have half of it
-                self.manager.report_torn_state(error)
-            raise
-        self.step_vetoed = False
-        return output
-
-    def _vote(self) -> None:
-        assert self.manager is not None
-        self._open = False
-        if not self.manager.should_commit():
-            raise Vetoed
-        self._average_inside()
-
-    def _average_inside(self) -> None:
-        """Gradients of a group's ranks: averaged over the groups by now, each on its own ring."""
-        ranks = self.world_size  # type: ignore[attr-defined]
-        if ranks > 1:
-            for parameter in self.model.parameters():  # type: ignore[attr-defined]
-                if parameter.grad is not None:
-                    torch.distributed.all_reduce(parameter.grad)
-                    parameter.grad.div_(ranks)
-
-    def _guard_schedulers(self, module: Any) -> None:
-        """A vetoed step does not advance schedulers that follow steps.
-
-        Lightning calls the hook on the module for every scheduler that is due; the instance's attribute wins.
-        """
-        hook = module.lr_scheduler_step
-
-        def lr_scheduler_step(scheduler: Any, metric: Any) -> None:
-            configs = self.lr_scheduler_configs  # type: ignore[attr-defined]
-            config = next(c for c in configs if c.scheduler is scheduler)
-            if not (self.step_vetoed and config.interval == "step"):
-                hook(scheduler, metric)
-
-        module.lr_scheduler_step = lr_scheduler_step
+        assert self._adoption is not None
+        self._heard(state)
+        self._adoption.load(state)
 
     # ------------------------------------------------------------ validation
 
@@ -246,11 +196,19 @@ _classes: dict[str, type] = {}
 
 
 def strategy_class(tree: str = "lightning.pytorch") -> type:
-    """FaultTolerantStrategy for `lightning.pytorch` or `pytorch_lightning`."""
+    """FaultTolerantStrategy for `lightning.pytorch`, `pytorch_lightning`, `lightning.fabric` or `lightning_fabric`."""
+    if tree in _compat.FABRICS:
+        from ft_lightning import fabric
+
+        return fabric.strategy_class(tree)
+    if tree == "lightning":
+        tree = "lightning.pytorch"
+    if tree not in _compat.TREES:
+        raise ConfigError(f"strategy_class({tree!r}): known are {', '.join((*_compat.TREES, *_compat.FABRICS))}")
     if tree not in _classes:
         base = _compat.part(tree, "strategies.DDPStrategy")
         _classes[tree] = type("FaultTolerantStrategy", (FaultTolerance, base), {
-            "_tree": tree, "strategy_name": NAME, "__doc__": FaultTolerance.__doc__, "__module__": __name__,
-            "register_strategies": classmethod(lambda cls, registry: registry.register(NAME, cls)),
+            "_tree": tree, "strategy_name": NAME, "__doc__": FaultTolerance.__doc__, "__module__": "ft_lightning",
+            "register_strategies": classmethod(lambda cls, registry: registry.register(NAME, cls, override=True)),
         })  # fmt: skip
     return _classes[tree]

@@ -58,7 +58,8 @@ class SoloRendezvous(RendezvousHandler):
             self._host, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=STORE_S)
         )
         self._round += 1
-        return RendezvousInfo(PrefixStore("ftrun", self._store), 0, 1, RendezvousStoreInfo(self._host, self._store.port))
+        place = RendezvousStoreInfo(self._host, self._store.port)
+        return RendezvousInfo(PrefixStore("ftrun", self._store), 0, 1, place)
 
     def is_closed(self) -> bool:
         """Never: the agent decides when it is over."""

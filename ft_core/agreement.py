@@ -1,0 +1,51 @@
+"""What the members of a quorum decide together besides the commit, and who they are: a part of `Manager`.
+
+How it works. A member that wants everybody to stop raises the STOP flag of its fences until a verdict carries it: the
+fence's sum is the same on all members, so all of them learn it at the same attempt (`step.Step.settle`).
+
+Invariant: `stop_agreed` is never taken back; within a group it changes at the same attempt on all ranks (`group.py`).
+Threads: the training thread.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from ft_core.session import Session
+    from ft_core.step import Step
+
+
+class Agreement:
+    """Mixed into `Manager`."""
+
+    _session: Session
+    _step: Step
+
+    def request_stop(self) -> None:
+        """Ask all members to stop training: told by every fence of this rank from the next one on."""
+        with self._session.lock:
+            self._step.stop_wanted = True
+
+    @property
+    def stop_agreed(self) -> bool:
+        """Some member asked everybody to stop, and everybody knows it. Changes in should_commit only."""
+        return self._step.stop_agreed
+
+    @property
+    def quorum_id(self) -> int:
+        """Of the quorum in force; 0 before the first one. The same on all members during an attempt."""
+        plan = self._step.plan
+        return 0 if plan is None else plan.quorum_id
+
+    @property
+    def members(self) -> tuple[str, ...]:
+        """replica_id of each member of the quorum in force, sorted; includes spares and those that heal."""
+        plan = self._step.plan
+        return () if plan is None else tuple(plan.quorum.ids)
+
+    @property
+    def healing_members(self) -> tuple[str, ...]:
+        """Those of `members` that received the others' state when this quorum began."""
+        plan = self._step.plan
+        return () if plan is None else tuple(plan.quorum.ids[rank] for rank in plan.healing)

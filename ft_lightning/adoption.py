@@ -1,0 +1,255 @@
+"""A newcomer, or a replica that fell behind, takes over the others' run in the middle of an epoch.
+
+How it works. Before each training batch is fetched, all progress of a Trainer stands between two batches: the quorum
+is opened there (`Adoption.before_batch`). A donor's state at that point is a Lightning checkpoint plus what a
+checkpoint lacks (`Adoption.state`): the loaders' positions, accumulated metrics, the accumulation window, the epoch in
+which loaders were set up. `Adoption.load` puts it into the newcomer's Trainer inside `start_quorum`; then the data is
+opened at the batch that is next. As nothing was fetched before, every hook and callback gets the right batch with the
+right index, and the replica takes part in this very step.
+
+Accumulation: a quorum is opened at the first batch of a window only, so everybody adopts at the start of a window.
+
+What a newcomer's callbacks see: their own `setup`, `on_fit_start`, sanity check, `on_train_start` and first
+`on_train_epoch_start` as in every run, then their state is replaced, and `on_train_epoch_start` is called once more if
+the others are in another epoch. The hooks of the batches before are not repeated. State that neither `state_dict` nor
+`on_save_checkpoint` knows is not carried over.
+
+Metrics: means over an epoch go on from the donor's sums; `torchmetrics.Metric` objects start with what this replica
+sees itself.
+
+Resuming: `fit(ckpt_path=...)` inside an epoch begins at the batch after the checkpoint, on every replica; plain
+Lightning begins the epoch's data anew.
+
+Invariants: `load` runs only inside `before_batch`. Position (epoch, batch) is equal on all members of a quorum whenever
+it opens. Threads: the training thread.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+from ft_core.errors import ConfigError, FaultToleranceError, QuorumTimeoutError
+from ft_core.lighthouse_client import LighthouseClient
+from ft_lightning import _compat
+from ft_lightning import _compat_position as _position
+from ft_lightning.data import Unseen, groups_needed
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
+
+    from ft_core import Manager
+    from ft_lightning.data import Sharding
+
+log = logging.getLogger("ft_lightning")
+KEY = "ft_lightning"
+"""Of our part in the state that donors hand out."""
+STATUS_S = 5.0
+"""How long the lighthouse may take to say who is paused."""
+TRIES = 3
+"""How often a quorum that trains, unpaused, may fail to take this replica in within `quorum_timeout`."""
+FETCH_MAX_S = 3600.0
+"""Announced to the peers for opening the data; reading through a long iterable takes its time."""
+
+
+def start_patiently(manager: Manager, address: str) -> None:
+    """`start_quorum`; that it takes longer than `quorum_timeout` is no error while the others validate or save.
+
+    Args:
+        manager: of this rank.
+        address: of the lighthouse.
+
+    Raises:
+        QuorumTimeoutError: and nobody is paused.
+    """
+    tries = 0
+    while True:
+        try:
+            manager.start_quorum()
+            return
+        except QuorumTimeoutError:
+            paused, trains = _others(manager, address)
+            tries += not paused
+            if not (paused or trains) or tries >= TRIES:
+                raise
+            log.info("%s: still waiting: %s", manager.replica_id, paused or "a quorum trains without this replica")
+
+
+def _others(manager: Manager, address: str) -> tuple[str, bool]:
+    """Members that are paused, as text, and whether there are members that are alive at all."""
+    try:
+        client = LighthouseClient(address, timedelta(seconds=STATUS_S))
+        try:
+            rooms = client.status(timedelta(seconds=STATUS_S)).rooms
+        finally:
+            client.close()
+    except FaultToleranceError as error:
+        log.info("the lighthouse could not be asked who is paused: %s", error)
+        return "", False
+    up = [r for room in rooms for r in room.replicas if r.life == "up" and r.replica_id != manager.replica_id]
+    texts = [f"{r.replica_id} is paused for at most {r.paused_ms / 1000:.0f} s" for r in up if r.paused_ms]
+    return ", ".join(texts), any(r.member for r in up)
+
+
+class Adoption:
+    """Position of one Trainer in the run that all replicas share.
+
+    Args:
+        trainer: in `fit`.
+        sharding: of its strategy.
+    """
+
+    def __init__(self, trainer: Any, sharding: Sharding) -> None:
+        self._trainer = trainer
+        self._sharding = sharding
+        self._open_quorum: Callable[[], Manager] | None = None
+        self._first = False
+        """First of all ranks in the quorum of this batch."""
+        self._opening = False
+        self._received: Mapping[str, Any] | None = None
+        """Our part of a state that was just loaded."""
+        self._before: tuple[int, int] = (0, 0)
+        self._ahead: tuple[list[Any], list[Any]] = [], []
+        """For loaders that are read one batch ahead: their states now, and one batch ago."""
+        self.unseen = Unseen()
+        self.adoptions = 0
+        """How often this replica took over the others' state in the middle of the run."""
+
+    def __repr__(self) -> str:
+        epoch, batch = _position.epoch_and_batch(self._trainer)
+        return f"Adoption(epoch {epoch}, batch {batch}, adopted {self.adoptions} times)"
+
+    def start(self, open_quorum: Callable[[], Manager]) -> None:
+        """From now on call `open_quorum` before each batch.
+
+        Args:
+            open_quorum: `start_quorum` unless an accumulation window is under way; returns the Manager.
+        """
+        self._open_quorum = open_quorum
+        _position.around_each_batch(self._trainer, self.before_batch, self._after_batch)
+
+    @contextlib.contextmanager
+    def ending(self) -> Iterator[None]:
+        """After the last batch: who missed the last step takes it from the others, and goes nowhere in the data."""
+        self._opening = True
+        try:
+            yield
+        finally:
+            self._opening, self._received = False, None
+
+    def stop(self) -> None:
+        """The run is over."""
+        self._tell_unseen()
+        _position.no_longer_around_batches(self._trainer)
+        self._open_quorum = None
+
+    # ------------------------------------------------------------ state
+
+    def state(self) -> dict[str, Any]:
+        """The Manager's save function.
+
+        Raises:
+            ConfigError: the position in the data is not known.
+        """
+        trainer = self._trainer
+        if _position.position_unknown(trainer):
+            raise ConfigError(
+                "training_step(dataloader_iter) must take exactly one batch per step with strategy='fault_tolerant': "
+                "what it has read ahead cannot be handed to a replica that joins"
+            )
+        state = _compat.dump(trainer)
+        ahead = _position.reads_ahead(trainer)
+        state[KEY] = {
+            "accumulate": trainer.accumulate_grad_batches,
+            "loaders": list(self._ahead[1]) if ahead else _position.loader_states(trainer),
+            "reload": _position.reload_epochs(trainer),
+            "metrics": _position.metrics(trainer),
+            "groups": self._sharding.groups,
+            "unseen": [self.unseen.shares, self.unseen.read],
+        }
+        return state
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """The Manager's load function, called inside `start_quorum`: a peer's state at this very point."""
+        assert self._opening, "state arrived although no quorum is being opened"
+        trainer = self._trainer
+        ours = state[KEY]
+        _position.restore(trainer, {key: value for key, value in state.items() if key != KEY})
+        trainer.accumulate_grad_batches = ours["accumulate"]
+        _position.load_metrics(trainer, ours["metrics"])
+        self.unseen.shares, self.unseen.read = ours["unseen"]
+        self._received = ours
+
+    # ------------------------------------------------------------ a batch
+
+    def before_batch(self) -> None:
+        """Open the quorum, and the data at the right place if this replica has moved."""
+        assert self._open_quorum is not None
+        trainer = self._trainer
+        if _position.resumed_mid_epoch(trainer):
+            _position.place_data(trainer, [])
+        self._before = _position.epoch_and_batch(trainer)
+        if self._before[1] == 0:
+            self._remember_loaders()  # the epoch's iterator is new and has read its first batch
+        self._opening = True
+        try:
+            manager = self._open_quorum()
+        finally:
+            self._opening = False
+        received, self._received = self._received, None
+        if received is not None:
+            with manager.pause("opening the training data", FETCH_MAX_S):
+                self._move(received)
+        self._divide_anew(manager)
+        self._count(manager)
+
+    def _move(self, received: Mapping[str, Any]) -> None:
+        trainer, states = self._trainer, received["loaders"]
+        position = _position.epoch_and_batch(trainer)
+        divides = received["groups"] != self._sharding.groups
+        if divides:
+            self._sharding.divide(received["groups"])
+        reloads = divides or received["reload"] != _position.reload_epochs(trainer)
+        if reloads:
+            _position.reload_data(trainer, received["reload"], training=divides)
+        if position != self._before or reloads or (states and position[1]):
+            _position.place_data(trainer, states)
+            self._ahead = states, states
+            self._remember_loaders()
+            self.adoptions += 1
+            log.info("took over the run in epoch %d before batch %d (had been at %s)", *position, self._before)
+
+    def _divide_anew(self, manager: Manager) -> None:
+        """At the start of an epoch all members know who has joined, and do the same about it."""
+        if _position.epoch_and_batch(self._trainer)[1]:
+            return
+        groups = groups_needed(self._sharding.groups, manager.members)
+        if groups != self._sharding.groups:
+            with manager.pause("dividing the training data anew", FETCH_MAX_S):
+                self._sharding.divide(groups)
+                _position.reload_data(self._trainer, [], training=True)
+                _position.place_data(self._trainer, [])
+
+    def _after_batch(self) -> None:
+        self._remember_loaders()
+        if _position.epoch_is_over(self._trainer):
+            self._tell_unseen()
+
+    def _remember_loaders(self) -> None:
+        if _position.reads_ahead(self._trainer):
+            self._ahead = _position.loader_states(self._trainer), self._ahead[0]
+
+    # ------------------------------------------------------------ what was not read
+
+    def _count(self, manager: Manager) -> None:
+        """The quorum is in place, so this does not wait."""
+        self._first = self._trainer.global_rank == 0 and manager.participating_rank() == 0
+        if not self._sharding.elastic:
+            self.unseen.count(manager.num_participants(), self._sharding.groups)
+
+    def _tell_unseen(self) -> None:
+        text = self.unseen.epoch_ended(_position.epoch_and_batch(self._trainer)[0])
+        if text and self._first:
+            log.warning("%s", text)

@@ -1,0 +1,85 @@
+"""The end of training: all replicas stop after the same step, and none is left waiting.
+
+How it works. EarlyStopping, Timer, `trainer.should_stop` and the limits on steps and epochs are decided by each replica
+for itself; whoever has left its loop comes to `stop_together`: it takes part in further fences, with STOP raised and a
+veto, so nobody's state changes any more. A replica that wanted to go on meets it in its next fence: its step is
+vetoed, it learns that all stop (`told_to_stop`), and ends with the same state. Where all decide alike, as in
+a run without faults, no step more or less is made than with plain DDP.
+
+Until that fence the leader may die while it saves: then there is another quorum, another leader, and it makes good.
+
+Threads: the training thread.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Any
+
+from ft_core.drain import Sigterm
+from ft_core.errors import FaultToleranceError, JobFinishedError
+from ft_lightning import _compat_writers as writers
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from ft_core import Manager
+
+log = logging.getLogger("ft_lightning")
+
+
+class StopTogether(FaultToleranceError):
+    """The reason of the vetoes: some replica has ended its training."""
+
+
+def stop_together(manager: Manager, opened: Callable[[], None]) -> None:
+    """At the end of `fit`, between two steps.
+
+    Args:
+        manager: of this rank.
+        opened: called after each `start_quorum`.
+
+    Raises:
+        QuorumTimeoutError, RefusedError: there is no quorum any more.
+    """
+    if manager.quorum_id == 0:
+        return
+    manager.request_stop()
+    while not manager.stop_agreed:
+        try:
+            manager.start_quorum(shrink_only=True)
+        except JobFinishedError:
+            return  # the others have agreed without this one
+        opened()
+        manager.report_error(StopTogether("training has ended"))
+        try:
+            manager.should_commit()
+        except RuntimeError:  # max_retries: these vetoes are no failures
+            if not manager.stop_agreed:
+                raise
+
+
+def told_to_stop(manager: Manager, trainer: Any) -> None:
+    """After each vote."""
+    if manager.stop_agreed and not trainer.should_stop:
+        log.info("%s: stops, as another replica has ended its training", manager.replica_id)
+        trainer.should_stop = True
+
+
+def finished(error: JobFinishedError) -> SystemExit:
+    """A replica that comes when all is done has nothing to do, and no state with which a script could go on."""
+    log.warning("nothing left to train: %s", error)
+    return SystemExit(0)
+
+
+def drains_alone() -> None:
+    """SIGTERM is the Manager's: leave after this step, at the next `start_quorum`, with status 0."""
+    writers.own_sigterm(Sigterm)
+
+
+def leave_on(manager: Manager, error: BaseException) -> None:
+    """Training ends with an exception on this replica: the others learn it at once, and go on without it."""
+    if isinstance(error, SystemExit):
+        manager.shutdown()  # between two steps: they need not lose one
+    else:
+        manager.shutdown(wait=False)

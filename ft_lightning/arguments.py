@@ -1,0 +1,122 @@
+"""What a user may say to `FaultTolerantStrategy`, for the Trainer and for Fabric: checked, and passed on.
+
+How it works. `Arguments` is made in the strategy's constructor, so a mistake is reported before anything is started;
+`for_manager` gives what every rank's Manager is told, `for_ftrun` what ftrun is told where the strategy starts it.
+"""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+from ft_core import Manager
+from ft_core.errors import ConfigError
+from ft_core.settings import parse_address
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+OURS = {
+    "min_replica_size": "use min_replicas=",
+    "timeout": "use timeout=",
+    "lighthouse_addr": "use lighthouse=",
+    **dict.fromkeys(
+        ("pg", "load_state_dict", "state_dict", "use_async_quorum", "rank", "world_size"), "the strategy sets it"
+    ),
+}
+"""Arguments of the Manager that `manager_kwargs` may not contain, and why."""
+OUR_OPTIONS = {
+    "--replicas": "devices= says how many groups are started",
+    "--replica": "devices= says how many groups are started",
+    "--run-id": "the strategy sets it",
+    "--gpus": "devices= says which are used",
+    "--nproc-per-replica": "each device is a replica group of its own; use ftrun for groups of several processes",
+    "--min-replicas": "use min_replicas=",
+    "--timeout": "use timeout=",
+    "--lighthouse": "use lighthouse=, and ftrun to start the processes",
+}
+"""Options that `ftrun_options` may not contain, and why."""
+
+DDP_ONLY = {
+    **dict.fromkeys(
+        ("ddp_comm_state", "ddp_comm_hook", "ddp_comm_wrapper", "model_averaging_period"),
+        "gradients are averaged by the Manager, over the groups that take part in the step",
+    ),
+    "start_method": "processes are started by ftrun, torchrun or, from the script's command line, by `fit`",
+    "cluster_environment": "processes are started by ftrun, torchrun or, from the script's command line, by `fit`",
+}
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """Those of the strategy that are not Lightning's. `strategy.FaultTolerance` documents them."""
+
+    min_replicas: int | None = None
+    timeout: timedelta | float | None = None
+    lighthouse: str | None = None
+    manager_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    ftrun_options: Sequence[str] = ()
+
+    def check(self) -> None:
+        """Refuse what cannot work.
+
+        Raises:
+            ConfigError: names the argument, the value, and what to do.
+        """
+        number: object = self.min_replicas
+        seconds = self.timeout_s
+        if number is not None and (isinstance(number, bool) or not isinstance(number, int) or number < 1):
+            raise ConfigError(f"min_replicas={number!r} must be a whole number, 1 or more: the smallest quorum")
+        if seconds is not None and not seconds > 0:
+            raise ConfigError(f"timeout={self.timeout!r} must be a timedelta or a number of seconds, more than 0")
+        if self.lighthouse is not None:
+            parse_address(self.lighthouse, "lighthouse")
+        known = set(inspect.signature(Manager.__init__).parameters) - {"self"}
+        for name in self.manager_kwargs:
+            if name in OURS:
+                raise ConfigError(f"manager_kwargs: {name} cannot be given: {OURS[name]}")
+            if name not in known:
+                near = difflib.get_close_matches(name, known - set(OURS), 1)
+                hint = f"; did you mean {near[0]}?" if near else ""
+                raise ConfigError(f"manager_kwargs: ft_core.Manager has no argument {name}{hint}")
+        if isinstance(self.ftrun_options, str):
+            raise ConfigError(f"ftrun_options={self.ftrun_options!r} must be a list such as ['--standby', '1']")
+        for word in self.ftrun_options:
+            option = str(word).partition("=")[0].replace("_", "-")
+            if option in OUR_OPTIONS:
+                raise ConfigError(f"ftrun_options: {option} cannot be given: {OUR_OPTIONS[option]}")
+
+    @property
+    def timeout_s(self) -> float | None:
+        """In seconds."""
+        return self.timeout.total_seconds() if isinstance(self.timeout, timedelta) else self.timeout
+
+    def for_manager(self) -> dict[str, Any]:
+        """Keyword arguments of ft_core.Manager."""
+        seconds = self.timeout_s
+        return {
+            **self.manager_kwargs,
+            "min_replica_size": self.min_replicas,
+            "timeout": None if seconds is None else timedelta(seconds=seconds),
+            "lighthouse_addr": self.lighthouse,
+        }
+
+    def for_ftrun(self) -> list[str]:
+        """Options of ftrun."""
+        options = [] if self.min_replicas is None else ["--min-replicas", str(self.min_replicas)]
+        options += [] if self.timeout_s is None else ["--timeout", f"{self.timeout_s:g}"]
+        return [*options, *map(str, self.ftrun_options)]
+
+
+def check_kwargs(kwargs: Mapping[str, Any]) -> None:
+    """Refuse arguments of Lightning's DDPStrategy that mean nothing here.
+
+    Raises:
+        ConfigError: there is one; says why.
+    """
+    for name, why in DDP_ONLY.items():
+        if kwargs.get(name) not in (None, "popen"):
+            raise ConfigError(f"{name}={kwargs[name]!r} cannot be used with strategy='fault_tolerant': {why}")

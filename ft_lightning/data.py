@@ -1,0 +1,326 @@
+"""Training data over all groups: who reads what, from which batch on, and with which random numbers.
+
+How it works. While the Trainer prepares a loader, `Sharding` knows for which stage: a training loader's sampler divides
+the data among all ranks of all groups, an evaluation loader's among the ranks of its group. The division is by the
+*maximum* number of groups, so that shards do not move when one fails; a group that joins with a higher number than that
+gets its own part when the next epoch begins. `open_at` opens a loader at a batch: it skips in the sampler, so the
+dataset is not asked for what is skipped. `Unseen` counts what groups that were away have left unread.
+
+Order. With Lightning's distributed sampler the order follows from seed, epoch and rank, so a restarted group goes on
+exactly where it would have been. A sampler of the user's that Lightning divides (weighted, subset, ...) draws from
+torch's global generator, which differs from replica to replica after a restart: `Replayable` seeds it by epoch. With
+`use_distributed_sampler=False` nothing of all this is touched: the order is the user's affair.
+
+IterableDataset. Nobody but the dataset can divide it, so `use_distributed_sampler` (the default) is refused in a job of
+several ranks. A newcomer starts such a loader anew, reads as many batches as the others have behind them, and throws
+them away; peers wait meanwhile, as for a pause. If it ends earlier there than on the others, that replica begins its
+next epoch earlier; nobody hangs. `torchdata.StatefulDataLoader` is opened by the donor's `state_dict` instead.
+
+A loader of its own kind, as ft_core's elastic exactly-once loader will be: see `ElasticLoader`.
+
+Threads: the training thread.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+import os
+import random
+import re
+import sys
+from functools import partial
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+
+import torch
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Sampler
+
+from ft_core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Mapping
+
+    from ft_core import Manager
+
+log = logging.getLogger("ft_lightning")
+__all__ = ["ElasticLoader", "Replayable", "Sharding", "Unseen", "can_skip", "groups_needed", "open_at"]
+
+TRAIN = "train"
+
+
+@runtime_checkable
+class ElasticLoader(Protocol):
+    """A loader that divides the data among the groups that are there, each sample exactly once.
+
+    Hand it to the Trainer like any other. It must not be a `torch.utils.data.DataLoader` (Lightning would give that a
+    sampler). `attach` is called when training data is set up; a newcomer gets the donor's `state_dict` before it
+    iterates; nothing is reported as unseen.
+    """
+
+    def attach(self, manager: Manager) -> None:
+        """Membership and commits from here on."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """What has been consumed by committed steps, the same on all replicas."""
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on after this state at the next `iter`."""
+
+    def __iter__(self) -> Iterator[Any]:
+        """Batches of this rank."""
+
+
+class Sharding:
+    """Numbers of this rank among all readers of the training data; what is done to each loader.
+
+    Args:
+        group: number of this replica group.
+        groups: how many there are when the job is complete.
+        seed_worker: Lightning's function for worker processes, called with (worker id, rank).
+    """
+
+    def __init__(self, group: int, groups: int, seed_worker: Callable[..., None]) -> None:
+        self.number = group
+        self.group = group
+        """Whose part of the data is read here: `number`, unless that joined after the data was divided."""
+        self.groups = groups
+        self._seed_worker = seed_worker
+        self.stage = ""
+        """Stage of the loader that the Trainer prepares just now, "" outside."""
+        self.elastic = False
+        """The training data comes from an ElasticLoader."""
+        self._last = ""
+        self._own_sampler = False
+        self._warned: set[str] = set()
+
+    def __repr__(self) -> str:
+        return f"Sharding(group {self.group} of {self.groups})"
+
+    def divide(self, groups: int) -> None:
+        """From the next loader on, divide the data by another number of groups: everybody does, or lengths differ."""
+        log.info("the training data is divided among %d replica groups from here on (%d before)", groups, self.groups)
+        self.groups, self.group = groups, self.number % groups
+        if self.number >= groups:
+            log.info("group %d reads what group %d reads until the epoch ends", self.number, self.group)
+
+    def kwargs(self, inside: Mapping[str, Any], *, training: bool) -> dict[str, Any]:
+        """`num_replicas` and `rank` for a sampler.
+
+        Args:
+            inside: those inside the group.
+            training: the Trainer is in its training stage; counts only while no loader is being prepared.
+        """
+        if not (self.stage == TRAIN if self.stage else training):
+            return dict(inside)
+        ranks = inside["num_replicas"]
+        return {"num_replicas": ranks * self.groups, "rank": self.group * ranks + inside["rank"]}
+
+    @contextlib.contextmanager
+    def preparing(self, loader: object, stage: str, *, divides: bool, ranks: int) -> Iterator[None]:
+        """Around the injection of a sampler.
+
+        Args:
+            loader: as the user made it.
+            stage: "train", "val", ...
+            divides: `Trainer(use_distributed_sampler)`.
+            ranks: of this group.
+
+        Raises:
+            ConfigError: an IterableDataset that nobody divides.
+        """
+        self._own_sampler = isinstance(getattr(loader, "sampler", None), DistributedSampler)
+        readers = self.groups * ranks
+        iterable = isinstance(loader, DataLoader) and isinstance(loader.dataset, IterableDataset)
+        if iterable and stage == TRAIN and readers > 1 and divides:
+            raise ConfigError(
+                f"train_dataloader has an IterableDataset, which only itself can divide among the {readers} ranks of "
+                "this job: let it read trainer.strategy.distributed_sampler_kwargs (rank, num_replicas) and pass "
+                "Trainer(use_distributed_sampler=False)"
+            )
+        self.stage = self._last = stage
+        try:
+            yield
+        finally:
+            self.stage = ""
+
+    def prepared(self, loader: Any, inside: Mapping[str, Any], manager: Manager | None) -> Any:
+        """Right after `preparing`: seeds and warnings. Returns the loader."""
+        if self._last != TRAIN:
+            return loader
+        shard = self.kwargs(inside, training=True)
+        if isinstance(loader, ElasticLoader) and not isinstance(loader, DataLoader):
+            self.elastic = True
+            if manager is not None:
+                loader.attach(manager)
+        if not isinstance(loader, DataLoader):
+            return loader
+        if int(os.environ.get("PL_SEED_WORKERS", "0")) and loader.worker_init_fn is None:
+            loader.worker_init_fn = partial(self._seed_worker, rank=shard["rank"])  # Lightning's: the rank in the group
+        if shard["num_replicas"] > 1:
+            self._check(loader, shard)
+        return loader
+
+    def _check(self, loader: DataLoader[Any], shard: Mapping[str, int]) -> None:
+        sampler = loader.sampler
+        if isinstance(loader.dataset, IterableDataset):
+            return
+        if not isinstance(sampler, DistributedSampler):
+            if self.groups > 1 and not isinstance(getattr(loader.batch_sampler, "sampler", None), DistributedSampler):
+                self._warn(
+                    "the training data is not divided among the replica groups (use_distributed_sampler=False): unless "
+                    f"your sampler does that, each of the {self.groups} groups reads all of it"
+                )
+        elif not self._own_sampler:
+            inner = getattr(getattr(sampler, "dataset", None), "_sampler", None)
+            if isinstance(inner, Sampler) and not hasattr(inner, "set_epoch"):
+                sampler.dataset._sampler = Replayable(inner, sampler.seed)  # type: ignore[attr-defined]
+        elif (sampler.num_replicas, sampler.rank) != (shard["num_replicas"], shard["rank"]):
+            self._warn(
+                f"your DistributedSampler is rank {sampler.rank} of {sampler.num_replicas}: it divides the training "
+                f"data only inside the replica group. To divide it among all {self.groups} groups, leave it out, or "
+                "pass DistributedSampler(dataset, **trainer.strategy.distributed_sampler_kwargs)"
+            )
+
+    def _warn(self, text: str) -> None:
+        if text not in self._warned:
+            self._warned.add(text)
+            log.warning("%s", text)
+
+
+class Replayable(Sampler[Any]):
+    """A sampler whose order follows from (seed, epoch) alone, so that every replica and every restart draws it alike.
+
+    Its random numbers come from torch's, Python's and numpy's global generators and from its own `generator`; all are
+    set for the time it draws and put back afterwards.
+    """
+
+    def __init__(self, sampler: Sampler[Any], seed: int) -> None:
+        self.sampler = sampler
+        self.seed = seed
+        self.epoch = 0
+
+    def __repr__(self) -> str:
+        return f"Replayable({type(self.sampler).__name__}, seed={self.seed}, epoch={self.epoch})"
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["sampler"], name)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Called by the Trainer before each epoch."""
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        return len(self.sampler)  # type: ignore[arg-type]
+
+    def __iter__(self) -> Iterator[Any]:
+        own = getattr(self.sampler, "generator", None)
+        seed = (self.seed + 1_000_003 * self.epoch) % (1 << 32)
+        numpy = sys.modules.get("numpy.random")
+        python_state, numpy_state = random.getstate(), numpy.get_state() if numpy is not None else None
+        own_state = own.get_state() if isinstance(own, torch.Generator) else None
+        with torch.random.fork_rng(devices=[]):
+            try:
+                torch.manual_seed(seed)
+                random.seed(seed)
+                if numpy is not None:
+                    numpy.seed(seed)
+                if own is not None and own_state is not None:
+                    own.manual_seed((own.initial_seed() + 1_000_003 * self.epoch) % (1 << 63))
+                return iter(list(self.sampler))  # in full: a sampler may draw while it is iterated
+            finally:
+                random.setstate(python_state)
+                if numpy is not None:
+                    numpy.set_state(numpy_state)
+                if own is not None and own_state is not None:
+                    own.set_state(own_state)
+
+
+class _From:
+    """A sampler that skips its first `skip` items."""
+
+    def __init__(self, sampler: Any, skip: int) -> None:
+        self._sampler = sampler
+        self.skip = skip
+
+    def __iter__(self) -> Iterator[Any]:
+        return itertools.islice(self._sampler, self.skip, None)
+
+    def __len__(self) -> int:
+        return len(self._sampler)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["_sampler"], name)
+
+
+def can_skip(loader: object) -> bool:
+    """`open_at` can open this loader at any batch without reading: a map-style DataLoader with a length."""
+    if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
+        return False
+    try:
+        len(loader)
+    except (TypeError, NotImplementedError):
+        return False
+    return type(loader).__iter__ is DataLoader.__iter__
+
+
+@contextlib.contextmanager
+def open_at(loader: DataLoader[Any], batch: int) -> Iterator[None]:
+    """Inside, the next `iter(loader)` begins at `batch`; new or persistent workers get nothing from before it.
+
+    Relies on DataLoader taking its indices from the attribute `batch_sampler` (or `sampler`, without batching), a
+    persistent one from the attribute of the same purpose of its iterator.
+    """
+    attribute = "batch_sampler" if loader.batch_sampler is not None else "sampler"
+    original = getattr(loader, attribute)
+    skipping = _From(original, batch)
+    persistent = getattr(loader, "_iterator", None)
+    vars(loader)[attribute] = skipping  # DataLoader refuses plain assignment
+    if persistent is not None:
+        persistent._index_sampler = skipping
+    try:
+        yield
+    finally:
+        vars(loader)[attribute] = original
+        skipping.skip = 0  # an iterator with workers made two iterators of it, and may make a third
+        for iterator in (persistent, getattr(loader, "_iterator", None)):
+            if iterator is not None:
+                iterator._index_sampler = original
+
+
+def groups_needed(groups: int, members: Iterable[str]) -> int:
+    """By how many the data must be divided so that each member has a part: groups that joined later have high numbers.
+
+    Args:
+        groups: by how many it is divided now.
+        members: names of the members of a quorum, as `replica-3:1f2e3d4c`; others do not count.
+    """
+    numbers = (re.fullmatch(r".*-(\d{1,6})(:\w+)?", name) for name in members)
+    return max([groups, *(int(found[1]) + 1 for found in numbers if found)])
+
+
+class Unseen:
+    """How much of an epoch's data belonged to groups that were away."""
+
+    def __init__(self) -> None:
+        self.shares = 0
+        self.read = 0
+
+    def __repr__(self) -> str:
+        return f"Unseen({self.shares - self.read} of {self.shares})"
+
+    def count(self, participants: int, groups: int) -> None:
+        """One batch of every group; those of `participants` are read."""
+        self.shares += max(groups, participants)
+        self.read += participants
+
+    def epoch_ended(self, epoch: int) -> str:
+        """What to tell, "" if nothing was missed; counts from zero again."""
+        missed, shares = self.shares - self.read, self.shares
+        self.shares = self.read = 0
+        if not missed:
+            return ""
+        return (
+            f"epoch {epoch}: {100 * missed / shares:.1f} % of the training data was not read: it is divided among all "
+            "replica groups, and some of them were away"
+        )

@@ -1,0 +1,377 @@
+"""`Fabric(strategy="fault_tolerant")`: Lightning Fabric's DDP strategy over replica groups that may fail.
+
+How it works. `fabric.setup` builds the Manager and wraps each model in ft_core's DistributedDataParallel. Fabric has no
+loop and no hooks, so a step begins at the first forward with gradients after the last `optimizer.step`, or where the
+loop says `fabric.strategy.open_step()`: there the quorum is opened, and a replica that is new or behind takes over the
+others' state. The step ends with a vote at `optimizer.step`, or at `fabric.clip_gradients` before it: gradients are
+only final once it is known whose were counted. A veto leaves parameters, optimizer and scaler as they were and sets
+`fabric.strategy.step_vetoed`.
+
+    fabric = Fabric(strategy="fault_tolerant", accelerator="cpu", devices=3)
+    fabric.launch()                                     # without a launcher: three replica groups run what follows
+    model, optimizer = fabric.setup(model, optimizer)
+    strategy = fabric.strategy
+    progress = Progress()                               # any object with state_dict and load_state_dict
+    strategy.register("progress", progress)             # a newcomer takes it over, too
+    while progress.step < 1000:
+        strategy.open_step()                            # progress.step is the others' from here on
+        x, y = batch(progress.step, strategy.replica_group)
+        optimizer.zero_grad()
+        fabric.backward(nn.functional.mse_loss(model(x), y))
+        optimizer.step()
+        if not strategy.step_vetoed:
+            progress.step += 1
+    strategy.finish()
+
+What Fabric's own functions do: `all_reduce`, `all_gather`, `barrier` and `broadcast` stay inside the group; `save`
+writes on the leader only; `setup_dataloaders` divides the data among the ranks of all groups, so evaluation data, which
+every group reads in full, needs `use_distributed_sampler=False`.
+
+Invariants: nothing is voted for twice in a step; the optimizer is touched only after a commit.
+Threads: the training thread; the Manager has its own.
+"""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import LBFGS, Optimizer
+
+from ft_core import DistributedDataParallel, Manager, ProcessGroupGloo
+from ft_core.errors import ConfigError, UsageError
+from ft_core.inventory import check_arguments
+from ft_lightning import _autoload, _compat
+from ft_lightning.arguments import Arguments, check_kwargs
+from ft_lightning.placement import Placed
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    FaultTolerantStrategy: Any
+
+__all__ = ["FaultTolerantStrategy", "strategy_class"]
+
+SAVE_S = 3600.0
+"""How long the others wait for the one that writes a checkpoint."""
+ALTERNATING = (
+    "with strategy='fault_tolerant' a step ends when the first optimizer steps, and the same one has to be the first "
+    "in every step: do all backwards before the first optimizer.step(). Models that are trained in turns (GANs) need "
+    "the Trainer, with manual optimization"
+)
+
+
+class Vetoed(Exception):
+    """Unwinds an optimizer's closure when the step was not committed."""
+
+
+class FabricFaultTolerance(Placed):
+    """What is added to Fabric's DDPStrategy; `strategy_class` mixes the two for one of Fabric's two class trees.
+
+    Args:
+        min_replicas: smallest quorum; None: FT_MIN_REPLICAS, else 1.
+        timeout: how long a collective waits for a silent peer, as a timedelta or in seconds; None: FT_TIMEOUT_S, else
+            60 s.
+        lighthouse: host:port; None: FT_LIGHTHOUSE, or an embedded one where `launch` starts the replica groups itself.
+        manager_kwargs: further arguments of `ft_core.Manager`, for example {"max_retries": 100}.
+        ftrun_options: options of ftrun for a run without a launcher, for example ["--standby", "1"].
+        find_unused_parameters: parameters that no participant used keep a gradient of None instead of zeros.
+        broadcast_buffers: buffers (BatchNorm's statistics) follow the first participant at each commit.
+        bucket_cap_mb: size of the gradient buckets; None: torch's.
+        process_group_backend: of the group's own process group; None: Lightning's choice.
+        kwargs: further arguments of Fabric's DDPStrategy. Refused: start_method, cluster_environment.
+
+    Raises:
+        ConfigError: an argument cannot work; names it, the value and what to do.
+    """
+
+    _tree = "lightning.fabric"
+
+    def __init__(
+        self,
+        min_replicas: int | None = None,
+        timeout: timedelta | float | None = None,
+        lighthouse: str | None = None,
+        manager_kwargs: dict[str, Any] | None = None,
+        ftrun_options: list[str] | None = None,
+        find_unused_parameters: bool = False,
+        broadcast_buffers: bool = True,
+        bucket_cap_mb: float | None = None,
+        process_group_backend: str | None = None,
+        **kwargs: Any,
+    ) -> None:
+        self._arguments = Arguments(min_replicas, timeout, lighthouse, manager_kwargs or {}, ftrun_options or ())
+        self._arguments.check()
+        kwargs.update(find_unused_parameters=find_unused_parameters)
+        kwargs.update({} if broadcast_buffers else {"broadcast_buffers": False})
+        kwargs.update({} if bucket_cap_mb is None else {"bucket_cap_mb": bucket_cap_mb})
+        check_kwargs(kwargs)
+        super().__init__(process_group_backend=process_group_backend, **kwargs)  # type: ignore[call-arg]
+        check_arguments(self._ddp_kwargs)  # type: ignore[attr-defined]
+        self.manager: Manager | None = None
+        """Of this rank, from the first `fabric.setup` to `finish`."""
+        self.step_vetoed = False
+        """The last step was not committed: nothing has changed, and its samples are lost."""
+        self._modules: list[DistributedDataParallel] = []
+        self._optimizers: list[Optimizer] = []
+        self._registered: dict[str, Any] = {}
+        self._begun = False
+        """A quorum was opened in this run."""
+        self._open = False
+        """A quorum was opened for the step that is under way, and not yet voted in."""
+        self._first: Optimizer | None = None
+        """The optimizer that is the first to step."""
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(group {self.replica_group} of {self.num_replica_groups}, {self.manager!r})"
+
+    # ------------------------------------------------------------ groups
+
+    @property
+    def is_leader(self) -> bool:
+        """This rank writes what is written once per job: rank 0 of the first group in the quorum."""
+        if not self.is_global_zero:  # type: ignore[attr-defined]
+            return False
+        if self.manager is None or not self._begun:
+            return self.replica_group == 0
+        return self.manager.participating_rank() == 0
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        """The data is divided among all ranks of all groups."""
+        inside: dict[str, Any] = super().distributed_sampler_kwargs  # type: ignore[misc]
+        ranks = inside["num_replicas"]
+        return {
+            "num_replicas": ranks * self.num_replica_groups,
+            "rank": self.replica_group * ranks + inside["rank"],
+        }
+
+    # ------------------------------------------------------------ set-up and end
+
+    def register(self, name: str, obj: Any) -> None:
+        """Let a replica that heals take over this object's state, too. The same names on all replicas.
+
+        Args:
+            name: free to choose.
+            obj: has `state_dict()` (numbers, texts, tensors, in dicts and lists) and `load_state_dict(state)`.
+
+        Raises:
+            ConfigError: it lacks one of them, or the name is taken.
+            UsageError: after the first step.
+        """
+        for method in ("state_dict", "load_state_dict"):
+            if not callable(getattr(obj, method, None)):
+                raise ConfigError(f"register({name!r}): {type(obj).__name__} has no {method}()")
+        if name in self._registered:
+            raise ConfigError(f"register({name!r}): the name is taken by a {type(self._registered[name]).__name__}")
+        if self._begun:
+            raise UsageError(f"register({name!r}) after the first step: newcomers take over the state as it is there")
+        self._registered[name] = obj
+
+    def setup_module(self, module: nn.Module) -> nn.Module:
+        """Wrap a model; the first one brings the Manager with it."""
+        if self.manager is None:
+            self.manager = Manager(
+                pg=ProcessGroupGloo(),
+                load_state_dict=self._load,
+                state_dict=self._state,
+                use_async_quorum=False,  # what a replica that is behind reads of its data depends on the others' state
+                rank=self.global_rank,  # type: ignore[attr-defined]
+                world_size=self.world_size,  # type: ignore[attr-defined]
+                **self._arguments.for_manager(),
+            )
+        wrapped = DistributedDataParallel(self.manager, module, **self._ddp_kwargs)  # type: ignore[attr-defined]
+        wrapped.register_forward_pre_hook(self._before_forward)
+        self._modules.append(wrapped)
+        return wrapped
+
+    def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
+        """Remember what is part of the state.
+
+        Raises:
+            ConfigError: LBFGS, which evaluates the model any number of times in a step.
+        """
+        if isinstance(optimizer, LBFGS):
+            raise ConfigError(
+                "LBFGS cannot be used with strategy='fault_tolerant': it evaluates the model a different number of "
+                "times on each replica; use a first-order optimizer"
+            )
+        self._optimizers.append(optimizer)
+        return optimizer
+
+    def setup_module_and_optimizers(self, module: nn.Module, optimizers: list[Optimizer], *rest: Any) -> Any:
+        """Likewise; a scheduler that is set up with them is registered."""
+        for scheduler in rest:
+            if scheduler is not None:
+                self.register(f"lr_scheduler_{len(self._registered)}", scheduler)
+        return super().setup_module_and_optimizers(module, optimizers, *rest)  # type: ignore[misc]
+
+    def finish(self) -> None:
+        """Training is over: leave in agreement, and close the job to latecomers. Idempotent."""
+        manager, self.manager = self.manager, None
+        if manager is not None:
+            manager.leave("finished", finished=True)
+            manager.shutdown()
+
+    # ------------------------------------------------------------ state
+
+    def _state(self) -> dict[str, Any]:
+        return {
+            "modules": [wrapped.module.state_dict() for wrapped in self._modules],
+            "optimizers": [optimizer.state_dict() for optimizer in self._optimizers],
+            "precision": self.precision.state_dict(),  # type: ignore[attr-defined]
+            "registered": {name: obj.state_dict() for name, obj in self._registered.items()},
+        }
+
+    def _load(self, state: Mapping[str, Any]) -> None:
+        """The Manager's load function, called inside `open_step`."""
+        ours = set(self._registered)
+        if set(state["registered"]) != ours:
+            raise ConfigError(f"registered here: {sorted(ours)}; on the others: {sorted(state['registered'])}")
+        for wrapped, part in zip(self._modules, state["modules"], strict=True):
+            wrapped.module.load_state_dict(part)
+        for optimizer, part in zip(self._optimizers, state["optimizers"], strict=True):
+            optimizer.load_state_dict(part)
+        self.precision.load_state_dict(state["precision"])  # type: ignore[attr-defined]
+        for name, obj in self._registered.items():
+            obj.load_state_dict(state["registered"][name])
+
+    def save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        """`fabric.save`: the leader writes, the others go on and wait for it at the next step."""
+        if self.manager is None:
+            super().save_checkpoint(*args, **kwargs)  # type: ignore[misc]
+        elif self.is_leader:
+            with self.manager.pause("saving", SAVE_S):
+                super().save_checkpoint(*args, **kwargs)  # type: ignore[misc]
+
+    # ------------------------------------------------------------ a step
+
+    def open_step(self) -> None:
+        """Open the quorum of the next step, unless that is done. Call it before the step's data is chosen.
+
+        A replica that is new or behind has the others' state when this returns, registered objects included.
+
+        Raises:
+            UsageError: no model is set up.
+            QuorumTimeoutError, RefusedError, JobFinishedError: no quorum could be had.
+            SystemExit: (0) this replica was asked to drain and has left.
+        """
+        if self._open:
+            return
+        if self.manager is None:
+            raise UsageError("open_step() before fabric.setup(model, optimizer), or after finish()")
+        self._begun = True
+        self.manager.start_quorum()
+        self._open = True
+
+    def _before_forward(self, module: nn.Module, args: Any) -> None:
+        del module, args
+        if torch.is_grad_enabled() and self.manager is not None:
+            self.open_step()
+
+    def backward(self, tensor: Tensor, module: nn.Module | None, *args: Any, **kwargs: Any) -> None:
+        """Backward, which averages over the groups; then over the ranks of this one, each of which has its own ring."""
+        super().backward(tensor, module, *args, **kwargs)  # type: ignore[misc]
+        ranks = self.world_size  # type: ignore[attr-defined]
+        if ranks == 1 or self.manager is None:
+            return
+        for wrapped in self._modules:
+            for parameter in wrapped.parameters() if wrapped.require_backward_grad_sync else ():
+                if parameter.grad is not None:
+                    torch.distributed.all_reduce(parameter.grad)
+                    parameter.grad.div_(ranks)
+
+    def clip_gradients_norm(self, module: nn.Module, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Tensor:
+        """Vote, then clip. A step that was vetoed has no gradients: nothing is clipped, the norm is zero."""
+        if not self._committed(optimizer):
+            return torch.zeros((), device=self.root_device)  # type: ignore[attr-defined]
+        norm: Tensor = super().clip_gradients_norm(module, optimizer, *args, **kwargs)  # type: ignore[misc]
+        return norm
+
+    def clip_gradients_value(self, module: nn.Module, optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
+        """Vote, then clip, as above."""
+        if self._committed(optimizer):
+            super().clip_gradients_value(module, optimizer, *args, **kwargs)  # type: ignore[misc]
+
+    def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
+        """Vote, and step if all members commit; a closure is run first. None if the step was vetoed."""
+        if self.manager is None:
+            raise UsageError("optimizer.step() after fabric.strategy.finish()")
+        closure: Callable[[], Any] | None = kwargs.get("closure")
+        voted = False
+
+        def agreed() -> Any:
+            nonlocal voted
+            assert closure is not None
+            loss = closure()
+            if not self._committed(optimizer):
+                raise Vetoed
+            voted = True
+            return loss
+
+        if closure is not None:
+            kwargs["closure"] = agreed
+        elif not self._committed(optimizer):
+            self._keep_scale()
+            return None
+        else:
+            voted = True
+        try:
+            return super().optimizer_step(optimizer, **kwargs)  # type: ignore[misc]
+        except Vetoed:
+            return None
+        except BaseException as error:
+            if voted:  # the others have the new state, this one may have half of it
+                self.manager.report_torn_state(error)
+            raise
+
+    def _committed(self, optimizer: Optimizer) -> bool:
+        """The verdict of this step; the first who asks for it votes."""
+        if self.manager is None or not self._begun:
+            raise UsageError("the step has no gradients: call the model that fabric.setup() returned before this")
+        if not self._open:
+            return not self.step_vetoed
+        if self._first is not None and optimizer is not self._first:
+            names = f"{type(optimizer).__name__} steps first where {type(self._first).__name__} did"
+            raise ConfigError(f"{names}: {ALTERNATING}")
+        self._first = optimizer
+        self._open = False
+        self.step_vetoed = True  # also if the vote raises
+        self.step_vetoed = not self.manager.should_commit()
+        return not self.step_vetoed
+
+    def _keep_scale(self) -> None:
+        """A vetoed step leaves the GradScaler's scale alone; what it knows of these gradients it has to forget."""
+        scaler = getattr(self.precision, "scaler", None)  # type: ignore[attr-defined]
+        if scaler is not None and scaler.is_enabled():
+            scaler.update(scaler.get_scale())
+
+
+_classes: dict[str, type] = {}
+
+
+def strategy_class(tree: str = "lightning.fabric") -> type:
+    """FaultTolerantStrategy for `lightning.fabric` or `lightning_fabric`.
+
+    Raises:
+        ConfigError: there is no such Fabric.
+    """
+    if tree not in _compat.FABRICS:
+        raise ConfigError(f"strategy_class({tree!r}): known are {', '.join(_compat.FABRICS)}")
+    if tree not in _classes:
+        base = _compat.part(tree, "strategies.DDPStrategy")
+        _classes[tree] = type("FaultTolerantStrategy", (FabricFaultTolerance, base), {
+            "_tree": tree, "__doc__": FabricFaultTolerance.__doc__, "__module__": __name__,
+            "register_strategies": classmethod(
+                lambda cls, registry: registry.register(_autoload.NAME, cls, override=True)
+            ),
+        })  # fmt: skip
+    return _classes[tree]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "FaultTolerantStrategy":
+        return strategy_class(_compat.imported(_compat.FABRICS))
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,307 @@
+"""Who writes: one replica, the leader, saves checkpoints, feeds the loggers, draws the progress bar and config.yaml.
+
+How it works. The leader is rank 0 of the first participant of the quorum, so all members know it without a word.
+`is_global_zero` and `rank_zero_only` follow it. Before the first quorum a provisional leader does what Lightning writes
+at the start: the group with the lowest number, unless the lighthouse says that a quorum trains already.
+
+After a change the new leader goes on with what is there. For that all replicas carry the leader's *word*: the versions
+of the loggers' runs, the states of all ModelCheckpoints, and which checkpoint files exist. The leader tells it in every
+new quorum and every `WORD_EVERY` steps, in one small collective that all members take part in at the same point; who
+adopts another's state receives it with that. `ModelCheckpoint.file_exists` is answered from this list, not from the
+disk, so names with a version suffix come out alike on all replicas.
+
+A leader may die while it saves. So each replica keeps what it would have written since the last commit (references: the
+state changes with the next commit only), and a new leader writes it again before it goes on.
+
+Invariants: at most one process has `leads` in a quorum; it changes only in `opened`. A replica that does not lead
+never touches a file of the run. Threads: the training thread.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.distributed import ReduceOp
+
+from ft_core.errors import FaultToleranceError
+from ft_lightning import _compat_writers as writers
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from ft_core import Manager
+
+log = logging.getLogger("ft_lightning")
+KEY = "ft_leader"
+"""Of the word in the state that donors hand out."""
+WORD_EVERY = 50
+"""Steps between two words in one quorum: what a ModelCheckpoint does on the leader alone is known after that many."""
+HEAD = 4096
+"""Bytes of the first collective of a word; a longer one needs a second."""
+LENGTH = 8
+"""Bytes of HEAD that say how long the word is."""
+MAX_FILES = 10_000
+"""Names of existing checkpoint files that a word carries."""
+MAX_MISSED = 64
+"""Writes kept since the last commit; more are not made good after the leader's death."""
+SAVE_MAX_S = 3600.0
+"""Announced to the peers for a save."""
+STATUS_S = 5.0
+"""How long the lighthouse may take to say whether a quorum trains already."""
+
+
+@dataclass(frozen=True)
+class Missed:
+    """A write of the leader's that this replica would have made in its place."""
+
+    path: str
+    write: Callable[[], None]
+
+
+class Leadership:
+    """Of one strategy. `strategy` has: manager, global_rank, replica_group, `_tree`.
+
+    Args:
+        strategy: whose.
+    """
+
+    def __init__(self, strategy: Any) -> None:
+        self._strategy = strategy
+        self._trainer: Any = None
+        self.leads = False
+        """This process writes (for `is_global_zero`)."""
+        self._fits = False
+        """Between `fit`'s set-up and its end."""
+        self._told_in = 0
+        """Quorum in which the word was told last."""
+        self._existing: set[str] | None = None
+        """Checkpoint files in the ModelCheckpoints' folders; None before the first word."""
+        self._missed: list[Missed] = []
+        """Since the last commit; at most MAX_MISSED."""
+
+    def __repr__(self) -> str:
+        return f"Leadership(leads={self.leads}, told in {self._told_in:#x}, {len(self._missed)} writes missed)"
+
+    # ------------------------------------------------------------ before the first quorum
+
+    def without_quorum(self) -> None:
+        """As long as nothing is known (and for test, validate and predict without fit): the first group writes."""
+        if self._trainer is None:
+            self._set(self._strategy.replica_group == 0)
+        else:
+            self._set(self.leads)
+
+    def tunes(self) -> None:
+        """The Tuner works on each group for itself, with files of its own."""
+        self._set(True)
+
+    def start(self, trainer: Any) -> None:
+        """`fit` begins: become the provisional leader, or not. Nothing was written yet."""
+        self._trainer, self._fits = trainer, True
+        self._told_in, self._existing, self._missed = 0, None, []
+        again = _attempt() > 0
+        self._set(self._strategy.replica_group == 0 and not self._trains_already(again))
+        if again:
+            writers.allow_existing_config(self._strategy._tree, trainer)
+
+    def _trains_already(self, again: bool) -> bool:
+        """The lighthouse knows of a quorum, or all is done; if it cannot be asked: whether this is a restart."""
+        from ft_core.lighthouse_client import LighthouseClient
+
+        if self._strategy.global_rank != 0:
+            return False
+        address = self._strategy.lighthouse_address
+        if not address:
+            return again
+        try:
+            client = LighthouseClient(address, timedelta(seconds=STATUS_S))
+            try:
+                rooms = client.status(timedelta(seconds=STATUS_S)).rooms
+            finally:
+                client.close()
+        except FaultToleranceError as error:
+            log.info("the lighthouse could not be asked whether a quorum trains already: %s", error)
+            return again
+        return any(
+            room.closed or any(replica.member and replica.life == "up" for replica in room.replicas) for room in rooms
+        )
+
+    def attach(self, manager: Manager) -> None:
+        """The Manager is there, and the callbacks know their folders."""
+        manager.register_state_dict_fn(KEY, self._hear, self._word)
+        for callback in self._checkpoints():
+            callback.file_exists = partial(self._exists, callback, callback.file_exists)
+
+    def end(self) -> None:
+        """`fit` has ended. Who led goes on to lead, for the tests that may follow."""
+        self._fits, self._missed = False, []
+        for callback in self._checkpoints() if self._trainer is not None else ():
+            callback.__dict__.pop("file_exists", None)
+
+    # ------------------------------------------------------------ in a quorum
+
+    def opened(self) -> None:
+        """Right after every `start_quorum` of this Trainer, on every replica: elect, tell, make good."""
+        manager: Manager = self._strategy.manager
+        first = manager.participating_rank() == 0
+        leads = first and self._strategy.global_rank == 0
+        changed = leads != self.leads
+        if changed and not leads:
+            self._let_go()
+        self._set(leads)
+        if manager.quorum_id != self._told_in or manager.current_step() % WORD_EVERY == 0:
+            self._tell(manager, first)
+        if changed and leads:
+            self._take_over(manager)
+        for callback in self._checkpoints():
+            writers.clock(callback, runs=leads)
+        if leads and self._missed:
+            self._make_good(manager)
+
+    def committed(self) -> None:
+        """The state is about to change: what the leader had to write of the one before, it has written."""
+        self._missed.clear()
+
+    def before_adopting(self, state: Mapping[str, Any]) -> None:
+        """A peer's state will be loaded: its ModelCheckpoints' folders come first, or their paths are dropped."""
+        self._missed.clear()
+        for callback in self._checkpoints():
+            found = state.get("callbacks", {}).get(callback.state_key)
+            if found:
+                callback.dirpath = found["dirpath"]
+
+    def _set(self, leads: bool) -> None:
+        rank = self._strategy.global_rank
+        self.leads = leads and rank == 0
+        writers.set_rank_zero(self._strategy._tree, 0 if self.leads else max(1, rank))
+
+    def _let_go(self) -> None:
+        for logger in self._trainer.loggers:
+            writers.close_logger(logger)
+        writers.progress_bar(self._trainer, shown=False)
+
+    def _take_over(self, manager: Manager) -> None:
+        tree, trainer = self._strategy._tree, self._trainer
+        for logger in trainer.loggers:
+            writers.continue_logger(tree, logger)
+        writers.first_words(tree, trainer)
+        writers.progress_bar(trainer, shown=True)
+        log.info("%s writes checkpoints and logs from step %d on", manager.replica_id, manager.current_step())
+
+    def _make_good(self, manager: Manager) -> None:
+        missed, self._missed = self._missed, []
+        with manager.pause("saving what the former leader may not have saved", SAVE_MAX_S):
+            for item in missed:
+                item.write()
+        paths = ", ".join(item.path for item in missed)
+        log.info("%s wrote or removed again, as the former leader may not have: %s", manager.replica_id, paths)
+
+    # ------------------------------------------------------------ the word
+
+    def _word(self) -> str:
+        existing = self._existing
+        states: dict[str, Any] = {}
+        for callback in self._checkpoints():
+            with contextlib.suppress(TypeError):  # a subclass with a state of its own: each replica keeps its own
+                states[callback.state_key] = _plain(writers.checkpoint_state(callback))
+        return json.dumps({
+            "loggers": [writers.logger_version(logger) for logger in self._trainer.loggers],
+            "checkpoints": states,
+            "existing": None if existing is None else sorted(existing)[:MAX_FILES],
+        })  # fmt: skip
+
+    def _hear(self, word: str) -> None:
+        said = json.loads(word)
+        for logger, version in zip(self._trainer.loggers, said["loggers"], strict=False):
+            if version is not None:
+                writers.set_logger_version(logger, version)
+        for callback in self._checkpoints():
+            if callback.state_key in said["checkpoints"]:
+                writers.set_checkpoint_state(callback, _tensors(said["checkpoints"][callback.state_key]))
+        if said["existing"] is not None:
+            self._existing = set(said["existing"])
+
+    def _tell(self, manager: Manager, speaks: bool) -> None:
+        """A broadcast as a sum with zeros. An error vetoes the step, and it is told again in the next quorum."""
+        if speaks and self._existing is None:
+            self._existing = {path for callback in self._checkpoints() for path in writers.listing(callback)}
+        said = self._word().encode() if speaks else b""
+        head = len(said).to_bytes(LENGTH, "little") + said[: HEAD - LENGTH]
+        heard = self._sum(manager, head.ljust(HEAD, b"\0"), HEAD)
+        length = int.from_bytes(heard[:LENGTH], "little")
+        if length > HEAD - LENGTH:
+            heard = heard[:HEAD] + self._sum(manager, said[HEAD - LENGTH :], length - HEAD + LENGTH)
+        if manager.errored() is not None:
+            return
+        self._told_in = manager.quorum_id
+        if not speaks and length:
+            self._hear(heard[LENGTH : LENGTH + length].decode())
+
+    @staticmethod
+    def _sum(manager: Manager, mine: bytes, size: int) -> bytes:
+        buffer = torch.zeros(size, dtype=torch.uint8)
+        if mine:
+            buffer[: len(mine)] = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
+        manager.allreduce(buffer, reduce_op=ReduceOp.SUM).wait()
+        return bytes(buffer.numpy().tobytes()) if manager.errored() is None else bytes(size)
+
+    # ------------------------------------------------------------ files
+
+    def _checkpoints(self) -> list[Any]:
+        return writers.checkpoint_callbacks(self._strategy._tree, self._trainer)
+
+    def _exists(self, callback: Any, ask_disk: Callable[..., bool], path: str, trainer: Any) -> bool:
+        """For ModelCheckpoint.file_exists: what is there, as the leader of the first quorum found and all know."""
+        del callback
+        if self._existing is None:
+            return ask_disk(path, trainer)
+        mine = self._strategy.global_rank == 0 and str(path) in self._existing
+        there: bool = trainer.strategy.reduce_boolean_decision(mine, all=False)
+        return there
+
+    def writing(self, path: object, write: Callable[[], None], *, removes: bool = False) -> None:
+        """Write if this replica leads; otherwise remember how, in case that the leader dies."""
+        if self._existing is not None:
+            (self._existing.discard if removes else self._existing.add)(str(path))
+        manager: Manager | None = self._strategy.manager
+        if self.leads and manager is not None:
+            with manager.pause("saving a checkpoint", SAVE_MAX_S):
+                write()
+        elif self.leads:
+            write()
+        elif self._fits and self._strategy.global_rank == 0 and len(self._missed) < MAX_MISSED:
+            self._missed.append(Missed(str(path), write))
+
+
+def _attempt() -> int:
+    """How often this process's group was started before."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT") or 0)
+
+
+def _plain(value: Any) -> Any:
+    """For JSON: tensors (scores) become numbers that say so. Raises TypeError for what JSON does not know."""
+    if isinstance(value, torch.Tensor):
+        return {"tensor": value.detach().cpu().tolist(), "dtype": str(value.dtype).removeprefix("torch.")}
+    if isinstance(value, dict):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_plain(item) for item in value]
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    return os.fspath(value)
+
+
+def _tensors(value: Any) -> Any:
+    if isinstance(value, dict):
+        if set(value) == {"tensor", "dtype"}:
+            return torch.tensor(value["tensor"], dtype=getattr(torch, value["dtype"]))
+        return {key: _tensors(item) for key, item in value.items()}
+    return [_tensors(item) for item in value] if isinstance(value, list) else value

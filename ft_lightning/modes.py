@@ -1,0 +1,323 @@
+"""Optimizer steps of every mode of optimization, put to the vote: a part of the strategy.
+
+How it works. Lightning hands the strategy an optimizer and a closure (automatic: training_step and backward; manual:
+whatever the user passed, usually nothing). The closure runs, then the replicas vote, then gradients are unscaled,
+clipped and the optimizer steps. A veto unwinds the closure with a private exception, so parameters, optimizer, scaler,
+`global_step` and schedulers that follow steps stay as they were; gradients are dropped.
+
+There is one quorum per batch, or per accumulation window, and any number of votes in it:
+- An optimizer step after a backward is voted on. Further optimizers that step on the same gradients (one backward, two
+  optimizers) share that vote.
+- An optimizer step without a backward before it (training_step returned None) reduces the gradients that are there:
+  a replica without any contributes zeros.
+- Gradients that were reduced but that no step followed in their batch (manual accumulation) are voted on before the
+  next batch, so that newcomers get in.
+- If the quorum broke in a batch, backward communicates no more until the next batch, and its steps are vetoed here.
+
+All replicas must make the same optimizer steps in the same order: which ones may depend on the batch index, not on the
+data.
+
+Invariants: nothing changes parameters between a quorum's opening and the first vote; after a vote no attempt of this
+batch is in flight. In a group of several ranks all of them make the same calls in the same order.
+Threads: the training thread.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from ft_core.errors import ConfigError
+from ft_lightning import _compat
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from ft_core import Manager
+    from ft_core.attempt import StepAttempt
+    from ft_core.buckets import Bucketer
+
+
+class Vetoed(Exception):
+    """Unwinds the optimizer's closure when the step was not committed."""
+
+
+class Modes:
+    """Mixed into the strategy, before Lightning's DDPStrategy. `start_voting` when it is set up, `end_voting` at last.
+
+    What it needs of the strategy: `manager`, `model` (ft_core's wrapper), `lightning_module`, `world_size`,
+    `root_device`, `precision_plugin`, `optimizers`, `lr_scheduler_configs`, `_start_quorum`, `_voted` (`writing`).
+    """
+
+    manager: Manager | None
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.step_vetoed = False
+        """The last optimizer step of this batch was not committed."""
+        self.committed_steps = 0
+        """Optimizer steps that were made since `fit` began, on this replica."""
+        self.vetoed_steps = 0
+        """Optimizer steps that were skipped since `fit` began, on this replica."""
+        self._open = False
+        """A quorum was opened for the accumulation window that is under way, and nothing was voted on."""
+        self._lost = False
+        """The quorum broke in this batch; the next one is opened before the next batch."""
+        self._verdict: bool | None = None
+        """Of the last vote of this batch."""
+        self._touched = False
+        """A backward ran since the last vote."""
+        self._allowed: Any = None
+        """The optimizer that Lightning steps, until it calls its closure; True between its vote and its end."""
+        self._planned: tuple[StepAttempt | None, int] = None, 1
+        self._guards = contextlib.ExitStack()
+
+    # ------------------------------------------------------------ set-up and end
+
+    def start_voting(self) -> None:
+        """The optimizers are there.
+
+        Raises:
+            ConfigError: one of them cannot be put to the vote.
+        """
+        this: Any = self
+        for optimizer in this.optimizers:
+            if isinstance(optimizer, torch.optim.LBFGS):
+                raise ConfigError(
+                    "LBFGS cannot be used with strategy='fault_tolerant': it evaluates the closure several times per "
+                    "step, and each evaluation would be a step of its own to agree on; use another optimizer"
+                )
+        self.committed_steps = self.vetoed_steps = 0
+        self.step_vetoed = self._open = self._lost = self._touched = False
+        self._verdict = None
+        self._guards.close()
+        self._guard_schedulers(this.lightning_module)
+        self._guard_optimizers(this.lightning_module)
+
+    def wrapper_options(self, module: Any, given: Mapping[str, Any]) -> dict[str, Any]:
+        """How to wrap `module`, which is the same on all ranks of the group then.
+
+        With manual optimization most backwards leave parameters of other optimizers without a gradient.
+        """
+        this: Any = self
+        if this.world_size > 1:
+            _compat.share_state(this._tree, module)
+        return {"find_unused_parameters": not module.automatic_optimization, **given}
+
+    def end_voting(self) -> None:
+        """The run is over, or failed."""
+        self._guards.close()
+
+    def _guard_schedulers(self, module: Any) -> None:
+        """A vetoed step does not advance schedulers that follow steps.
+
+        Lightning calls the hook on the module for every scheduler that is due; the instance's attribute wins.
+        """
+        this: Any = self
+        hook, before = module.lr_scheduler_step, dict(vars(module))
+
+        def lr_scheduler_step(scheduler: Any, metric: Any) -> None:
+            config = next((c for c in this.lr_scheduler_configs if c.scheduler is scheduler), None)
+            if self.step_vetoed and config is not None and config.interval == "step":
+                _compat.uncount_schedule(module.trainer)
+            else:
+                hook(scheduler, metric)
+
+        def undo() -> None:
+            del module.lr_scheduler_step
+            if "lr_scheduler_step" in before:
+                module.lr_scheduler_step = before["lr_scheduler_step"]
+
+        module.lr_scheduler_step = lr_scheduler_step
+        self._guards.callback(undo)
+
+    def _guard_optimizers(self, module: Any) -> None:
+        """Refuse optimizers of torch that step without Lightning: nobody would have agreed on it."""
+        mine = {id(parameter) for parameter in module.parameters()}
+
+        def check(optimizer: Any, _args: Any, _kwargs: Any) -> None:
+            if self._allowed is True or optimizer is self._allowed:
+                return
+            if any(id(parameter) in mine for group in optimizer.param_groups for parameter in group["params"]):
+                raise ConfigError(
+                    f"{type(optimizer).__name__}.step() was called past Lightning, so the replicas cannot agree on "
+                    "it: return the optimizer from configure_optimizers and step what self.optimizers() returns "
+                    "(not use_pl_optimizer=False)"
+                )
+
+        self._guards.callback(register_optimizer_step_pre_hook(check).remove)
+
+    # ------------------------------------------------------------ a batch
+
+    def open_quorum(self) -> Manager:
+        """Before a batch is fetched: open its quorum, unless an accumulation window is under way."""
+        this: Any = self
+        manager, carrier = self.manager, self._carrier
+        assert manager is not None
+        self.step_vetoed = False
+        if carrier.unsettled:
+            self._vote()  # no step followed: there is nothing to apply, but their place in the run is agreed on
+        elif self._open:
+            return manager
+        self._open, self._lost, self._verdict = True, False, None
+        this._start_quorum()
+        return manager
+
+    def close_quorum(self) -> None:
+        """After the last batch."""
+        if self.manager is not None and self._carrier.unsettled:
+            self._vote()
+
+    @property
+    def quorum_lost(self) -> bool:
+        """The quorum broke in this batch: until the next one, nothing may be communicated with the other groups."""
+        return self._lost
+
+    @property
+    def _carrier(self) -> Bucketer:
+        this: Any = self
+        carrier: Bucketer = this.model.carrier
+        return carrier
+
+    # ------------------------------------------------------------ backward
+
+    def pre_backward(self, closure_loss: Any) -> None:
+        """Arm the reduction: with manual optimization there are several backwards after one forward."""
+        this: Any = self
+        super().pre_backward(closure_loss)  # type: ignore[misc]
+        if self.manager is None:
+            return
+        self._touched = True
+        if not this.lightning_module.automatic_optimization:
+            self._carrier.before_backward(sync=this.model.require_backward_grad_sync and not self._lost)
+
+    def backward(self, closure_loss: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        """As Lightning's; in a group of several ranks gradients are averaged over these before any hook sees them."""
+        this: Any = self
+        if self.manager is None or this.world_size == 1:
+            return super().backward(closure_loss, optimizer, *args, **kwargs)  # type: ignore[misc]
+        module, precision = this.lightning_module, this.precision_plugin
+        this.pre_backward(closure_loss)
+        closure_loss = precision.pre_backward(closure_loss, module)
+        precision.backward(closure_loss, module, optimizer, *args, **kwargs)
+        if this.model.require_backward_grad_sync and not self._lost:
+            self._average_inside()
+        closure_loss = precision.post_backward(closure_loss, module)
+        this.post_backward(closure_loss)
+        return closure_loss
+
+    def _average_inside(self) -> None:
+        """Gradients of a group's ranks: averaged over the groups by now, each on its own ring.
+
+        The rings may have had different divisors (R10), so what the Manager would correct after the vote is corrected
+        here, before they are mixed.
+        """
+        this: Any = self
+        if this.world_size == 1 or self.manager is None:
+            return
+        attempt = self.manager.current_attempt()
+        assert attempt is not None
+        if attempt is not self._planned[0]:
+            self._planned = attempt, attempt.planned
+        weight = attempt.verdict.weight if attempt.verdict is not None else 0
+        if weight:
+            if weight != self._planned[1]:
+                self._carrier.rescale(self._planned[1] / weight)
+            attempt.planned = weight
+        self._carrier.average_inside(torch.distributed.all_reduce, this.world_size)
+
+    # ------------------------------------------------------------ the step
+
+    def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
+        """Run the closure, vote, and step if all members commit. Returns what the closure returned if they don't."""
+        this: Any = self
+        if self.manager is None:
+            return super().optimizer_step(optimizer, closure, model, **kwargs)  # type: ignore[misc]
+        result: list[Any] = []
+
+        def agreed() -> Any:
+            if result:
+                raise ConfigError(
+                    f"{type(optimizer).__name__} evaluates its closure more than once per step, which cannot be used "
+                    "with strategy='fault_tolerant': each evaluation would be a step of its own to agree on"
+                )
+            self._allowed = None
+            result.append(closure())
+            if not self._vote():
+                raise Vetoed
+            self._allowed = True
+            return self._without_loss(optimizer) if result[0] is None else result[0]
+
+        self._allowed = optimizer
+        try:
+            output = super().optimizer_step(optimizer, agreed, model, **kwargs)  # type: ignore[misc]
+        except Vetoed:
+            self.step_vetoed = True
+            self.vetoed_steps += 1
+            _compat.uncount_step(this.lightning_module.trainer)
+            return result[0]
+        except BaseException as error:
+            if self._allowed is True:  # the others have the new state, this replica may have half of it
+                self.manager.report_torn_state(error)
+            raise
+        finally:
+            self._allowed = None
+        self.step_vetoed = False
+        self.committed_steps += 1
+        return output
+
+    def _vote(self) -> bool:
+        """Whether the step that is about to be made is everybody's."""
+        assert self.manager is not None
+        this: Any = self
+        manager, carrier = self.manager, self._carrier
+        self._open = False
+        if self._verdict is not None and not self._touched and not carrier.unsettled:
+            return self._verdict  # a further optimizer steps on gradients that were voted on
+        self._touched = False
+        if self._lost:
+            self._verdict = False
+        else:
+            if not carrier.unsettled:
+                carrier.flush(with_accumulated=True)
+                self._average_inside()
+            asked = manager._round
+            self._verdict = manager.should_commit()
+            # A broken quorum is asked for anew inside should_commit; newcomers in it begin with the next batch. After
+            # an agreed stop nobody is there for another vote.
+            self._lost = manager._round is not asked or manager.stop_agreed
+            this._voted(self._verdict)
+            if self._lost:
+                carrier.before_backward(sync=False)
+        if self._verdict:
+            self._share_buffers()
+        else:
+            for parameter in this.model.parameters():
+                parameter.grad = None
+        return self._verdict
+
+    def _share_buffers(self) -> None:
+        """Each ring has its own buffers; as with torch's DDP those of the group's first rank count."""
+        this: Any = self
+        if this.world_size > 1 and this.model.broadcast_buffers:
+            for buffer in this.model.buffers():
+                torch.distributed.broadcast(buffer, 0)
+
+    def _without_loss(self, optimizer: Any) -> Any:
+        """What the closure is to return where training_step returned None, but the others have gradients.
+
+        Lightning takes a None to mean that there is nothing to unscale and to step.
+        """
+        this: Any = self
+        if not this.lightning_module.automatic_optimization:
+            return None
+        if all(parameter.grad is None for group in optimizer.param_groups for parameter in group["params"]):
+            return None
+        zero = torch.zeros((), device=this.root_device)
+        scaler = getattr(this.precision_plugin, "scaler", None)
+        if scaler is not None:
+            scaler.scale(zero)  # as backward would have: it makes the scale exist
+        return zero

@@ -1,0 +1,199 @@
+"""What a strategy adds to DDPStrategy for who writes, resuming, and ending together: the hooks of `leader` and others.
+
+How it works. `Writing` is mixed into the strategy; each hook is a line or two that asks `Leadership` (who writes),
+`Resume` (the Manager's state in checkpoints) or `agreement` (the end). The strategy calls `_begin`, `_opened`,
+`_voted`, `_load` and `_finish` at the points that they name.
+
+Threads: the training thread.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from typing import TYPE_CHECKING, Any
+
+from torch.distributed import ReduceOp
+
+from ft_core import Manager
+from ft_core.errors import JobFinishedError, UsageError
+from ft_lightning import _compat, agreement
+from ft_lightning.adoption import start_patiently
+from ft_lightning.leader import Leadership
+from ft_lightning.resume import Resume
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from torch import Tensor
+
+
+log = logging.getLogger("ft_lightning")
+
+
+class Writing:
+    """Part of the strategy; see the module's text."""
+
+    manager: Manager | None
+    _tree: str
+    _trainer: Any
+    _arguments: Any
+    _adoption: Any
+    _leadership: Leadership | None = None
+    _resume: Resume | None = None
+
+    # ------------------------------------------------------------ who writes
+
+    @property
+    def leader(self) -> Leadership:
+        """Who writes."""
+        if self._leadership is None:
+            self._leadership = Leadership(self)
+        return self._leadership
+
+    @property
+    def resume(self) -> Resume:
+        """The checkpoint that `fit` starts from."""
+        if self._resume is None:
+            self._resume = Resume()
+        return self._resume
+
+    @property
+    def _trains(self) -> bool:
+        """This is a `fit` with the other replicas: not the Tuner's, which each group runs for itself."""
+        trainer = self._trainer
+        return trainer is not None and trainer.state.fn == "fit" and not _compat.tunes(trainer)
+
+    @property
+    def is_global_zero(self) -> bool:
+        """This process writes: rank 0 of the first participant of the quorum."""
+        return self.leader.leads
+
+    @property
+    def lighthouse_address(self) -> str:
+        """Where the lighthouse listens; '' if nobody said."""
+        named = self._arguments.lighthouse if self._arguments is not None else None
+        return str(named or os.environ.get("FT_LIGHTHOUSE") or os.environ.get("TORCHFT_LIGHTHOUSE") or "")
+
+    def set_world_ranks(self) -> None:
+        """Lightning sets `rank_zero_only` to the rank inside the group here."""
+        super().set_world_ranks()  # type: ignore[misc]
+        self.leader.without_quorum()
+
+    def setup_environment(self) -> None:
+        """Before anything is written by a run."""
+        self.resume.reset()
+        if self._trains:
+            self.leader.start(self._trainer)
+        super().setup_environment()  # type: ignore[misc]
+        if self._trainer is not None and _compat.tunes(self._trainer):
+            self.leader.tunes()
+
+    # ------------------------------------------------------------ called by the strategy
+
+    def _new_manager(self, **arguments: Any) -> Manager:
+        """Raises SystemExit(0): the job is finished."""
+        try:
+            return Manager(**arguments)
+        except JobFinishedError as error:
+            raise agreement.finished(error) from None
+
+    def _begin(self, manager: Manager) -> None:
+        """The Manager was just constructed, the callbacks are set up."""
+        self.leader.attach(manager)
+        self.resume.into(manager)
+
+    def _opened(self) -> None:
+        """After each start_quorum."""
+        assert self.manager is not None
+        self.resume.check(self.manager)
+        self.leader.opened()
+
+    def _start_quorum(self) -> None:
+        """`start_quorum`, and what follows from it.
+
+        Raises:
+            SystemExit: (0) the job is finished, or this replica drains.
+        """
+        assert self.manager is not None
+        try:
+            start_patiently(self.manager, self.lighthouse_address)
+        except JobFinishedError as error:
+            raise agreement.finished(error) from None
+        self._opened()
+
+    def _voted(self, committed: bool) -> None:
+        """After each should_commit, before the optimizer steps."""
+        assert self.manager is not None
+        if committed:
+            self.leader.committed()
+        agreement.told_to_stop(self.manager, self._trainer)
+
+    def _finish(self) -> None:
+        """At the end of training: nobody leaves before all know, and before the last checkpoint is there."""
+        assert self.manager is not None
+        for logger in self._trainer.loggers:
+            logger.save()
+        with self._adoption.ending():
+            agreement.stop_together(self.manager, self._opened)
+        self.manager.leave("finished", finished=True)
+
+    # ------------------------------------------------------------ Lightning's hooks
+
+    def on_train_start(self) -> None:
+        """Lightning has installed its own handler of SIGTERM by now."""
+        super().on_train_start()  # type: ignore[misc]
+        if self.manager is not None:
+            agreement.drains_alone()
+
+    def on_exception(self, exception: BaseException) -> None:
+        """The others go on without this replica at once."""
+        super().on_exception(exception)  # type: ignore[misc]
+        if self.manager is not None:
+            agreement.leave_on(self.manager, exception)
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        """The leader writes; the others keep in mind what, until the next commit."""
+        self.resume.save(checkpoint, self.manager)
+        save = super().save_checkpoint  # type: ignore[misc]
+        self.leader.writing(filepath, lambda: save(checkpoint, filepath, storage_options))
+
+    def remove_checkpoint(self, filepath: Any) -> None:
+        """Likewise."""
+        remove = super().remove_checkpoint  # type: ignore[misc]
+        self.leader.writing(filepath, lambda: remove(filepath), removes=True)
+
+    def load_checkpoint(self, checkpoint_path: Any, **kwargs: Any) -> dict[str, Any]:
+        """In `fit`: a replica that lacks the file takes the state of one that has it."""
+        load = super().load_checkpoint  # type: ignore[misc]
+        if not self._trains:
+            return dict(load(checkpoint_path, **kwargs))
+        return self.resume.load(self._tree, checkpoint_path, lambda: load(checkpoint_path, **kwargs))
+
+    # ------------------------------------------------------------ for users
+
+    def reduce_across_groups(self, tensor: Tensor, average: bool = True) -> Tensor:
+        """Mean or sum of a tensor over all replica groups (each rank with its like in the other groups).
+
+        Call it in `training_step` or after backward, on every replica, in the same order; it costs a collective of its
+        own. If a replica is lost meanwhile, the content is undefined and the step is vetoed. Where there is no quorum
+        (validate, test, predict) there is one group, and the tensor is returned as it is.
+
+        Args:
+            tensor: any shape, on any device; left untouched. `average` needs a floating point dtype.
+            average: divide by the number of participants.
+
+        Raises:
+            UsageError: in `fit`, before the first step.
+        """
+        if self.manager is None or getattr(self, "quorum_lost", False):
+            return tensor
+        if self.manager.quorum_id == 0:
+            raise UsageError("reduce_across_groups before the first training batch: there is no quorum yet")
+        result = tensor.detach().clone().contiguous()
+        self.manager.allreduce(result, reduce_op=ReduceOp.AVG if average else ReduceOp.SUM).wait()
+        return result
+
+    def _heard(self, state: Mapping[str, Any]) -> None:
+        """A peer's state is about to be loaded."""
+        self.leader.before_adopting(state)

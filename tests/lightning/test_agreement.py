@@ -1,0 +1,151 @@
+"""Ending together: whoever wants to stop, all end after the same step; whoever fails is not waited for."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import re
+import signal
+from typing import TYPE_CHECKING, Any
+
+import lightning as L
+import pytest
+import torch
+from torch import nn
+
+from ft_core.lighthouse import LighthouseServer
+from tests.chaos.test_ftrun import pid_of
+from tests.lightning.test_leader import alike, ends
+from tests.lightning.test_leader import wishes as wishes
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from tests.launch.job import Job
+    from tests.lightning.test_leader import Wishes
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::lightning.pytorch.utilities.warnings.PossibleUserWarning"),
+    pytest.mark.filterwarnings("ignore:.*:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:.*:FutureWarning"),
+]
+process = [pytest.mark.process, pytest.mark.timeout(120)]
+
+
+class TestProcesses:
+    pytestmark = process
+
+    @pytest.mark.parametrize(
+        ("wish", "step"),
+        [({"patience": {"0": 10.0}}, 12), ({"patience": {"1": 10.0}}, 12), ({"1@5": "stop"}, 5), ({}, 36)],
+        ids=["early stopping on the leader", "early stopping on another", "should_stop in a step", "max_epochs"],
+    )
+    def test_one_wants_to_stop(self, wishes: Wishes, wish: dict[str, Any], step: int) -> None:
+        """No step is made that only some replicas make, and none is lost or added where all agree."""
+        with wishes.job("--replicas", "2", **wish) as running:
+            assert running.run() == 0, running.text
+        assert int(alike(running, 2)[0]) == step
+        assert running.count("stops, as another replica has ended its training") == (0 if step == 36 else 1)
+
+    @pytest.mark.parametrize("how", ["raise", "interrupt"])
+    def test_one_fails(self, wishes: Wishes, how: str) -> None:
+        """It ends at once, with an error; the others go on at once, far below the timeout of 60 s."""
+        with wishes.job("--replicas", "2", "--max-restarts", "0", **{"1@5": how}) as running:
+            running.run()
+        assert len(ends(running)) == 1, running.text
+        assert ends(running)[0][0] >= "30"
+        assert running.count(r"replica-1.* exited with code 1") >= 1, running.text
+
+    def test_a_drained_replica_ends_with_status_0(self, wishes: Wishes) -> None:
+        """SIGTERM to one worker: after its step, through Lightning's teardown; nobody loses a step."""
+
+        def drain(_: re.Match[str]) -> None:
+            os.kill(pid_of(running, "replica-0"), signal.SIGTERM)
+
+        running: Job
+        with wishes.job("--replicas", "2", epochs=6) as running:
+            running.when(r"replica-1/0\] step 5 ", drain)
+            assert running.run() == 0, running.text
+        assert running.count(r"replica-0:\w+: drained at step \d+ \(SIGTERM\): left the quorum, ending with stat") == 1
+        assert running.count("not committed(?!: StopTogether)") == 0, running.text
+        assert running.count(r"replica-1.* writes checkpoints and logs from step") == 1
+        assert "2 finished" in running.lines.all[-1]
+        assert ", 0 restarts" in running.lines.all[-1]
+        assert running.count(r"replica-0/0\] done") == 0
+
+
+class Model(L.LightningModule):
+    def __init__(self, reduces: bool = False) -> None:
+        super().__init__()
+        self.net = nn.Linear(4, 2)
+        self.reduces = reduces
+        self.reduced: list[float] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        loss = nn.functional.cross_entropy(self.net(batch[0]), batch[1])
+        if self.reduces:
+            strategy: Any = self.trainer.strategy
+            self.reduced += [strategy.reduce_across_groups(loss).item() - loss.item()]
+            self.reduced += [strategy.reduce_across_groups(torch.tensor(3), average=False).item() - 3]
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        loss = nn.functional.cross_entropy(self.net(batch[0]), batch[1])
+        self.log("val", self.trainer.strategy.reduce_across_groups(loss), sync_dist=True)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def loader() -> torch.utils.data.DataLoader[Any]:
+    return torch.utils.data.DataLoader(
+        torch.utils.data.TensorDataset(torch.randn(16, 4), torch.randint(0, 2, (16,))), 4
+    )
+
+
+def trainer(root: pathlib.Path, **options: Any) -> L.Trainer:
+    return L.Trainer(
+        strategy="fault_tolerant", accelerator="cpu", devices=1, max_epochs=1, default_root_dir=root, logger=False,
+        enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=False, **options,
+    )  # fmt: skip
+
+
+@pytest.fixture
+def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    server = LighthouseServer("127.0.0.1:0")
+    for name, value in {"FT_REPLICA_GROUP": "0", "FT_NUM_REPLICA_GROUPS": "1", "FT_HOSTNAME": "127.0.0.1"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("FT_LIGHTHOUSE", server.address())
+    yield
+    server.shutdown()
+
+
+@pytest.mark.usefixtures("alone")
+def test_reducing_inside_training_step(tmp_path: pathlib.Path) -> None:
+    model = Model(reduces=True)
+    trainer(tmp_path, num_sanity_val_steps=0).fit(model, loader(), loader())
+    assert model.reduced == [0.0] * 8
+
+
+@pytest.mark.usefixtures("alone")
+def test_max_time_ends_the_run(tmp_path: pathlib.Path) -> None:
+    runner = trainer(tmp_path, max_time={"microseconds": 1})
+    runner.fit(Model(), loader())
+    assert runner.should_stop
+
+
+def test_evaluation_needs_no_lighthouse(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FT_LIGHTHOUSE", "127.0.0.1:1")  # nobody listens there
+    for group, leads in (("0", True), ("1", False)):
+        monkeypatch.setenv("FT_REPLICA_GROUP", group)
+        runner = trainer(tmp_path)
+        assert runner.is_global_zero is leads
+        assert "val" in runner.validate(Model(), loader(), verbose=False)[0]
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_job_that_is_finished_has_nothing_for_a_latecomer(tmp_path: pathlib.Path) -> None:
+    trainer(tmp_path).fit(Model(), loader())
+    with pytest.raises(SystemExit) as ended:
+        trainer(tmp_path).fit(Model(), loader())
+    assert ended.value.code == 0
