@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import socket
 import sys
 from typing import TYPE_CHECKING, Any
 
@@ -45,13 +44,6 @@ def launcher_base(tree: str) -> type:
     """Lightning's abstract launcher, of the Trainer or of Fabric. `Strategy._configure_launcher` sets `_launcher`."""
     base: type = part(tree, "strategies.launchers.launcher._Launcher")
     return base
-
-
-def free_port() -> int:
-    """A free TCP port of this machine."""
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        return int(probe.getsockname()[1])
 
 
 def tunes(trainer: Trainer) -> bool:

@@ -18,6 +18,8 @@ import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from torch._C._distributed_c10d import TCPStore
+
 from ft_core.errors import ConfigError
 from ft_core.net import advertised_host
 from ft_core.settings import Environment, parse_address
@@ -126,7 +128,7 @@ class GroupEnvironment:
         super().__init__()
         self._place = place
         self._lighthouse = lighthouse
-        self._port = 0
+        self._store: TCPStore | None = None
 
     @property
     def creates_processes_externally(self) -> bool:
@@ -150,9 +152,11 @@ class GroupEnvironment:
         """Of the group's store; a free one where nobody said."""
         if self._place.launched and "MASTER_PORT" in os.environ:
             return int(os.environ["MASTER_PORT"])
-        if not self._port:
-            self._port = _compat.free_port()
-        return self._port
+        if self._store is None:
+            # Opened here and kept: a port that is only known to be free may be somebody's by the time torch listens.
+            self._store = TCPStore(self.main_address, 0, is_master=True, wait_for_workers=False)
+            os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"  # init_process_group connects to it
+        return int(self._store.port)
 
     @staticmethod
     def detect() -> bool:

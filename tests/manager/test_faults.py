@@ -69,7 +69,8 @@ def test_an_error_reported_after_the_fence_costs_its_reporter_only(cluster: Clus
     cluster.run(Replica(0), late)
     cluster.check(steps=6)
     assert late.vetoes == [2]
-    assert [c.step for c in late.commits] == [1, 2, 4, 5, 6]
+    # Whether it is in the ring of step 3 again depends on who asks first.
+    assert [c.step for c in late.commits if c.step != 3] == [1, 2, 4, 5, 6]
     assert cluster.replicas[0].vetoes in ([], [3])
 
 
