@@ -290,7 +290,7 @@ class Supervisor:
         picture = self._watch.look()
         now = time.monotonic()
         for group in self._groups.values():
-            seen = picture.now(group.name)
+            seen = self._watch.now(group.name)
             if group.ended or seen is None:
                 continue
             self._began = True
@@ -298,7 +298,7 @@ class Supervisor:
             if group.stands_still(seen, now, self.spec.stall_s):
                 group.agent.stall(seen.stalled)
         if self.screen.live:
-            rows = [g.row(picture.now(g.name)) for g in sorted(self._groups.values(), key=lambda g: g.number)]
+            rows = [g.row(self._watch.now(g.name)) for g in sorted(self._groups.values(), key=lambda g: g.number)]
             total = self._total()
             title = f"{picture.members} {f'of {total} ' if total else ''}groups in the quorum"
             self.screen.rows(rows, f"{title}: {picture.reason}" if picture.reason else title)

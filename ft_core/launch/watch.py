@@ -21,12 +21,13 @@ from ft_core.errors import FaultToleranceError, RefusedError
 from ft_core.lighthouse_client import LighthouseClient
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Collection
 
     from ft_core._pb import coordination_pb2 as pb
 
 POLL_S = 0.5
 CALL_S = timedelta(seconds=2)
+MAX_OVER = 64
 FACTS_S = 1.0
 """How long a group that failed waits for the lighthouse's picture of it."""
 
@@ -73,9 +74,9 @@ class Picture:
         """All runs of a group that the lighthouse remembers."""
         return dict(self.groups).get(name, ())
 
-    def now(self, name: str) -> Seen | None:
-        """The living run of a group."""
-        return next((seen for seen in self.of(name) if seen.alive), None)
+    def now(self, name: str, ended: Collection[str] = ()) -> Seen | None:
+        """The living run of a group. `ended`: replica_ids whose processes ended, whatever the lighthouse believes."""
+        return next((seen for seen in self.of(name) if seen.alive and seen.replica_id not in ended), None)
 
 
 class Watch:
@@ -101,7 +102,8 @@ class Watch:
         self._orders: queue.SimpleQueue[tuple[str, str, str]] = queue.SimpleQueue()
         self._condition = threading.Condition()
         self._picture = Picture()
-        self._seen: dict[str, set[str]] = {}
+        self._over: dict[str, dict[str, None]] = {}
+        """replica_ids of each group whose processes have ended, the oldest first; at most MAX_OVER per group."""
         self._thread = threading.Thread(target=self._run, name="ftrun-watch", daemon=True)
 
     def __repr__(self) -> str:
@@ -119,6 +121,13 @@ class Watch:
         """The last picture."""
         return self._picture
 
+    def now(self, name: str) -> Seen | None:
+        """What the last picture says of the run of a group that is under way.
+
+        Not of one before: the lighthouse may believe for long that a killed process only went silent.
+        """
+        return self._picture.now(name, self._over.get(name, ()))
+
     def ended(self, name: str) -> None:
         """Supervisor's word: every process of this group has ended."""
         self._orders.put(("ended", name, ""))
@@ -134,11 +143,10 @@ class Watch:
         with self._condition:
             reachable = self._condition.wait_for(lambda: self._picture.at >= asked, FACTS_S)
             picture = self._picture
-        old = self._seen.setdefault(name, set())
+        old = self._over.get(name, {})
         runs = [seen for seen in picture.of(name) if seen.replica_id not in old]
-        old.update(seen.replica_id for seen in runs)
-        while len(old) > 64:
-            old.pop()
+        both = [*old, *(seen.replica_id for seen in runs)]
+        self._over[name] = dict.fromkeys(both[-MAX_OVER:])  # replaced, not changed: `now` reads it on another thread
         return Facts(
             known=bool(runs), committed=any(seen.committed for seen in runs), closed=picture.closed, reachable=reachable
         )

@@ -1,0 +1,68 @@
+"""What ftrun believes of a group: never a run that has ended, whatever the lighthouse still believes of it."""
+
+from __future__ import annotations
+
+import pytest
+
+from ft_core._pb import coordination_pb2 as pb
+from ft_core.launch.watch import MAX_OVER, Watch
+
+ROOM = "default"
+
+
+class Lighthouse:
+    """Answers a status; takes the place of the client."""
+
+    def __init__(self) -> None:
+        self.lives: dict[str, str] = {}
+
+    def status(self, _timeout: object) -> pb.StatusResponse:
+        replicas = [pb.ReplicaStatus(replica_id=key, life=life) for key, life in sorted(self.lives.items())]
+        return pb.StatusResponse(rooms=[pb.RoomStatus(room=ROOM, replicas=replicas)])
+
+    def close(self) -> None: ...
+
+
+@pytest.fixture
+def lighthouse() -> Lighthouse:
+    return Lighthouse()
+
+
+@pytest.fixture
+def watch(lighthouse: Lighthouse) -> Watch:
+    made = Watch("nowhere:1", "", lambda: None, lambda name: None)
+    made._client = lighthouse  # type: ignore[assignment]
+    made.start()
+    return made
+
+
+def test_a_killed_process_that_is_believed_silent_is_not_taken_for_its_successor(
+    watch: Watch, lighthouse: Lighthouse
+) -> None:
+    """Else its silence would be taken for a hang of the new one, which would be killed for it."""
+    lighthouse.lives["a:1"] = "missed"
+    assert watch.facts("a").known
+    lighthouse.lives["a:2"] = "up"
+    watch.facts("another")  # a new picture
+    seen = watch.now("a")
+    watch.close()
+    assert seen is not None
+    assert (seen.replica_id, seen.stalled) == ("a:2", "")
+
+
+def test_a_frozen_process_that_has_not_ended_stands_still(watch: Watch, lighthouse: Lighthouse) -> None:
+    lighthouse.lives["a:1"] = "missed"
+    watch.facts("another")
+    seen = watch.now("a")
+    watch.close()
+    assert seen is not None
+    assert "has not heard of it" in seen.stalled
+
+
+def test_the_oldest_runs_are_forgotten_first(watch: Watch, lighthouse: Lighthouse) -> None:
+    for number in range(MAX_OVER + 1):
+        lighthouse.lives = {f"a:{number}": "up"}
+        assert watch.facts("a").known
+    lighthouse.lives = {f"a:{MAX_OVER}": "up"}
+    assert not watch.facts("a").known
+    watch.close()
