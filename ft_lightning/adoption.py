@@ -28,14 +28,13 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-from ft_core.errors import ConfigError, FaultToleranceError, QuorumTimeoutError
-from ft_core.lighthouse_client import LighthouseClient
+from ft_core.errors import ConfigError, QuorumTimeoutError
 from ft_lightning import _compat
 from ft_lightning import _compat_position as _position
 from ft_lightning.data import Unseen, groups_needed
+from ft_lightning.rooms import rooms
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -46,8 +45,6 @@ if TYPE_CHECKING:
 log = logging.getLogger("ft_lightning")
 KEY = "ft_lightning"
 """Of our part in the state that donors hand out."""
-STATUS_S = 5.0
-"""How long the lighthouse may take to say who is paused."""
 TRIES = 3
 """How often a quorum that trains, unpaused, may fail to take this replica in within `quorum_timeout`."""
 FETCH_MAX_S = 3600.0
@@ -79,16 +76,10 @@ def start_patiently(manager: Manager, address: str) -> None:
 
 def _others(manager: Manager, address: str) -> tuple[str, bool]:
     """Members that are paused, as text, and whether there are members that are alive at all."""
-    try:
-        client = LighthouseClient(address, timedelta(seconds=STATUS_S))
-        try:
-            rooms = client.status(timedelta(seconds=STATUS_S)).rooms
-        finally:
-            client.close()
-    except FaultToleranceError as error:
-        log.info("the lighthouse could not be asked who is paused: %s", error)
+    known = rooms(address)
+    if known is None:
         return "", False
-    up = [r for room in rooms for r in room.replicas if r.life == "up" and r.replica_id != manager.replica_id]
+    up = [r for room in known for r in room.replicas if r.life == "up" and r.replica_id != manager.replica_id]
     texts = [f"{r.replica_id} is paused for at most {r.paused_ms / 1000:.0f} s" for r in up if r.paused_ms]
     return ", ".join(texts), any(r.member for r in up)
 

@@ -24,15 +24,14 @@ import json
 import logging
 import os
 from dataclasses import dataclass
-from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.distributed import ReduceOp
 
-from ft_core.errors import FaultToleranceError
 from ft_lightning import _compat_writers as writers
+from ft_lightning.rooms import rooms
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -54,8 +53,6 @@ MAX_MISSED = 64
 """Writes kept since the last commit; more are not made good after the leader's death."""
 SAVE_MAX_S = 3600.0
 """Announced to the peers for a save."""
-STATUS_S = 5.0
-"""How long the lighthouse may take to say whether a quorum trains already."""
 
 
 @dataclass(frozen=True)
@@ -114,24 +111,16 @@ class Leadership:
 
     def _trains_already(self, again: bool) -> bool:
         """The lighthouse knows of a quorum, or all is done; if it cannot be asked: whether this is a restart."""
-        from ft_core.lighthouse_client import LighthouseClient
-
         if self._strategy.global_rank != 0:
             return False
         address = self._strategy.lighthouse_address
         if not address:
             return again
-        try:
-            client = LighthouseClient(address, timedelta(seconds=STATUS_S))
-            try:
-                rooms = client.status(timedelta(seconds=STATUS_S)).rooms
-            finally:
-                client.close()
-        except FaultToleranceError as error:
-            log.info("the lighthouse could not be asked whether a quorum trains already: %s", error)
+        known = rooms(address)
+        if known is None:
             return again
         return any(
-            room.closed or any(replica.member and replica.life == "up" for replica in room.replicas) for room in rooms
+            room.closed or any(replica.member and replica.life == "up" for replica in room.replicas) for room in known
         )
 
     def attach(self, manager: Manager) -> None:
