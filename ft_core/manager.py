@@ -25,7 +25,6 @@ import os
 import secrets
 import time
 import weakref
-from dataclasses import replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, cast
 
@@ -37,16 +36,17 @@ from ft_core import manager_setup as setup
 from ft_core.agreement import Agreement
 from ft_core.assignment import Plan, WorldSizeMode
 from ft_core.attempt import StepAttempt
+from ft_core.commit import Commit
 from ft_core.drain import EXIT_S, DrainedError
-from ft_core.errors import ConfigError, FaultToleranceError, HealError, UsageError
+from ft_core.errors import ConfigError, FaultToleranceError, UsageError
 from ft_core.futures import future_timeout
 from ft_core.lanes import sum_options
 from ft_core.live_state import DEFAULT_KEY, LiveState
-from ft_core.parity import ParityCheck, digest
+from ft_core.parity import ParityCheck
 from ft_core.process_group import ProcessGroup
 from ft_core.quorum import Version
 from ft_core.rounds import QuorumWorker, Round
-from ft_core.step import Go, Heal, MustAsk, Outcome, Phase, Step, Verdict, fold_lineage
+from ft_core.step import Go, Heal, MustAsk, Outcome, Step, fold_lineage
 from ft_core.work import ManagedWork, finished_work
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ T = TypeVar("T")
 log = logging.getLogger("ft_core")
 
 
-class Manager(Agreement):
+class Manager(Commit, Agreement):
     """Drives fault-tolerant training on one rank. Constructs and starts; call `shutdown` (or leave it to exit).
 
     Args:
@@ -100,6 +100,8 @@ class Manager(Agreement):
         token: the job's secret; default FT_TOKEN.
         exit_on_drain: SIGTERM or an operator's drain order makes the next start_quorum leave in agreement and raise
             SystemExit(0). False: only `drain_reason` is set.
+        quorum_in_commit: a quorum that broke is formed anew inside should_commit, where reduced gradients may still be
+            fetched (R5). False: by the next start_quorum, so that state is read and loaded only there.
 
     Raises:
         ConfigError: an argument or environment variable cannot work; names it, the value and what to do.
@@ -136,6 +138,7 @@ class Manager(Agreement):
         expected_replicas: int | None = None,
         token: str | None = None,
         exit_on_drain: bool = True,
+        quorum_in_commit: bool = True,
     ) -> None:
         del heartbeat_interval
         self._config = config = setup.resolve(
@@ -146,6 +149,7 @@ class Manager(Agreement):
                 port=port, hostname=hostname, init_sync=init_sync, max_retries=max_retries,
                 quorum_retries=quorum_retries, parity_check_every=parity_check_every, time_overrides=time_overrides,
                 expected_replicas=expected_replicas, token=token, exit_on_drain=exit_on_drain,
+                quorum_in_commit=quorum_in_commit,
             ),
             os.environ,
         )  # fmt: skip
@@ -244,11 +248,6 @@ class Manager(Agreement):
             lineage = int(state_dict.get("lineage", fold_lineage(step, 0, 0, ()) if step else self._step.lineage))
             version = Version(step, int(state_dict.get("epoch", 0)))
             self._step.restore(version, lineage, int(state_dict["batches_committed"]))
-
-    def current_step(self) -> int:
-        """Number of the step being worked on: how many were committed on this replica's lineage."""
-        step = self._step
-        return max(0, step.version.step if step.plan is None else step.base.step)
 
     def batches_committed(self) -> int:
         """Number of gradients (one per participant and step) in all commits so far."""
@@ -508,185 +507,6 @@ class Manager(Agreement):
         late = self._round.error if self._round is not None else None
         return self._session.error or late
 
-    # ------------------------------------------------------------ commit
-
-    def should_commit(self, timeout: timedelta | None = None) -> bool:
-        """End the attempt. True: every member applies it, step the optimizer now. False: skip the step.
-
-        Call on every rank, after backward and before anything changes parameters. State received from a peer is loaded
-        here, before it returns.
-
-        Raises:
-            UsageError: start_quorum was not called.
-            QuorumTimeoutError, RefusedError, JobFinishedError: no quorum could be had.
-            RuntimeError: more than max_retries attempts in a row were not committed.
-        """
-        attempt, round_ = self._attempt, self._round
-        if attempt is None or round_ is None:
-            raise UsageError("should_commit before start_quorum")
-        if self._asks_no_more(round_):
-            return False
-        limit_s = timeout.total_seconds() if timeout is not None else self._config.budget.timeout_s
-        verdict = self._agree(attempt, limit_s)
-        if round_.error is not None:
-            raise round_.error
-        session, step = self._session, self._step
-        if verdict.outcome is not Outcome.BROKEN and step.heal is Heal.READY:
-            self._apply_heal()
-        if verdict.outcome is Outcome.COMMIT:
-            self._rescale(attempt, verdict)
-        self._healing.close()
-        with session.lock:
-            key = (verdict.quorum_id, verdict.attempt)
-            commit = step.settle(verdict)
-            if commit:
-                self._last_commit = key
-            again = step.phase is Phase.BROKEN
-            gave_up = step.gave_up()
-        for carrier in self._carriers:
-            carrier.committed() if commit else carrier.vetoed()
-        session.control.progress(step.version.step, "step", step.stable)
-        if gave_up:
-            raise RuntimeError(f"{gave_up}; last reason: {verdict.reason or session.error}")
-        if not commit and verdict.reason and not verdict.stop:
-            why = session.untold(verdict.reason)
-            log.info("%s: step %d not committed%s", self.replica_id, self.current_step(), why)
-        if again and not self._shut_down and not session.draining:
-            commit = self._recover()
-        self._new_attempt()
-        return commit
-
-    def _asks_no_more(self, round_: Round) -> bool:
-        """There is no quorum for this attempt because this replica drains: the next start_quorum ends it."""
-        if self._session.draining:
-            round_.wait_configured()
-        given_up = isinstance(round_.error, DrainedError)
-        for carrier in self._carriers if given_up else ():
-            carrier.vetoed()
-        return given_up
-
-    def _agree(self, attempt: StepAttempt, limit_s: float) -> Verdict:
-        """The verdict of this attempt: of my ring, then of all ranks of my group."""
-        session, step = self._session, self._step
-        if self._carriers:
-            for carrier in self._carriers:
-                carrier.flush()
-        if not self._riding:
-            attempt.own_fence()
-        with session.lock:
-            if step.plan is None:  # the round failed before there was a quorum
-                return Verdict(0, 0, Outcome.BROKEN, str(session.error or "there was no quorum"))
-            if step.phase is not Phase.FENCED:
-                step.break_(str(session.error or "the fence was never launched"))
-        self._check_parity()
-        with session.lock:
-            verdict = step.vote()
-        if self._config.world_size > 1:
-            verdict = replace(session.control.vote(verdict, limit_s), weight=verdict.weight)  # of this rank's ring
-            if verdict.outcome is Outcome.BROKEN:
-                session.lanes.abort()
-        return verdict
-
-    def _check_parity(self) -> None:
-        """Every parity_check_every commits, compare digests before this one is voted for; a difference is a veto."""
-        session, step = self._session, self._step
-        verdict = step.verdict
-        due = verdict is not None and verdict.outcome is Outcome.COMMIT and self._parity.due(step.base.step)
-        if not due or step.plan is None:
-            return
-        try:
-            mine = None if step.behind else digest(self._collect(), self._volatile())
-            session.watchdog.arm(time.monotonic() + session.patience_s)
-            found = self._parity.compare(mine, step.plan, session.lanes)
-            session.watchdog.disarm()
-        except Exception as error:  # noqa: BLE001 - the comparison is a collective: its failure breaks the quorum
-            session.fail(error)
-            return
-        if not found.differing:
-            return
-        log.error("step %d is not committed: %s", step.base.step, found.text)
-        with session.lock:
-            if step.verdict is verdict and verdict is not None:
-                step.verdict = replace(verdict, outcome=Outcome.VETO, reason=found.text, change=True)
-                step.ask_next = found.text
-                if found.mine:
-                    step.tear()
-
-    def _rescale(self, attempt: StepAttempt, verdict: Verdict) -> None:
-        """R10: the divisor is the fence's weight sum; dividing beforehand was only the fast form of it."""
-        if verdict.weight == attempt.planned:
-            return
-        factor = attempt.planned / verdict.weight
-        for carrier in self._carriers:
-            carrier.rescale(factor)
-        for tensor in attempt.averaged:
-            tensor.mul_(factor)
-
-    def _apply_heal(self) -> None:
-        """Training thread: load the received state. A failure here leaves the state VOID and the quorum broken."""
-        round_, step = self._round, self._step
-        if round_ is None or round_.received is None or step.heal is not Heal.READY:
-            return
-        received = round_.received
-        try:
-            with self._session.lock:
-                step.tear()
-            self._live.apply(received.state["user"])
-            for carrier in self._carriers:
-                carrier.state_loaded()
-        except Exception as error:
-            self._session.fail(HealError(f"loading the received state failed: {type(error).__name__}: {error}"))
-            raise
-        with self._session.lock:
-            step.heal_applied()
-            step.batches_committed = int(received.state["manager"]["batches_committed"])
-        round_.received = round_.in_place = None
-        log.info(
-            "%s: healed to step %d: %.1f MB in %.3f s from %d donors",
-            self.replica_id, step.version.step, received.bytes / 1e6, received.seconds, len(received.donors),
-        )  # fmt: skip
-
-    def _recover(self) -> bool:
-        """Ask from inside should_commit; R5: if only the reduced gradients were missed, fetch and apply them.
-
-        Returns True if this attempt turned out to be committed by others and was completed here.
-        """
-        step, session = self._step, self._session
-        with session.lock:
-            decision = step.boundary()
-            kept = step.open_attempt
-            finish = kept >= 0 and self._riding and self._config.world_size == 1
-            if not finish:
-                step.open_attempt = -1  # else it would be planned (`Plan.finish`) and nobody would heal
-        assert isinstance(decision, MustAsk)
-        session.lanes.abort()
-        old_quorum = step.plan.quorum_id if step.plan else 0
-        round_ = self._begin_round(decision, None)
-        if not finish:
-            return False
-        round_.wait_configured()
-        plan = round_.plan
-        if round_.error is not None or plan is None or not plan.finish:
-            return False
-        try:
-            carrier = self._carriers[0]
-            *buckets, batches = self._healing.receive_buckets(plan, old_quorum, kept)
-            carrier.adopt_reduced(buckets)
-            carrier.committed()
-        except BaseException as error:
-            self._worker.heal(round_)  # whatever went wrong, the state itself is untouched
-            if not isinstance(error, Exception):
-                raise
-            log.info("%s: could not finish step %d (%s): healing in full", self.replica_id, step.base.step, error)
-            return False
-        with session.lock:
-            step.finished(plan)
-            step.batches_committed = int(batches)
-            self._last_commit = (old_quorum, kept)
-        round_.healed.set()
-        log.info("%s: finished step %d with the gradients of a peer", self.replica_id, step.version.step)
-        return True
-
     # ------------------------------------------------------------ roles
 
     def num_participants(self) -> int:
@@ -714,11 +534,6 @@ class Manager(Agreement):
         if step.drain_agreed:
             return told or "another rank of its group was asked to drain"
         return told if self._config.world_size == 1 or step.plan is None else ""
-
-    @property
-    def replica_id(self) -> str:
-        """Name plus the suffix of this start."""
-        return self._step.settings.replica_id
 
     @contextlib.contextmanager
     def pause(self, reason: str, max_s: float) -> Iterator[None]:

@@ -8,8 +8,10 @@ The small functions at the end fill in the messages that describe this replica t
 from __future__ import annotations
 
 import secrets
+from collections import Counter
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from threading import Lock
 from typing import TYPE_CHECKING, Any
 
 from torch._C._distributed_c10d import Store, TCPStore
@@ -65,6 +67,7 @@ class Arguments:
     expected_replicas: int | None
     token: str | None
     exit_on_drain: bool
+    quorum_in_commit: bool
 
 
 @dataclass(frozen=True)
@@ -91,6 +94,7 @@ class Config:
     incarnation_key: str
     """Of this start of the group, in its c10d store: its ranks must not find their predecessors."""
     exit_on_drain: bool
+    quorum_in_commit: bool
 
 
 @dataclass(frozen=True)
@@ -165,6 +169,7 @@ def resolve(arguments: Arguments, variables: Mapping[str, str]) -> Config:
         quorum_retries=a.quorum_retries if a.quorum_retries is not None else env.quorum_retries or 0,
         incarnation_key=f"ft_core/{name if a.replica_id or env.replica_id else 'group'}/{start_of_group}",
         exit_on_drain=a.exit_on_drain,
+        quorum_in_commit=a.quorum_in_commit,
     )  # fmt: skip
 
 
@@ -178,6 +183,7 @@ def start(
     """Open the group's store, the heal server and the control link (the link's `start` is the caller's)."""
     store, store_address = _open_store(config)
     if config.world_size > 1:
+        config = replace(config, incarnation_key=f"{config.incarnation_key}/{_nth(config)}")
         step.settings = _shared_id(config, step.settings, store)
     lanes = Lanes(pg)
     lanes.set_timeout(WATCHED)
@@ -294,6 +300,18 @@ def _open_store(config: Config) -> tuple[Store, str]:
             f"{error}. Start it before the Manager (torchrun or init_process_group does), or, for a group of one "
             "rank, name none"
         ) from error
+
+
+_started: Counter[tuple[object, ...]] = Counter()
+_started_lock = Lock()
+
+
+def _nth(config: Config) -> int:
+    """How many Managers this process made before for the same rank of the same group: the ranks make them alike."""
+    key = (config.store, config.incarnation_key, config.rank)
+    with _started_lock:
+        _started[key] += 1
+        return _started[key] - 1
 
 
 def _bracketed(host: str) -> str:

@@ -20,8 +20,12 @@ sees itself.
 Resuming: `fit(ckpt_path=...)` inside an epoch begins at the batch after the checkpoint, on every replica; plain
 Lightning begins the epoch's data anew.
 
-Invariants: `load` runs only inside `before_batch`. Position (epoch, batch) is equal on all members of a quorum whenever
-it opens. Threads: the training thread.
+A veto in which one survivor stood inside a batch, and another between two, leaves them one batch apart. So the members
+of every new quorum agree on the largest position (`meet`); who is behind goes through its batches without taking part
+in steps, hooks and all, until it is there (`Modes.open_quorum`): the others' steps of those batches were vetoed.
+
+Invariants: `load` runs only inside `before_batch`. Position (epoch, batch) is equal on all members whenever a step is
+made. Threads: the training thread.
 """
 
 from __future__ import annotations
@@ -29,6 +33,9 @@ from __future__ import annotations
 import contextlib
 import logging
 from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.distributed import ReduceOp
 
 from ft_core.errors import ConfigError, QuorumTimeoutError
 from ft_lightning import _compat
@@ -47,6 +54,8 @@ KEY = "ft_lightning"
 """Of our part in the state that donors hand out."""
 TRIES = 3
 """How often a quorum that trains, unpaused, may fail to take this replica in within `quorum_timeout`."""
+BATCH_BITS = 40
+"""A position is one integer: the epoch, then this many bits for the batch."""
 FETCH_MAX_S = 3600.0
 """Announced to the peers for opening the data; reading through a long iterable takes its time."""
 
@@ -98,10 +107,14 @@ class Adoption:
         self._open_quorum: Callable[[], Manager] | None = None
         self._first = False
         """First of all ranks in the quorum of this batch."""
-        self._opening = False
+        self._opening = self._ended = False
         self._received: Mapping[str, Any] | None = None
         """Our part of a state that was just loaded."""
         self._before: tuple[int, int] = (0, 0)
+        self._met = 0
+        """Quorum in which the position was agreed on last."""
+        self._agreed: tuple[int, int] = (0, 0)
+        """The largest position of all members of that quorum, when it was formed."""
         self._ahead: tuple[list[Any], list[Any]] = [], []
         """For loaders that are read one batch ahead: their states now, and one batch ago."""
         self.unseen = Unseen()
@@ -124,11 +137,30 @@ class Adoption:
     @contextlib.contextmanager
     def ending(self) -> Iterator[None]:
         """After the last batch: who missed the last step takes it from the others, and goes nowhere in the data."""
-        self._opening = True
+        self._opening = self._ended = True
         try:
             yield
         finally:
             self._opening, self._received = False, None
+
+    @property
+    def behind(self) -> bool:
+        """The batch that is next is one that other members of this quorum have behind them."""
+        return _position.epoch_and_batch(self._trainer) < self._agreed
+
+    def meet(self, manager: Manager) -> None:
+        """After each `start_quorum`: agree with the members of a new quorum on the largest position.
+
+        Who has ended its training (`ending`) has none. An error vetoes the step, and there is another quorum.
+        """
+        if manager.quorum_id == self._met:
+            return
+        epoch, batch = (0, 0) if self._ended else _position.epoch_and_batch(self._trainer)
+        largest = torch.tensor([epoch << BATCH_BITS | batch])
+        manager.allreduce(largest, reduce_op=ReduceOp.MAX).wait()
+        if manager.errored() is None:
+            self._met = manager.quorum_id
+            self._agreed = divmod(int(largest), 1 << BATCH_BITS)
 
     def stop(self) -> None:
         """The run is over."""

@@ -13,6 +13,8 @@ There is one quorum per batch, or per accumulation window, and any number of vot
 - Gradients that were reduced but that no step followed in their batch (manual accumulation) are voted on before the
   next batch, so that newcomers get in.
 - If the quorum broke in a batch, backward communicates no more until the next batch, and its steps are vetoed here.
+- A replica whose position is behind the others' (they vetoed a batch that it had not begun) goes through its batches as
+  through one whose quorum broke, until it is where they are; the quorum it has opened waits for that.
 
 All replicas must make the same optimizer steps in the same order: which ones may depend on the batch index, not on the
 data.
@@ -66,6 +68,8 @@ class Modes:
         """A quorum was opened for the accumulation window that is under way, and nothing was voted on."""
         self._lost = False
         """The quorum broke in this batch; the next one is opened before the next batch."""
+        self._behind = False
+        """The quorum that is open belongs to a later batch than this one."""
         self._verdict: bool | None = None
         """Of the last vote of this batch."""
         self._touched = False
@@ -91,7 +95,7 @@ class Modes:
                     "step, and each evaluation would be a step of its own to agree on; use another optimizer"
                 )
         self.committed_steps = self.vetoed_steps = 0
-        self.step_vetoed = self._open = self._lost = self._touched = False
+        self.step_vetoed = self._open = self._lost = self._behind = self._touched = False
         self._verdict = None
         self._guards.close()
         self._guard_schedulers(this.lightning_module)
@@ -160,10 +164,13 @@ class Modes:
         self.step_vetoed = False
         if carrier.unsettled:
             self._vote()  # no step followed: there is nothing to apply, but their place in the run is agreed on
-        elif self._open:
+        elif self._open and not self._behind:
             return manager
-        self._open, self._lost, self._verdict = True, False, None
-        this._start_quorum()
+        if not self._behind:
+            this._start_quorum()
+        self._open, self._verdict = True, None
+        self._lost = self._behind = this._adoption.behind
+        this.model.require_backward_grad_sync = not self._behind
         return manager
 
     def close_quorum(self) -> None:
@@ -284,11 +291,9 @@ class Modes:
             if not carrier.unsettled:
                 carrier.flush(with_accumulated=True)
                 self._average_inside()
-            asked = manager._round
             self._verdict = manager.should_commit()
-            # A broken quorum is asked for anew inside should_commit; newcomers in it begin with the next batch. After
-            # an agreed stop nobody is there for another vote.
-            self._lost = manager._round is not asked or manager.stop_agreed
+            # After an agreed stop nobody is there for another vote.
+            self._lost = manager.quorum_lost or manager.stop_agreed
             this._voted(self._verdict)
             if self._lost:
                 carrier.before_backward(sync=False)

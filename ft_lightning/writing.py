@@ -108,6 +108,7 @@ class Writing:
         assert self.manager is not None
         self.resume.check(self.manager)
         self.leader.opened()
+        self._adoption.meet(self.manager)
 
     def _start_quorum(self) -> None:
         """`start_quorum`, and what follows from it.

@@ -11,7 +11,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 MAX_LINES = 450
 LONGER: dict[str, int] = {
-    "ft_core/manager.py": 812,
+    "ft_core/manager.py": 630,
     "ft_core/membership.py": 660,
     "ft_core/process_group/incarnation.py": 495,
     "ft_core/step.py": 650,

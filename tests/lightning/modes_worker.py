@@ -200,9 +200,10 @@ class Breaks(Callback):
 
     def on_before_backward(self, trainer: Any, pl_module: Any, loss: Tensor) -> None:
         self.seen += 1
-        if self.seen > 1:
-            trainer.strategy.reduce_across_groups(loss)  # asks nobody where the quorum has broken before
         batch_idx = trainer.fit_loop.batch_idx
+        if self.seen > 1 or batch_idx in self.batches:
+            # So both are in this batch: a break may not reach the other one in the fence of the batch before.
+            trainer.strategy.reduce_across_groups(loss)  # asks nobody where the quorum has broken before
         if batch_idx in self.batches and group() == 1 and self.seen == 1 + (batch_idx == 5):
             trainer.strategy.manager.current_attempt().fail(FAULT)
 

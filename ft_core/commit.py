@@ -1,0 +1,263 @@
+"""How a step ends: vote, load received state, commit or skip, and form a broken quorum anew. A part of `Manager`.
+
+How it works. `should_commit` takes the fence's verdict (`_agree`), which the ranks of a group agree on, loads state
+that arrived meanwhile, and settles it in the step machine. A broken quorum is formed anew right here, with the reduced
+gradients still at hand (R5), or, with `quorum_in_commit=False`, by the next `start_quorum`: for callers whose
+state may be read and replaced between two steps only.
+
+Invariants: state is loaded only here and in `start_quorum`. `quorum_lost` is the same on all ranks of a group.
+Threads: the training thread.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from ft_core.drain import DrainedError
+from ft_core.errors import HealError, UsageError
+from ft_core.parity import digest
+from ft_core.step import Heal, MustAsk, Outcome, Phase, Verdict
+
+if TYPE_CHECKING:
+    from datetime import timedelta
+
+    from ft_core.attempt import StepAttempt
+    from ft_core.carrier import Carrier
+    from ft_core.healing import Healing
+    from ft_core.live_state import LiveState
+    from ft_core.manager_setup import Config
+    from ft_core.parity import ParityCheck
+    from ft_core.rounds import QuorumWorker, Round
+    from ft_core.session import Session
+    from ft_core.step import Step
+
+log = logging.getLogger("ft_core")
+
+
+class Commit:
+    """Mixed into `Manager`."""
+
+    _attempt: StepAttempt | None
+    _carriers: list[Carrier]
+    _config: Config
+    _healing: Healing
+    _last_commit: tuple[int, int] | None
+    _live: LiveState
+    _parity: ParityCheck
+    _riding: bool
+    _round: Round | None
+    _session: Session
+    _shut_down: bool
+    _step: Step
+    _worker: QuorumWorker
+    _quorum_lost = False
+
+    if TYPE_CHECKING:
+
+        def _begin_round(self, why: MustAsk, timeout: timedelta | None) -> Round: ...
+        def _new_attempt(self) -> None: ...
+        def _collect(self) -> dict[str, Any]: ...
+        def _volatile(self) -> set[int]: ...
+
+    @property
+    def replica_id(self) -> str:
+        """Name plus the suffix of this start."""
+        return self._step.settings.replica_id
+
+    def current_step(self) -> int:
+        """Number of the step being worked on: how many were committed on this replica's lineage."""
+        step = self._step
+        return max(0, step.version.step if step.plan is None else step.base.step)
+
+    @property
+    def quorum_lost(self) -> bool:
+        """The last should_commit found the quorum broken. The same on all ranks of the group.
+
+        With `quorum_in_commit=False` nothing can be communicated before the next start_quorum.
+        """
+        return self._quorum_lost
+
+    def should_commit(self, timeout: timedelta | None = None) -> bool:
+        """End the attempt. True: every member applies it, step the optimizer now. False: skip the step.
+
+        Call on every rank, after backward and before anything changes parameters. State received from a peer is loaded
+        here, before it returns.
+
+        Raises:
+            UsageError: start_quorum was not called.
+            QuorumTimeoutError, RefusedError, JobFinishedError: no quorum could be had.
+            RuntimeError: more than max_retries attempts in a row were not committed.
+        """
+        attempt, round_ = self._attempt, self._round
+        if attempt is None or round_ is None:
+            raise UsageError("should_commit before start_quorum")
+        if self._asks_no_more(round_):
+            self._quorum_lost = True
+            return False
+        limit_s = timeout.total_seconds() if timeout is not None else self._config.budget.timeout_s
+        verdict = self._agree(attempt, limit_s)
+        if round_.error is not None:
+            raise round_.error
+        session, step = self._session, self._step
+        if verdict.outcome is not Outcome.BROKEN and step.heal is Heal.READY:
+            self._apply_heal()
+        if verdict.outcome is Outcome.COMMIT:
+            self._rescale(attempt, verdict)
+        self._healing.close()
+        with session.lock:
+            key = (verdict.quorum_id, verdict.attempt)
+            commit = step.settle(verdict)
+            if commit:
+                self._last_commit = key
+            again = step.phase is Phase.BROKEN
+            gave_up = step.gave_up()
+        for carrier in self._carriers:
+            carrier.committed() if commit else carrier.vetoed()
+        session.control.progress(step.version.step, "step", step.stable)
+        if gave_up:
+            raise RuntimeError(f"{gave_up}; last reason: {verdict.reason or session.error}")
+        if not commit and verdict.reason and not verdict.stop:
+            why = session.untold(verdict.reason)
+            log.info("%s: step %d not committed%s", self.replica_id, self.current_step(), why)
+        self._quorum_lost = verdict.outcome is Outcome.BROKEN
+        if again and not self._shut_down and not session.draining:
+            if self._config.quorum_in_commit:
+                commit = self._recover()
+            else:
+                session.lanes.abort()  # the others may be waiting for this rank in a collective
+        self._new_attempt()
+        return commit
+
+    def _asks_no_more(self, round_: Round) -> bool:
+        """There is no quorum for this attempt because this replica drains: the next start_quorum ends it."""
+        if self._session.draining:
+            round_.wait_configured()
+        given_up = isinstance(round_.error, DrainedError)
+        for carrier in self._carriers if given_up else ():
+            carrier.vetoed()
+        return given_up
+
+    def _agree(self, attempt: StepAttempt, limit_s: float) -> Verdict:
+        """The verdict of this attempt: of my ring, then of all ranks of my group."""
+        session, step = self._session, self._step
+        if self._carriers:
+            for carrier in self._carriers:
+                carrier.flush()
+        if not self._riding:
+            attempt.own_fence()
+        with session.lock:
+            if step.plan is None:  # the round failed before there was a quorum
+                return Verdict(0, 0, Outcome.BROKEN, str(session.error or "there was no quorum"))
+            if step.phase is not Phase.FENCED:
+                step.break_(str(session.error or "the fence was never launched"))
+        self._check_parity()
+        with session.lock:
+            verdict = step.vote()
+        if self._config.world_size > 1:
+            verdict = replace(session.control.vote(verdict, limit_s), weight=verdict.weight)  # of this rank's ring
+            if verdict.outcome is Outcome.BROKEN:
+                session.lanes.abort()
+        return verdict
+
+    def _check_parity(self) -> None:
+        """Every parity_check_every commits, compare digests before this one is voted for; a difference is a veto."""
+        session, step = self._session, self._step
+        verdict = step.verdict
+        due = verdict is not None and verdict.outcome is Outcome.COMMIT and self._parity.due(step.base.step)
+        if not due or step.plan is None:
+            return
+        try:
+            mine = None if step.behind else digest(self._collect(), self._volatile())
+            session.watchdog.arm(time.monotonic() + session.patience_s)
+            found = self._parity.compare(mine, step.plan, session.lanes)
+            session.watchdog.disarm()
+        except Exception as error:  # noqa: BLE001 - the comparison is a collective: its failure breaks the quorum
+            session.fail(error)
+            return
+        if not found.differing:
+            return
+        log.error("step %d is not committed: %s", step.base.step, found.text)
+        with session.lock:
+            if step.verdict is verdict and verdict is not None:
+                step.verdict = replace(verdict, outcome=Outcome.VETO, reason=found.text, change=True)
+                step.ask_next = found.text
+                if found.mine:
+                    step.tear()
+
+    def _rescale(self, attempt: StepAttempt, verdict: Verdict) -> None:
+        """R10: the divisor is the fence's weight sum; dividing beforehand was only the fast form of it."""
+        if verdict.weight == attempt.planned:
+            return
+        factor = attempt.planned / verdict.weight
+        for carrier in self._carriers:
+            carrier.rescale(factor)
+        for tensor in attempt.averaged:
+            tensor.mul_(factor)
+
+    def _apply_heal(self) -> None:
+        """Training thread: load the received state. A failure here leaves the state VOID and the quorum broken."""
+        round_, step = self._round, self._step
+        if round_ is None or round_.received is None or step.heal is not Heal.READY:
+            return
+        received = round_.received
+        try:
+            with self._session.lock:
+                step.tear()
+            self._live.apply(received.state["user"])
+            for carrier in self._carriers:
+                carrier.state_loaded()
+        except Exception as error:
+            self._session.fail(HealError(f"loading the received state failed: {type(error).__name__}: {error}"))
+            raise
+        with self._session.lock:
+            step.heal_applied()
+            step.batches_committed = int(received.state["manager"]["batches_committed"])
+        round_.received = round_.in_place = None
+        log.info(
+            "%s: healed to step %d: %.1f MB in %.3f s from %d donors",
+            self.replica_id, step.version.step, received.bytes / 1e6, received.seconds, len(received.donors),
+        )  # fmt: skip
+
+    def _recover(self) -> bool:
+        """Ask from inside should_commit; R5: if only the reduced gradients were missed, fetch and apply them.
+
+        Returns True if this attempt turned out to be committed by others and was completed here.
+        """
+        step, session = self._step, self._session
+        with session.lock:
+            decision = step.boundary()
+            kept = step.open_attempt
+            finish = kept >= 0 and self._riding and self._config.world_size == 1
+            if not finish:
+                step.open_attempt = -1  # else it would be planned (`Plan.finish`) and nobody would heal
+        assert isinstance(decision, MustAsk)
+        session.lanes.abort()
+        old_quorum = step.plan.quorum_id if step.plan else 0
+        round_ = self._begin_round(decision, None)
+        if not finish:
+            return False
+        round_.wait_configured()
+        plan = round_.plan
+        if round_.error is not None or plan is None or not plan.finish:
+            return False
+        try:
+            carrier = self._carriers[0]
+            *buckets, batches = self._healing.receive_buckets(plan, old_quorum, kept)
+            carrier.adopt_reduced(buckets)
+            carrier.committed()
+        except BaseException as error:
+            self._worker.heal(round_)  # whatever went wrong, the state itself is untouched
+            if not isinstance(error, Exception):
+                raise
+            log.info("%s: could not finish step %d (%s): healing in full", self.replica_id, step.base.step, error)
+            return False
+        with session.lock:
+            step.finished(plan)
+            step.batches_committed = int(batches)
+            self._last_commit = (old_quorum, kept)
+        round_.healed.set()
+        log.info("%s: finished step %d with the gradients of a peer", self.replica_id, step.version.step)
+        return True
