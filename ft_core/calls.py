@@ -16,8 +16,9 @@ from ft_core import wire
 from ft_core.errors import FaultToleranceError, JobFinishedError, ProtocolError, RefusedError
 from ft_core.membership import Asked, Ended, Hello, LeaseEnded, Progress, Refuse, Reopen, Room
 from ft_core.quorum import Ask, Life, Version
-from ft_core.rooms import DEFAULT_ROOM, Context, Rooms, RoomShell, Waiter
+from ft_core.rooms import Context, Rooms, RoomShell, Waiter
 from ft_core.rpc import QUORUM_ANSWER_S, grpc, release
+from ft_core.settings import DEFAULT_ROOM
 from ft_core.wire import pb
 
 if TYPE_CHECKING:

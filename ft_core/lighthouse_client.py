@@ -24,7 +24,7 @@ from ft_core.errors import (
     UsageError,
 )
 from ft_core.rpc import LIGHTHOUSE, QUORUM_ANSWER_S, Tls, explain, grpc, open_channel, status_of, token_metadata
-from ft_core.settings import PROTOCOL_VERSION
+from ft_core.settings import DEFAULT_ROOM, PROTOCOL_VERSION
 from ft_core.wire import pb
 
 if TYPE_CHECKING:
@@ -101,10 +101,11 @@ class LighthouseClient:
         *,
         token: str | None = None,
         tls: Tls | None = None,
-        room: str = "default",
+        room: str = DEFAULT_ROOM,
     ) -> None:
         self._addr = addr
-        self._room = room
+        self.room = room
+        """Quorum namespace of the calls that follow."""
         self._metadata = token_metadata(os.environ.get("FT_TOKEN", "") if token is None else token)
         self._tls = tls or Tls.from_env(os.environ)
         self._channel = open_channel(addr, "addr", self._tls)
@@ -127,7 +128,7 @@ class LighthouseClient:
             self._channel = open_channel(addr, "addr", self._tls)
 
     def __repr__(self) -> str:
-        return f"LighthouseClient({self._addr}, room={self._room!r})"
+        return f"LighthouseClient({self._addr}, room={self.room!r})"
 
     def quorum(
         self,
@@ -147,7 +148,7 @@ class LighthouseClient:
             RefusedError, JobFinishedError, ProtocolError, LighthouseError: the lighthouse refused or is not there.
         """
         request = pb.QuorumRequest(
-            protocol_version=PROTOCOL_VERSION, room=self._room, replica_id=replica_id, address=address,
+            protocol_version=PROTOCOL_VERSION, room=self.room, replica_id=replica_id, address=address,
             store_address=store_address, step=step, world_size=world_size, shrink_only=shrink_only, data=data or "",
         )  # fmt: skip
         try:
@@ -159,7 +160,7 @@ class LighthouseClient:
 
     def heartbeat(self, replica_id: str, timeout: timedelta = HEARTBEAT_S) -> None:
         """Say that `replica_id` lives: needed between quorum calls further apart than heartbeat_timeout_ms."""
-        request = pb.HeartbeatRequest(protocol_version=PROTOCOL_VERSION, room=self._room, replica_id=replica_id)
+        request = pb.HeartbeatRequest(protocol_version=PROTOCOL_VERSION, room=self.room, replica_id=replica_id)
         self._call("Heartbeat", wire.encode_unary(request), timeout.total_seconds())
 
     def status(self, timeout: timedelta = HEARTBEAT_S) -> pb.StatusResponse:
@@ -168,7 +169,7 @@ class LighthouseClient:
 
     def report_ended(self, replica_id: str, timeout: timedelta = HEARTBEAT_S) -> bool:
         """A supervisor's word that a process (replica_id), or all of a name, ended. True if the lighthouse knew it."""
-        request = pb.ReportRequest(protocol_version=PROTOCOL_VERSION, room=self._room, ended=replica_id)
+        request = pb.ReportRequest(protocol_version=PROTOCOL_VERSION, room=self.room, ended=replica_id)
         answer = self._call("Report", wire.encode_unary(request), timeout.total_seconds())
         return pb.ReportResponse.FromString(answer).rooms > 0
 
@@ -182,7 +183,7 @@ class LighthouseClient:
 
     def reopen(self) -> bool:
         """Open the room again if a finished replica closed it. True if it was closed."""
-        request = pb.ReopenRequest(protocol_version=PROTOCOL_VERSION, room=self._room)
+        request = pb.ReopenRequest(protocol_version=PROTOCOL_VERSION, room=self.room)
         answer = self._call("Reopen", wire.encode_unary(request), TOOL_S)
         return pb.ReopenResponse.FromString(answer).was_closed
 
@@ -192,7 +193,7 @@ class LighthouseClient:
 
     def _order(self, method: str, replica: str, reason: str) -> list[str]:
         request = pb.OrderRequest(
-            protocol_version=PROTOCOL_VERSION, room=self._room, replica=replica, reason=wire.clip(reason)
+            protocol_version=PROTOCOL_VERSION, room=self.room, replica=replica, reason=wire.clip(reason)
         )
         return list(pb.OrderResponse.FromString(self._call(method, wire.encode_unary(request), TOOL_S)).told)
 

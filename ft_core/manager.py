@@ -46,6 +46,7 @@ from ft_core.parity import ParityCheck
 from ft_core.process_group import ProcessGroup
 from ft_core.quorum import Version
 from ft_core.rounds import QuorumWorker, Round
+from ft_core.settings import DEFAULT_ROOM
 from ft_core.step import Go, Heal, MustAsk, Outcome, Step, fold_lineage
 from ft_core.work import ManagedWork, finished_work
 
@@ -102,6 +103,7 @@ class Manager(Commit, Agreement):
             SystemExit(0). False: only `drain_reason` is set.
         quorum_in_commit: a quorum that broke is formed anew inside should_commit, where reduced gradients may still be
             fetched (R5). False: by the next start_quorum, so that state is read and loaded only there.
+        room_id: this Manager's quorum namespace at the lighthouse; one that finished training is closed for latecomers.
 
     Raises:
         ConfigError: an argument or environment variable cannot work; names it, the value and what to do.
@@ -139,6 +141,7 @@ class Manager(Commit, Agreement):
         token: str | None = None,
         exit_on_drain: bool = True,
         quorum_in_commit: bool = True,
+        room_id: str = DEFAULT_ROOM,
     ) -> None:
         del heartbeat_interval
         self._config = config = setup.resolve(
@@ -149,7 +152,7 @@ class Manager(Commit, Agreement):
                 port=port, hostname=hostname, init_sync=init_sync, max_retries=max_retries,
                 quorum_retries=quorum_retries, parity_check_every=parity_check_every, time_overrides=time_overrides,
                 expected_replicas=expected_replicas, token=token, exit_on_drain=exit_on_drain,
-                quorum_in_commit=quorum_in_commit,
+                quorum_in_commit=quorum_in_commit, room_id=room_id,
             ),
             os.environ,
         )  # fmt: skip
@@ -165,14 +168,13 @@ class Manager(Commit, Agreement):
         self._attempt: StepAttempt | None = None
         self._round: Round | None = None
         self._attempts = 0
-        self._room = "default"
+        self._room = config.room
         self._allow_heal = True
         self._shrink_only = False
         self._riding = False
         self._last_commit: tuple[int, int] | None = None
         self._shut_down = False
         self._left = False
-
         lineage = secrets.randbits(62) if init_sync else 0
         step = Step(config.step, lineage=lineage, now=time.monotonic())
         started = setup.start(config, pg, checkpoint_transport, step, self._hello)
@@ -270,7 +272,7 @@ class Manager(Commit, Agreement):
 
     def start_quorum(
         self,
-        room_id: str = "default",
+        room_id: str = DEFAULT_ROOM,
         allow_heal: bool = True,
         shrink_only: bool = False,
         timeout: timedelta | None = None,
@@ -278,7 +280,7 @@ class Manager(Commit, Agreement):
         """Open the next attempt; call before forward. Returns at once while the quorum in force is still good.
 
         Args:
-            room_id: independent quorum namespace; changing it leaves the first one.
+            room_id: independent quorum namespace, by default this Manager's own; changing it leaves the present one.
             allow_heal: False: members that are behind wait instead of healing. The same on all replicas.
             shrink_only: the next quorum takes nobody in.
             timeout: bound on forming a quorum, default quorum_timeout.
@@ -289,6 +291,7 @@ class Manager(Commit, Agreement):
             SystemExit: (0) this replica was asked to drain and has left (`exit_on_drain`).
         """
         session = self._session
+        room_id = self._config.room if room_id == DEFAULT_ROOM else room_id
         if self._shut_down:
             raise UsageError("start_quorum after shutdown")
         if session.fatal is not None:

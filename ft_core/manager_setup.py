@@ -68,6 +68,7 @@ class Arguments:
     token: str | None
     exit_on_drain: bool
     quorum_in_commit: bool
+    room_id: str
 
 
 @dataclass(frozen=True)
@@ -95,6 +96,7 @@ class Config:
     """Of this start of the group, in its c10d store: its ranks must not find their predecessors."""
     exit_on_drain: bool
     quorum_in_commit: bool
+    room: str
 
 
 @dataclass(frozen=True)
@@ -170,6 +172,7 @@ def resolve(arguments: Arguments, variables: Mapping[str, str]) -> Config:
         incarnation_key=f"ft_core/{name if a.replica_id or env.replica_id else 'group'}/{start_of_group}",
         exit_on_drain=a.exit_on_drain,
         quorum_in_commit=a.quorum_in_commit,
+        room=a.room_id,
     )  # fmt: skip
 
 
@@ -330,7 +333,8 @@ def _shared_id(config: Config, settings: StepSettings, store: Store) -> StepSett
 
 def _control(config: Config, replica_id: str, session: Session, store: Store) -> Control:
     settings = LeaseSettings(
-        address=config.lighthouse, replica_id=replica_id, budget=config.budget, token=config.token, tls=config.tls
+        address=config.lighthouse, replica_id=replica_id, budget=config.budget, token=config.token, tls=config.tls,
+        room=config.room,
     )
     if config.world_size == 1:
         return LocalControl(settings, session)

@@ -52,6 +52,7 @@ from ft_core.membership import (
 from ft_core.quorum import Ask, Life, Quorum
 from ft_core.rpc import grpc
 from ft_core.serving import Doorkeeper, Stream, StreamDropped
+from ft_core.settings import DEFAULT_ROOM
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -60,7 +61,6 @@ if TYPE_CHECKING:
 
 MAX_ROOMS = 64
 MAX_LAYOUTS = 64
-DEFAULT_ROOM = "default"
 DEFAULT_LIVENESS_S = 1.0
 HELLO_S = 5.0
 """How long an opened stream may take to send its Hello."""

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 PROTOCOL_VERSION = 1
 MAX_REPLICAS = 256
+DEFAULT_ROOM = "default"
+"""The quorum namespace of a job that names none."""
 """Members per quorum: fence slots carry 16-bit pieces in float32, so 256 * 65535 < 2^24 keeps every sum exact."""
 
 
@@ -255,6 +257,18 @@ class Environment:
             token=env.get("FT_TOKEN", ""),
             overrides=overrides,
         )
+
+
+def room_of_run(nth: int) -> str:
+    """Of the nth training run (from 0) of one job: each has a room, as a finished one stays closed for latecomers."""
+    return DEFAULT_ROOM if nth == 0 else f"{DEFAULT_ROOM}.{nth + 1}"
+
+
+def run_of_room(room: str) -> int:
+    """The `nth` of `room_of_run`; -1: another job's room."""
+    name, _, number = room.partition(".")
+    nth = int(number) - 1 if number.isdecimal() else 0
+    return nth if name == DEFAULT_ROOM and room_of_run(nth) == room else -1
 
 
 def parse_address(text: str, setting: str) -> tuple[str, int]:

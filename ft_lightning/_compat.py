@@ -15,6 +15,8 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     Trainer = Any
 
 TREES = ("lightning.pytorch", "pytorch_lightning")
@@ -62,6 +64,20 @@ def silence(trainer: Trainer) -> None:
     """
     trainer.callbacks = []
     trainer.loggers = []
+
+
+def pass_over(trainer: Trainer) -> Callable[[], None]:
+    """Make this call of `fit` train on nothing. Returns what undoes it.
+
+    Relies on `FitLoop.skip`, which is true where `limit_train_batches` is 0.
+    """
+    limit = trainer.limit_train_batches
+    trainer.limit_train_batches = 0
+
+    def undo() -> None:
+        trainer.limit_train_batches = limit
+
+    return undo
 
 
 def dump(trainer: Trainer) -> dict[str, Any]:

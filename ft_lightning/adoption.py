@@ -158,9 +158,13 @@ class Adoption:
         epoch, batch = (0, 0) if self._ended else _position.epoch_and_batch(self._trainer)
         largest = torch.tensor([epoch << BATCH_BITS | batch])
         manager.allreduce(largest, reduce_op=ReduceOp.MAX).wait()
-        if manager.errored() is None:
-            self._met = manager.quorum_id
-            self._agreed = divmod(int(largest), 1 << BATCH_BITS)
+        found = int(largest) if manager.errored() is None else -1
+        if self._trainer.strategy.world_size > 1:  # each rank has asked on its own ring: all of them know, or none
+            inside = torch.tensor([found], device=self._trainer.strategy.root_device)
+            torch.distributed.all_reduce(inside, ReduceOp.MIN)
+            found = int(inside)
+        if found >= 0:
+            self._met, self._agreed = manager.quorum_id, divmod(found, 1 << BATCH_BITS)
 
     def stop(self) -> None:
         """The run is over."""

@@ -134,7 +134,8 @@ class FaultTolerance(Modes, Writing, Placed):
                 world_size=self.world_size,  # type: ignore[attr-defined]
                 **self._arguments.for_manager(),
             )
-            self._begin(self.manager)
+            if self.manager is not None:
+                self._begin(self.manager)
         super().setup(trainer)  # type: ignore[misc]
         if self.manager is not None and self._adoption is not None:
             self._adoption.start(self.open_quorum)
@@ -166,6 +167,7 @@ class FaultTolerance(Modes, Writing, Placed):
         if manager is not None:
             manager.shutdown()
             self.leader.end()
+        self._end_passed()
         super().teardown()  # type: ignore[misc]
 
     # ------------------------------------------------------------ a batch

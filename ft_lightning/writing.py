@@ -21,9 +21,10 @@ from ft_lightning import _compat, agreement
 from ft_lightning.adoption import start_patiently
 from ft_lightning.leader import Leadership
 from ft_lightning.resume import Resume
+from ft_lightning.rooms import RUNS
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     from torch import Tensor
 
@@ -41,6 +42,8 @@ class Writing:
     _adoption: Any
     _leadership: Leadership | None = None
     _resume: Resume | None = None
+    _passed: Callable[[], None] | None = None
+    """Undoes what makes `fit` return at once."""
 
     # ------------------------------------------------------------ who writes
 
@@ -91,11 +94,19 @@ class Writing:
 
     # ------------------------------------------------------------ called by the strategy
 
-    def _new_manager(self, **arguments: Any) -> Manager:
-        """Raises SystemExit(0): the job is finished."""
+    def _new_manager(self, **arguments: Any) -> Manager | None:
+        """A Manager for this run; None: it has ended, and the others are in a later one, so `fit` returns at once.
+
+        Raises:
+            SystemExit: (0) the job is finished.
+        """
         try:
-            return Manager(**arguments)
+            return Manager(**{"room_id": RUNS.room, **arguments})
         except JobFinishedError as error:
+            if RUNS.later(self.lighthouse_address):
+                log.warning("this call of fit is passed over, as the others are in a later one: %s", error)
+                self._passed = _compat.pass_over(self._trainer)
+                return None
             raise agreement.finished(error) from None
 
     def _begin(self, manager: Manager) -> None:
@@ -138,6 +149,14 @@ class Writing:
         with self._adoption.ending():
             agreement.stop_together(self.manager, self._opened)
         self.manager.leave("finished", finished=True)
+        RUNS.ended += 1
+
+    def _end_passed(self) -> None:
+        """At the end of a call of `fit` that was passed over."""
+        if self._passed is not None:
+            restore, self._passed = self._passed, None
+            restore()
+            RUNS.ended += 1
 
     # ------------------------------------------------------------ Lightning's hooks
 

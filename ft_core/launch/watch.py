@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 
 from ft_core.errors import FaultToleranceError, RefusedError
 from ft_core.lighthouse_client import LighthouseClient
+from ft_core.settings import DEFAULT_ROOM, run_of_room
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
@@ -191,7 +192,9 @@ class Watch:
     def _poll(self) -> None:
         at = time.monotonic()
         status = self._client.status(CALL_S)
-        room = next((room for room in status.rooms if room.room == "default"), None)
+        room = max(status.rooms, key=lambda room: run_of_room(room.room), default=None)
+        room = room if room is not None and run_of_room(room.room) >= 0 else None
+        self._client.room = room.room if room is not None else DEFAULT_ROOM
         picture = Picture(at)
         if room is not None:
             groups: dict[str, list[Seen]] = {}

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from ft_core.lighthouse import LighthouseServer
+from ft_lightning.rooms import RUNS
 from tests.chaos.test_ftrun import pid_of
 from tests.lightning.test_leader import alike, ends
 from tests.lightning.test_leader import wishes as wishes
@@ -144,8 +145,11 @@ def test_evaluation_needs_no_lighthouse(tmp_path: pathlib.Path, monkeypatch: pyt
 
 
 @pytest.mark.usefixtures("alone")
-def test_a_job_that_is_finished_has_nothing_for_a_latecomer(tmp_path: pathlib.Path) -> None:
+def test_a_job_that_is_finished_has_nothing_for_a_latecomer(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     trainer(tmp_path).fit(Model(), loader())
+    monkeypatch.setattr(RUNS, "ended", 0)  # as in a process that has just been started
     with pytest.raises(SystemExit) as ended:
         trainer(tmp_path).fit(Model(), loader())
     assert ended.value.code == 0

@@ -1,0 +1,27 @@
+"""`fit` twice in one script: each is a run of its own, and who comes back in the second one passes over the first."""
+
+from __future__ import annotations
+
+import pathlib
+import re
+
+import pytest
+
+from tests.launch.job import job
+
+pytestmark = [pytest.mark.process, pytest.mark.timeout(120)]
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+
+
+def test_a_kill_in_the_second_fit(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
+    for name, value in {"FOLDER": str(tmp_path), "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}.items():
+        monkeypatch.setenv(name, value)
+    with job(ROOT / "tests/lightning/two_fits_job.py", "--replicas", "2", "--timeout", "20") as running:
+        assert running.run() == 0, running.text
+    first, second = (re.findall(rf"replica-(\d)/0\] fit {n} (\w+) (\d+)", running.text) for n in range(2))
+    assert {(digest, steps) for group, digest, steps in first if steps != "0"} == {(first[0][1], "4")}, running.text
+    assert [(group, steps) for group, _, steps in first if steps == "0"] == [("1", "0")]  # passed over
+    assert sorted(group for group, _, _ in second) == ["0", "1"], running.text
+    assert len({digest for _, digest, _ in second}) == 1
+    assert {steps for _, _, steps in second} == {"400"}
+    assert running.count("passed over") == 1

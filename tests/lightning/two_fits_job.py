@@ -1,0 +1,65 @@
+"""Calls Lightning's `fit` twice; in the second one group 1 kills itself once. Lines: `fit N DIGEST STEPS`."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import pathlib
+import signal
+import threading
+import warnings
+from typing import Any
+
+warnings.filterwarnings("ignore")
+import lightning as pl  # noqa: E402
+import torch  # noqa: E402
+from torch import nn  # noqa: E402
+from torch.utils.data import DataLoader, TensorDataset  # noqa: E402
+
+GROUP = int(os.environ["FT_REPLICA_GROUP"])
+KILLED = pathlib.Path(os.environ["FOLDER"]) / "killed"
+LIMIT_S = 40.0
+clock = threading.Event()
+
+
+class Model(pl.LightningModule):
+    """In the second fit the others wait in step 3 until the killed one is back."""
+
+    fits = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Linear(3, 1)
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        strategy: Any = self.trainer.strategy
+        if self.fits == 1 and batch_idx == 2 and GROUP == 1 and not KILLED.exists():
+            KILLED.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        if self.fits == 1 and batch_idx > 4:  # a newcomer gets in between two steps
+            clock.wait(0.2 if strategy.manager.num_participants() < 2 else 0)
+        loss: torch.Tensor = (self.net(batch[0]) ** 2).mean()
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), 1e-2)
+
+
+def main() -> None:
+    """Two fits of one model."""
+    torch.set_num_threads(1)
+    torch.manual_seed(GROUP)
+    model = Model()
+    for n, steps in enumerate((4, 400)):
+        Model.fits = n
+        trainer = pl.Trainer(
+            strategy="fault_tolerant", accelerator="cpu", devices=1, max_steps=steps, logger=False,
+            enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+        )  # fmt: skip
+        trainer.fit(model, DataLoader(TensorDataset(torch.arange(2400.0).view(800, 3) / 100), 1))
+        digest = hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in model.parameters())).hexdigest()[:12]
+        print("fit", n, digest, trainer.global_step, flush=True)
+
+
+if __name__ == "__main__":
+    main()
