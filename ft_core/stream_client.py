@@ -29,7 +29,6 @@ from typing import TYPE_CHECKING, Protocol
 from ft_core import wire
 from ft_core.errors import ConfigError, LighthouseError, ProtocolError, RefusedError
 from ft_core.rpc import Tls, explain, grpc, open_channel, status_of, target, token_metadata
-from ft_core.settings import DEFAULT_ROOM
 
 if TYPE_CHECKING:
     from ft_core.membership import Hello
@@ -59,7 +58,7 @@ class LeaseSettings:
     """host:port or http://host:port."""
     replica_id: str
     budget: TimeBudget
-    room: str = DEFAULT_ROOM
+    room: str = "default"
     token: str = ""
     tls: Tls | None = None
     """None: what FT_TLS_* say."""

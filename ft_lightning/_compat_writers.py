@@ -63,8 +63,9 @@ def close_logger(logger: Any) -> None:
 def continue_logger(tree: str, logger: Any) -> None:
     """This replica writes from now on, after what is there.
 
-    Relies on CSVLogger's ExperimentWriter deleting an existing metrics file in `_check_log_dir_exists`, and knowing
-    the header's columns from `metrics_keys`. A TensorBoardLogger adds a file to the directory by itself.
+    Relies on CSVLogger's ExperimentWriter deleting an existing metrics file in `_check_log_dir_exists`, knowing the
+    header's columns from `metrics_keys`, and writing `hparams` (which only the first leader was given) at each save. A
+    TensorBoardLogger adds a file to the directory by itself.
     """
     if not isinstance(logger, part(tree, "loggers.csv_logs.CSVLogger")) or logger._experiment is not None:
         return
@@ -77,8 +78,15 @@ def continue_logger(tree: str, logger: Any) -> None:
         keys: set[str] = writer._record_new_keys(self)
         return keys
 
+    def save(self: Any) -> None:
+        if self.hparams or not self._fs.isfile(os.path.join(self.log_dir, self.NAME_HPARAMS_FILE)):
+            writer.save(self)
+        else:
+            super(writer, self).save()  # the metrics
+
     continuing = type("ContinuingWriter", (writer,), {
-        "_check_log_dir_exists": lambda _: None, "_record_new_keys": header, "__doc__": "Appends to what is there.",
+        "_check_log_dir_exists": lambda _: None, "_record_new_keys": header, "save": save,
+        "__doc__": "Appends to what is there.",
     })  # fmt: skip
     logger._experiment = continuing(log_dir=logger.log_dir)
 

@@ -4,7 +4,7 @@ How it works. After every batch it looks at the quorum and at what became of the
 `log`, so `log_every_n_steps`, loggers and the progress bar treat its numbers as they treat a loss:
 
     ft/members      replica groups in the quorum (in the progress bar as `members`)
-    ft/vetoed       steps that were not committed since the job began
+    ft/vetoed       optimizer steps that were not committed since the job began (there may be several in a batch)
     ft/heals        times that a replica received the others' state
     ft/gap_s        the last interruption: seconds between the two commits around a veto or a change of members
     ft/longest_gap_s
@@ -40,7 +40,7 @@ class Monitor:
         self.members = 0
         """Replica groups in the quorum of the last batch."""
         self.vetoed = 0
-        """Steps that were not committed."""
+        """Optimizer steps that were not committed."""
         self.heals = 0
         """Received states, those at the start excepted."""
         self.gap_s = 0.0
@@ -51,6 +51,8 @@ class Monitor:
         self._disturbed = False
         """There was a veto or a change of members since the last commit."""
         self._step = 0
+        self._seen = 0
+        """Of the strategy's `vetoed_steps`, which begin at 0 in every `fit` of every replica."""
         self._clock = time.monotonic
 
     def __repr__(self) -> str:
@@ -71,6 +73,7 @@ class Monitor:
         """The interval before the first step is no gap."""
         del pl_module
         self._committed_at, self._disturbed, self._step = 0.0, False, trainer.global_step
+        self._seen = 0
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
         """Look, and log."""
@@ -78,7 +81,8 @@ class Monitor:
         manager = getattr(trainer.strategy, "manager", None)
         if manager is None:
             return
-        self._look(manager, bool(trainer.strategy.step_vetoed), trainer.global_step)
+        known, self._seen = self._seen, trainer.strategy.vetoed_steps
+        self._look(manager, self._seen - known, trainer.global_step)
         name = self.prefix
         log: Any = self.log  # type: ignore[attr-defined]
         for key in COUNTS:
@@ -87,7 +91,7 @@ class Monitor:
         if self.prog_bar:
             log("members", float(self.members), on_step=True, prog_bar=True, logger=False, batch_size=1)
 
-    def _look(self, manager: Any, vetoed: bool, step: int) -> None:
+    def _look(self, manager: Any, vetoed: int, step: int) -> None:
         if manager.quorum_id != self._quorum_id:
             if manager.current_step() > 1:  # at the start all take the state of one
                 self.heals += len(manager.healing_members)
@@ -95,7 +99,7 @@ class Monitor:
             self._quorum_id = manager.quorum_id
         self.members = len(manager.members)
         if vetoed:
-            self.vetoed += 1
+            self.vetoed += vetoed
             self._disturbed = True
         elif step != self._step:
             now = self._clock()

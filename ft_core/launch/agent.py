@@ -282,8 +282,9 @@ class GroupAgent(LocalElasticAgent):
         try:
             self._pcontext = AdoptedContext(standby, self.tools.spec.script, self.name, {0: env}, self._logs)
             self._pcontext.start()
-        except OSError:
-            return {}  # it has died while it waited
+        except OSError:  # it has died while it waited
+            standby.end()
+            return {}
         finally:
             self._adopting = False
         self._run.tails[0], self._run.streams = standby.tail, standby.streams

@@ -7,9 +7,12 @@ keeper from ever signalling a process that took over the number. When the pipe c
 ended, the process group of every registered worker is killed, the run directory removed, and the keeper ends. Who
 connects later finds nobody, and who waits in the socket's queue is sent away when it closes: such a stub ends.
 
-Invariants: the keeper signals only what registered with it and has not ended; it needs no torch and never blocks on
-anybody. It is run as a file, with the standard library only. Threads: none in the process; `Keeper` is the main
-thread's.
+A keeper that was killed is replaced. Whoever had registered with it was ftrun's child then, and is still one if it
+lives: the next keeper is told all of them. Who was about to register tries again (`stub`).
+
+Invariants: the keeper signals only what registered with it, or with the one before, and has not ended; it needs no
+torch and never blocks on anybody. It is run as a file, with the standard library only. Threads: none in the process;
+`Keeper` is the main thread's.
 """
 
 from __future__ import annotations
@@ -46,14 +49,19 @@ class Keeper:
         self._writing = -1
         self._start([])
 
-    def renew(self, pids: Sequence[int]) -> None:
-        """Start another keeper after this one has ended, for the living workers `pids`: not yet reaped children."""
+    def renew(self) -> None:
+        """Start another keeper after this one has ended; it knows every worker that this one knew.
+
+        Raises:
+            OSError: no process, or no socket in `folder`.
+        """
         os.close(self._writing)
         self._writing = -1
         os.makedirs(self._folder, mode=0o700, exist_ok=True)  # somebody may have cleaned up there
         with contextlib.suppress(FileNotFoundError):
             os.unlink(self.address)
-        self._start(pids)
+        # Only now: what is forked from here on registers with the next one.
+        self._start(_children_with_sessions())
 
     def _start(self, pids: Sequence[int]) -> None:
         with socket.socket(socket.AF_UNIX) as door:
@@ -100,6 +108,22 @@ class Keeper:
             self.process.kill()
             self.process.wait()
         shutil.rmtree(self._folder, ignore_errors=True)  # if it could not
+
+
+def _children_with_sessions() -> list[int]:
+    """Living children of this process that lead a session, as every worker and standby does.
+
+    Not what the agents believe to run: a process registers before they have heard of it.
+    """
+    own, found = os.getpid(), []
+    for entry in os.listdir("/proc"):
+        with contextlib.suppress(OSError, ValueError):  # not a process, or it has ended
+            pid = int(entry)
+            with open(f"/proc/{pid}/stat") as stat:
+                state, parent, _, session = stat.read().rpartition(")")[2].split()[:4]
+            if int(parent) == own and int(session) == pid and state != "Z":
+                found.append(pid)
+    return found
 
 
 # ---------------------------------------------------------------- the process

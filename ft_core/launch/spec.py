@@ -15,7 +15,8 @@ if TYPE_CHECKING:
 
 OUT, ERR = 1, 2
 """Streams of a worker, as torchrun numbers them in --tee and --redirects."""
-PATIENCE = {"FT_CONNECT_S": "300", "FT_QUORUM_S": "900"}
+CONNECT_S, QUORUM_S = "300", "900"
+"""How long a worker waits for the lighthouse, and for a quorum: as long as groups with trained state may be missing."""
 
 
 @dataclass(frozen=True)
@@ -108,10 +109,14 @@ class JobSpec:
     def patience(self, environ: Mapping[str, str]) -> dict[str, str]:
         """FT_CONNECT_S and FT_QUORUM_S, where the user did not say.
 
-        A lighthouse on another machine may be started again, and that must cost no group its state: a worker that gave
-        up meanwhile would lose it, and one that is lost is started again anyway.
+        A group that starts late must cost the others no restart: there is no first quorum without it. And a lighthouse
+        on another machine may be started again, which must cost no group its state. A worker that gives up loses it;
+        one whose group is lost is ended by ftrun anyway.
         """
-        return {name: value for name, value in PATIENCE.items() if self.lighthouse and name not in environ}
+        quorum = {} if {"FT_QUORUM_S", "TORCHFT_QUORUM_TIMEOUT_SEC"} & environ.keys() else {"FT_QUORUM_S": QUORUM_S}
+        if not self.lighthouse or {"FT_CONNECT_S", "TORCHFT_CONNECT_TIMEOUT_SEC"} & environ.keys():
+            return quorum
+        return {"FT_CONNECT_S": CONNECT_S, **quorum}
 
     def environment(self, number: int, lighthouse: str, total: int) -> dict[str, str]:
         """FT_* and devices of one group's workers."""

@@ -66,6 +66,14 @@ class Standby:
         for stream in self.streams:
             stream.label = label
 
+    def end(self) -> None:
+        """End the process, and what it started."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+        if self.connection is not None:
+            self.connection.close()
+
     def hand_over(self, env: dict[str, str], argv: list[str]) -> None:
         """Make it the worker."""
         assert self.connection is not None
@@ -136,17 +144,10 @@ class Pool:
         with self._lock:
             return sum(s.ready for s in self._all)
 
-    def pids(self) -> list[int]:
-        """Processes that wait, or will."""
-        with self._lock:
-            return [s.process.pid for s in self._all]
-
     def close(self) -> None:
         """End them all."""
         with self._lock:
             self._closed = True
-            waiting = list(self._all)
-            self._all.clear()
         if hasattr(self, "_thread"):
             self._wake()
             self._thread.join(5.0)
@@ -154,12 +155,11 @@ class Pool:
             self._selector.close()
             os.close(self._wake_read)
             os.close(self._wake_write)
+        with self._lock:
+            waiting = list(self._all)  # only now: the thread may have been starting one
+            self._all.clear()
         for standby in waiting:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(standby.process.pid, signal.SIGKILL)
-            standby.process.wait()
-            if standby.connection is not None:
-                standby.connection.close()
+            standby.end()
 
     # ------------------------------------------------------------ the thread
 

@@ -3,7 +3,8 @@
 How it works. Run as a file (`python -I -S stub.py command args...`), standard library only, for 20 ms. It connects to
 the keeper's socket (FTRUN_KEEPER) and waits for one byte: from then on the keeper ends this process if ftrun is gone.
 ftrun may have died before that, so the parent is looked at once more afterwards. Nothing runs unregistered: whatever
-happens to ftrun, and whenever, no worker is left behind. Without a keeper there is no protection, so no worker either.
+happens to ftrun, and whenever, no worker is left behind. Without a keeper there is no protection, so no worker either;
+but one that was killed is replaced within moments, so that the stub asks again for WAIT_S.
 """
 
 from __future__ import annotations
@@ -12,18 +13,22 @@ import os
 import signal
 import socket
 import sys
+import time
+
+WAIT_S = 10.0
+"""How long the next keeper may take to be there, on a machine that is overloaded."""
+ASK_S = 0.02
 
 
 def main(argv: list[str]) -> int:
     """Register, then become `argv`. Returns only if that fails."""
     keeper = os.environ.pop("FTRUN_KEEPER")
     parent = int(os.environ.pop("FTRUN_PID"))
-    try:
-        with socket.socket(socket.AF_UNIX) as door:
-            door.connect(keeper)
-            known = door.recv(1)
-    except OSError:
-        known = b""
+    until = time.monotonic() + WAIT_S
+    while not (known := register(keeper)) and os.getppid() == parent and time.monotonic() < until:
+        if not os.path.isdir(os.path.dirname(keeper)):
+            break  # it goes last, so no keeper will come
+        time.sleep(ASK_S)
     if os.getppid() != parent:
         return 143  # ftrun is gone: nobody wants this worker
     if not known:
@@ -37,6 +42,16 @@ def main(argv: list[str]) -> int:
     except OSError as error:
         print(f"ftrun: cannot run {argv[0]}: {error.strerror}", file=sys.stderr)
         return 127 if isinstance(error, (FileNotFoundError, NotADirectoryError)) else 126
+
+
+def register(keeper: str) -> bool:
+    """Whether the keeper knows this process from now on; False: there is none, or it was killed meanwhile."""
+    try:
+        with socket.socket(socket.AF_UNIX) as door:
+            door.connect(keeper)
+            return bool(door.recv(1))
+    except OSError:
+        return False
 
 
 if __name__ == "__main__":

@@ -111,6 +111,7 @@ class Supervisor:
             self._exits = Exits()
             self._exits.start()
             stack.callback(self._exits.close)
+            self._watch_keeper()
             self._output = Output(self.screen.workers)
             self._output.start()
             stack.callback(self._output.close)
@@ -305,14 +306,16 @@ class Supervisor:
 
     # ------------------------------------------------------------ time
 
+    def _watch_keeper(self) -> None:
+        """Be told at once when it ends: until there is another one, nothing is protected and no worker can start."""
+        self._exits.watch(self.keeper.process.pid, lambda _: self._put("keeper"))
+
     def _on_time(self) -> None:
         now = time.monotonic()
         if not self.keeper.alive():
             self.screen.say("the keeper process was ended; another one is started")
-            waiting = self._tools.pool.pids() if self._tools.pool is not None else []
-            self.keeper.renew(
-                [*waiting, *(pid for group in self._groups.values() for pid in group.agent.pids().values())]
-            )
+            self.keeper.renew()
+            self._watch_keeper()
         for group in self._groups.values():
             if group.draining and not group.ended and now >= group.draining:
                 group.draining = now + KILL_S

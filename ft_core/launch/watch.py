@@ -29,8 +29,9 @@ if TYPE_CHECKING:
 POLL_S = 0.5
 CALL_S = timedelta(seconds=2)
 MAX_OVER = 64
-FACTS_S = 1.0
-"""How long a group that failed waits for the lighthouse's picture of it."""
+FACTS_S = 3 * CALL_S.total_seconds()
+"""How long a group that failed waits at most until the lighthouse has answered, or a call to it has failed: a slow
+answer, on a machine that is overloaded, is none that is missing. Two calls may be under way before."""
 
 
 @dataclass(frozen=True)
@@ -103,6 +104,8 @@ class Watch:
         self._orders: queue.SimpleQueue[tuple[str, str, str]] = queue.SimpleQueue()
         self._condition = threading.Condition()
         self._picture = Picture()
+        self._tried_at = 0.0
+        """When the last question was asked (monotonic s) that was answered, or failed."""
         self._over: dict[str, dict[str, None]] = {}
         """replica_ids of each group whose processes have ended, the oldest first; at most MAX_OVER per group."""
         self._thread = threading.Thread(target=self._run, name="ftrun-watch", daemon=True)
@@ -142,15 +145,16 @@ class Watch:
         asked = time.monotonic()
         self._orders.put(("look", "", ""))
         with self._condition:
-            reachable = self._condition.wait_for(lambda: self._picture.at >= asked, FACTS_S)
+            self._condition.wait_for(lambda: self._tried_at >= asked, FACTS_S)
             picture = self._picture
         old = self._over.get(name, {})
         runs = [seen for seen in picture.of(name) if seen.replica_id not in old]
         both = [*old, *(seen.replica_id for seen in runs)]
         self._over[name] = dict.fromkeys(both[-MAX_OVER:])  # replaced, not changed: `now` reads it on another thread
         return Facts(
-            known=bool(runs), committed=any(seen.committed for seen in runs), closed=picture.closed, reachable=reachable
-        )
+            known=bool(runs), committed=any(seen.committed for seen in runs), closed=picture.closed,
+            reachable=picture.at >= asked,
+        )  # fmt: skip
 
     def close(self) -> None:
         """End the thread and the connection, after what was ordered before."""
@@ -176,7 +180,7 @@ class Watch:
                 elif kind == "drain":
                     self._drain(name, text)
                 else:
-                    self._poll()
+                    self._look()
             except FaultToleranceError:
                 if kind == "drain":
                     self._undrained(name)
@@ -189,8 +193,17 @@ class Watch:
         if not told:
             self._undrained(name)
 
-    def _poll(self) -> None:
+    def _look(self) -> None:
         at = time.monotonic()
+        try:
+            self._poll(at)
+        finally:
+            with self._condition:
+                self._tried_at = at
+                self._condition.notify_all()
+        self._changed()
+
+    def _poll(self, at: float) -> None:
         status = self._client.status(CALL_S)
         room = max(status.rooms, key=lambda room: run_of_room(room.room), default=None)
         room = room if room is not None and run_of_room(room.room) >= 0 else None
@@ -206,8 +219,6 @@ class Watch:
             )  # fmt: skip
         with self._condition:
             self._picture = picture
-            self._condition.notify_all()
-        self._changed()
 
 
 def _seen(replica: pb.ReplicaStatus, at: float) -> Seen:

@@ -1,4 +1,4 @@
-"""ftrun with real training: a kill, a hang and a scale-down while the others train on; equal digests at the end."""
+"""ftrun with real training: a late start, a kill, a hang and a scale-down; the others train on; equal digests."""
 
 from __future__ import annotations
 
@@ -18,6 +18,14 @@ if TYPE_CHECKING:
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(120)]
 ROOT = pathlib.Path(__file__).resolve().parents[2]
+TIMEOUT_S = 3
+LATE = f"""
+import os, runpy, time
+if os.environ["FT_REPLICA_ID"] == "replica-1" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+    time.sleep({TIMEOUT_S + 1})
+runpy.run_path({str(ROOT / "tests/chaos/worker.py")!r}, run_name="__main__")
+"""
+"""The worker, but one group needs longer than the timeout to get ready."""
 
 
 @pytest.fixture
@@ -47,9 +55,14 @@ def pid_of(running: Job, name: str) -> int:
     return next(g for g in running.supervisor._groups.values() if g.name == name).agent.pids()[0]
 
 
-def test_a_kill_and_a_hang(end: Callable[[int], None], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_late_start_a_kill_and_a_hang(
+    end: Callable[[int], None], monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path
+) -> None:
+    """The first costs nobody a restart, the others one each."""
     monkeypatch.setenv("HANG_ONCE", "replica-1:60")
-    monkeypatch.setenv("TIMEOUT_S", "3")
+    monkeypatch.setenv("TIMEOUT_S", str(TIMEOUT_S))
+    script = tmp_path / "late.py"
+    script.write_text(LATE)
 
     def kill(_: re.Match[str]) -> None:
         os.kill(pid_of(running, "replica-0"), signal.SIGKILL)
@@ -57,12 +70,11 @@ def test_a_kill_and_a_hang(end: Callable[[int], None], monkeypatch: pytest.Monke
     def at_full_strength(found: re.Match[str]) -> None:
         end(int(found[1]) + 40)
 
-    with job(ROOT / "tests/chaos/worker.py", "--replicas", "3", "--timeout", "3") as running:
+    with job(script, "--replicas", "3", "--timeout", str(TIMEOUT_S)) as running:
         running.when(r"replica-2/0\] commit 30 3", kill)
         # Both have come back: replica-0 after the kill, replica-1 after the hang.
-        running.when(r"replica-1\] it stood still", lambda _: running.when(
-            r"replica-1/0\] commit \d+", lambda _: running.when(r"replica-2/0\] commit (\d+) 3", at_full_strength)
-        ))  # fmt: skip
+        back = [r"replica-1\] it stood still", r"replica-1/0\] commit \d+"]
+        running.when(r"replica-2/0\] commit (\d+) 3", at_full_strength, after=back)
         assert running.run() == 0, running.text
     assert running.count(r"replica-0\] rank 0 .* was ended by SIGKILL; starting again now") == 1
     assert running.count(r"replica-1\] stands still while others wait \(replica-1:\w+ is alive but did not arrive") == 1

@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -75,8 +76,12 @@ def states(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[str]]:
 
 
 def pids(running: Job, name: str) -> dict[int, int]:
-    """Living workers of a group."""
-    return next(g for g in running.supervisor._groups.values() if g.name == name).agent.pids()
+    """Living workers of a group; waits for them, as a worker may print before its agent has noted it."""
+    agent = next(g for g in running.supervisor._groups.values() if g.name == name).agent
+    until = time.monotonic() + 20
+    while not agent.pids() and time.monotonic() < until:
+        threading.Event().wait(0.01)
+    return agent.pids()
 
 
 def gone(pid: int) -> bool:
@@ -373,6 +378,26 @@ def test_a_keeper_that_is_killed_is_replaced(write: Any, tmp_path: pathlib.Path)
         running.when("replica-0/0] up 1", look)
         assert running.run() == 0
     assert len(known) == 1
+    assert running.count(r"\[replica-1\] started") == 1, running.text
+
+
+def test_a_keeper_that_is_killed_while_workers_start_costs_none_of_them(write: Any, tmp_path: pathlib.Path) -> None:
+    """Their stubs are about to register, or have and wait for the answer."""
+    script = write("print('up', flush=True)\n" + UNTIL_TOLD)
+    up = threading.Barrier(3)
+
+    def end(_: re.Match[str]) -> None:
+        up.wait(20)
+        (tmp_path / "end").touch()
+
+    with job(script, "--replicas", "3") as running:
+        running.when(r"\[replica-0\] started", lambda _: os.kill(running.supervisor.keeper.process.pid, signal.SIGKILL))
+        for number in range(3):
+            running.when(rf"replica-{number}/0\] up", end)
+        assert running.run() == 0
+    assert running.count("another one is started") == 1
+    assert "3 finished" in running.lines.all[-1]
+    assert "0 restarts" in running.lines.all[-1], running.text
 
 
 def test_a_group_of_two_that_uses_init_process_group_comes_back(write: Any) -> None:

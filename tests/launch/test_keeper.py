@@ -7,6 +7,7 @@ import os
 import random
 import select
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -32,11 +33,16 @@ from ft_core.launch.keeper import Keeper
 keeper = Keeper(sys.argv[1])
 print("keeper", keeper.process.pid, flush=True)
 for line in sys.stdin:
+    if line == "renew\\n":
+        keeper.process.wait()
+        keeper.renew()
+        print("keeper", keeper.process.pid, flush=True)
+        continue
     command = [sys.executable, "-I", "-S", stub.__file__, "sh", "-c", line]
     env = os.environ | keeper.environment()
     subprocess.Popen(command, env=env, start_new_session=True, stdin=subprocess.DEVNULL)
 """
-"""Stands for ftrun: starts a worker for every line it reads; workers print to its stdout."""
+"""Stands for ftrun: starts a worker for every line it reads (`renew`: another keeper); workers print to its stdout."""
 
 
 class Owner:
@@ -141,6 +147,20 @@ def test_the_keeper_outlives_what_ends_a_terminals_processes(owner: Owner, numbe
     assert not owner.folder.exists()
 
 
+def test_a_keeper_that_replaces_another_knows_its_workers(owner: Owner) -> None:
+    """Nobody tells it who they are: the owner may not have heard of a worker that has registered."""
+    owner.start("echo worker $$; exec sleep 1000")
+    owner.read("worker")
+    os.kill(owner.keeper, signal.SIGKILL)
+    owner.start("renew")
+    owner.read("keeper")
+    owner.start("echo worker $$; exec sleep 1000")
+    owner.read("worker")
+    owner.kill()
+    assert [ended(pidfd) for pidfd in owner.pidfds] == [True] * 4
+    assert not owner.folder.exists()
+
+
 def test_the_owner_may_die_at_any_moment() -> None:
     """Workers are being forked, connecting, starting children; whenever the owner dies, nobody is left."""
     draw = random.Random(SEED)
@@ -220,6 +240,39 @@ def test_a_stub_without_a_keeper_ends(keeper: Keeper) -> None:
     env = keeper.environment()
     keeper.close()
     worker = stub_of(env, "echo", "ran")
+    out, err = worker.communicate(timeout=PATIENCE_S)
+    assert (worker.returncode, out) == (143, "")
+    assert err == "ftrun: its keeper process is gone, so no worker may start (who killed it?)\n"
+
+
+def test_a_stub_whose_keeper_is_killed_registers_with_the_next_one(keeper: Keeper) -> None:
+    """Killed between hearing the stub and answering it; for a while there is none; then there is another one."""
+    keeper.process.kill()
+    keeper.process.wait()
+    os.unlink(keeper.address)
+    with socket.socket(socket.AF_UNIX) as door:
+        door.bind(keeper.address)
+        door.listen()
+        door.settimeout(PATIENCE_S)
+        worker = stub_of(keeper.environment(), "sh", "-c", "echo on; exec sleep 1000")
+        for _ in range(2):
+            door.accept()[0].close()
+    keeper.renew()
+    assert worker.stdout is not None
+    assert worker.stdout.readline() == "on\n"
+    keeper.close()
+    worker.communicate(timeout=PATIENCE_S)
+    assert worker.returncode == -signal.SIGKILL
+
+
+def test_a_stub_does_not_wait_for_ever_for_a_keeper(keeper: Keeper) -> None:
+    keeper.process.kill()
+    keeper.process.wait()
+    hurried = f"import sys; sys.path.insert(0, {os.path.dirname(stub.__file__)!r}); import stub; stub.WAIT_S = 0.1"
+    worker = subprocess.Popen(
+        [sys.executable, "-c", f"{hurried}; sys.exit(stub.main(['echo', 'ran']))"],
+        env={**os.environ, **keeper.environment()}, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    )  # fmt: skip
     out, err = worker.communicate(timeout=PATIENCE_S)
     assert (worker.returncode, out) == (143, "")
     assert err == "ftrun: its keeper process is gone, so no worker may start (who killed it?)\n"

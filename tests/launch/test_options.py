@@ -160,6 +160,17 @@ def test_the_environment_speaks_where_the_line_is_silent(script: str) -> None:
     assert job(script, environ={"FT_NUM_REPLICA_GROUPS": "", "FT_MIN_REPLICAS": ""}).total == 1
 
 
+def test_workers_wait_for_groups_that_start_late_and_for_a_lighthouse_elsewhere(script: str) -> None:
+    embedded, elsewhere = job(script), job(script, "--lighthouse a:1")
+    assert embedded.patience({}) == {"FT_QUORUM_S": "900"}
+    assert elsewhere.patience({}) == {"FT_QUORUM_S": "900", "FT_CONNECT_S": "300"}
+    for theirs in ("FT_QUORUM_S", "TORCHFT_QUORUM_TIMEOUT_SEC"):
+        assert elsewhere.patience({theirs: "5"}) == {"FT_CONNECT_S": "300"}
+        assert embedded.patience({theirs: "5"}) == {}
+    for theirs in ("FT_CONNECT_S", "TORCHFT_CONNECT_TIMEOUT_SEC"):
+        assert elsewhere.patience({theirs: "5"}) == {"FT_QUORUM_S": "900"}
+
+
 def test_a_part_does_not_guess_the_size_of_the_job(script: str) -> None:
     """Group 0 and group 3 of one job must not tell their scripts different numbers of groups."""
     for line in ("--replica 0", "--replica 3", "--replicas 2 --replica-offset 4"):

@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from typing import TYPE_CHECKING, Any
@@ -19,8 +20,10 @@ from ft_core._pb import coordination_pb2 as pb
 from ft_core.launch import agent as agent_module
 from ft_core.launch import standby as standby_module
 from ft_core.launch.keeper import Keeper
+from ft_core.launch.output import Output
 from ft_core.launch.remote import order_resize
 from ft_core.launch.rendezvous import Stopped, attempt_key, rendezvous
+from ft_core.launch.spec import Script
 from ft_core.launch.supervisor import Supervisor
 from ft_core.launch.watch import _seen
 from tests.launch.job import job
@@ -63,17 +66,14 @@ def terminate(_: re.Match[str]) -> None:
 def test_a_group_that_is_wanted_again_while_it_drains_comes_back(write: Any, tmp_path: pathlib.Path) -> None:
     script = write(SLOW_END + "print('ready', flush=True)\n" + UNTIL_TOLD)
 
-    def order(wanted: int) -> Callable[[re.Match[str]], None]:
-        return lambda _: answers.append(order_resize(wanted, "again"))
-
     answers: list[str] = []
+
+    def orders(_: re.Match[str]) -> None:
+        answers.extend(order_resize(wanted, "again") for wanted in (1, 2))
+
     with job(script, "--replicas", "2", "--run-id", "again") as running:
-        running.when("replica-1/0] ready", order(1))
-        running.when("resized from 2 to 1", order(2))
-        running.when(
-            r"replica-1\] drained",
-            lambda _: running.when("replica-1/0] ready", lambda _: (tmp_path / "end").touch()),
-        )
+        running.when("replica-1/0] ready", orders)
+        running.when("replica-1/0] ready", lambda _: (tmp_path / "end").touch(), after=[r"replica-1\] drained"])
         assert running.run() == 0
     assert answers == ["ok: 2 -> 1 groups", "ok: 1 -> 2 groups"]
     assert running.count(r"\[replica-1\] started") == 2
@@ -214,6 +214,43 @@ def test_standbys_that_are_killed_are_replaced_as_often_as_it_takes(
         assert running.run() == 0
     assert running.count("started from a warm standby") == 1
     assert running.count("given up") == 0
+
+
+def test_a_standby_that_is_being_started_when_the_pool_is_closed_is_ended(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(standby_module, "REFILL_S", 0.0)
+    starting, closing = threading.Event(), threading.Event()
+    started: list[subprocess.Popen[bytes]] = []
+
+    class Process(subprocess.Popen[bytes]):
+        def __init__(self, *arguments: Any, **options: Any) -> None:
+            starting.set()
+            assert closing.wait(20)
+            super().__init__(*arguments, **options)
+            started.append(self)
+
+    (tmp_path / "train.py").write_text("")
+    keeper = Keeper(tempfile.mkdtemp(prefix="keeper."))
+    output = Output(lambda *_: None)
+    output.start()
+    pool = standby_module.Pool(
+        1, Script(str(tmp_path / "train.py")), str(tmp_path), keeper, output, lambda about, text: None
+    )
+    try:
+        monkeypatch.setattr(subprocess, "Popen", Process)
+        assert pool.start() == ""
+        assert starting.wait(20)
+        threading.Timer(0.2, closing.set).start()  # when `close` waits
+        pool.close()
+        pool._thread.join(20)
+        assert [process.returncode for process in started] == [-signal.SIGKILL]
+    finally:
+        closing.set()
+        keeper.close()
+        output.close()
+        for process in started:
+            process.wait()
 
 
 # ---------------------------------------------------------------- surroundings

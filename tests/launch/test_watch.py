@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import threading
+import time
+
 import pytest
 
 from ft_core._pb import coordination_pb2 as pb
-from ft_core.launch.watch import MAX_OVER, Watch
+from ft_core.errors import LighthouseError
+from ft_core.launch.watch import CALL_S, FACTS_S, MAX_OVER, Watch
 
 ROOM = "default"
 
@@ -15,8 +19,13 @@ class Lighthouse:
 
     def __init__(self) -> None:
         self.lives: dict[str, str] = {}
+        self.slow_s = 0.0
+        self.away = False
 
     def status(self, _timeout: object) -> pb.StatusResponse:
+        threading.Event().wait(self.slow_s)
+        if self.away:
+            raise LighthouseError("no answer")
         replicas = [pb.ReplicaStatus(replica_id=key, life=life) for key, life in sorted(self.lives.items())]
         return pb.StatusResponse(rooms=[pb.RoomStatus(room=ROOM, replicas=replicas)])
 
@@ -66,3 +75,26 @@ def test_the_oldest_runs_are_forgotten_first(watch: Watch, lighthouse: Lighthous
     lighthouse.lives = {f"a:{MAX_OVER}": "up"}
     assert not watch.facts("a").known
     watch.close()
+
+
+def test_a_lighthouse_that_is_slow_is_not_taken_for_one_that_is_away(watch: Watch, lighthouse: Lighthouse) -> None:
+    """Else a failure on an overloaded machine would cost no budget, and its run would pass for its successor."""
+    lighthouse.lives["a:1"] = "missed"
+    lighthouse.slow_s = CALL_S.total_seconds() * 0.6
+    facts = watch.facts("a")
+    seen = watch.now("a")
+    watch.close()
+    assert facts.reachable
+    assert facts.known
+    assert seen is None
+
+
+def test_a_lighthouse_that_is_away_is_not_waited_for(watch: Watch, lighthouse: Lighthouse) -> None:
+    lighthouse.away = True
+    began = time.monotonic()
+    facts = watch.facts("a")
+    took = time.monotonic() - began
+    watch.close()
+    assert not facts.reachable
+    assert not facts.known
+    assert took < FACTS_S / 2

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib
+import inspect
 import os
 import pathlib
 import sys
@@ -42,6 +43,17 @@ def loss_of(model: Any, step: int, shard: int) -> torch.Tensor:
     return nn.functional.mse_loss(model(torch.randn(4, 8, generator=data)), torch.randn(4, 2, generator=data))
 
 
+def set_up(fabric: Any, model: Any, optimizer: Any, scheduler: Any) -> tuple[Any, Any]:
+    """Lightning 2.5.0's `setup` knows no schedulers: users register them."""
+    if "scheduler" in inspect.signature(fabric.setup).parameters:
+        model, optimizer, same = fabric.setup(model, optimizer, scheduler=scheduler)
+        assert same is scheduler
+        return model, optimizer
+    model, optimizer = fabric.setup(model, optimizer)
+    fabric.strategy.register("lr_scheduler_0", scheduler)
+    return model, optimizer
+
+
 def main() -> None:
     fabric_module = importlib.import_module(os.environ.get("FABRIC", "lightning.fabric"))
     fabric = fabric_module.Fabric(strategy="fault_tolerant", accelerator="cpu", devices=int(os.environ["DEVICES"]))
@@ -49,7 +61,7 @@ def main() -> None:
     model: Any = build()
     optimizer: Any = torch.optim.AdamW(model.parameters(), lr=0.01)
     scheduler: Any = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step / 100))
-    model, optimizer, scheduler = fabric.setup(model, optimizer, scheduler=scheduler)
+    model, optimizer = set_up(fabric, model, optimizer, scheduler)
     strategy: Any = fabric.strategy
     progress = Progress()
     strategy.register("progress", progress)

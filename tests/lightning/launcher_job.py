@@ -55,8 +55,13 @@ def main() -> None:
     os.chdir(folder)  # a second time, from the command line's directory, where the groups start
     torch.manual_seed(1)
     data = torch.utils.data.TensorDataset(torch.randn(4 * STEPS * devices, 4), torch.randn(4 * STEPS * devices, 2))
+    strategy: Any = "fault_tolerant"
+    if what == "fail":
+        import ft_lightning
+
+        strategy = ft_lightning.FaultTolerantStrategy(ftrun_options=["--max-restarts", "0"])
     trainer = L.Trainer(
-        strategy="fault_tolerant", accelerator="cpu", devices=devices, max_steps=STEPS if what == "kill" else 5,
+        strategy=strategy, accelerator="cpu", devices=devices, max_steps=STEPS if what == "kill" else 5,
         callbacks=[Notes()], logger=False, enable_checkpointing=False, enable_progress_bar=False,
         enable_model_summary=False, limit_val_batches=2,
     )  # fmt: skip

@@ -19,7 +19,6 @@ from typing import Any
 import lightning as L
 import torch
 from lightning.pytorch.callbacks import Callback, GradientAccumulationScheduler, StochasticWeightAveraging
-from lightning.pytorch.callbacks.weight_averaging import EMAWeightAveraging
 from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.strategies import DDPStrategy, Strategy
 from torch import Tensor, nn
@@ -208,6 +207,13 @@ class Breaks(Callback):
             trainer.strategy.manager.current_attempt().fail(FAULT)
 
 
+def average() -> Callback:
+    """Lightning has it since 2.6."""
+    from lightning.pytorch.callbacks.weight_averaging import EMAWeightAveraging
+
+    return EMAWeightAveraging(decay=0.8)
+
+
 def scaler() -> MixedPrecision:
     """Overflows at first, and grows soon."""
     return MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=2.0**20, growth_interval=4))
@@ -223,7 +229,7 @@ MODES: dict[str, tuple[type[Automatic], Options]] = {
     "bf16": (Automatic, lambda: {"precision": "bf16-mixed", "gradient_clip_val": 0.5}),
     "fp16": (Automatic, lambda: {"plugins": [scaler()], "gradient_clip_val": 0.5}),
     "swa": (Momentum, lambda: {"callbacks": [StochasticWeightAveraging(1e-2, swa_epoch_start=1)]}),
-    "ema": (Automatic, lambda: {"callbacks": [EMAWeightAveraging(decay=0.8)]}),
+    "ema": (Automatic, lambda: {"callbacks": [average()]}),
     "manual": (Manual, dict),
     "two": (TwoOptimizers, dict),
     "two-fp16": (TwoOptimizers, lambda: {"plugins": [scaler()]}),

@@ -18,7 +18,7 @@ from ft_core.errors import ConfigError, UsageError
 from ft_core.lighthouse import LighthouseServer
 from ft_lightning.fabric import FabricFaultTolerance, strategy_class
 from tests.launch.job import Job, job
-from tests.lightning.fabric_job import build, loss_of
+from tests.lightning.fabric_job import build, loss_of, set_up
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -32,7 +32,7 @@ PROGRAM = ROOT / "tests/lightning/fabric_job.py"
 
 
 @pytest.fixture
-def end(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> Callable[[int], None]:
+def end(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path, forged_workers: None) -> Callable[[int], None]:
     """Lets all replicas train to a step and end there."""
     path = tmp_path / "steps"
     monkeypatch.setenv("STEPS_FILE", str(path))
@@ -58,9 +58,11 @@ def test_a_killed_replica_comes_back_and_all_end_equal(
     monkeypatch.setenv("DEVICES", "1")
     with job(PROGRAM, "--replicas", "3", "--max-restarts", "2") as running:
         running.when(r"replica-1/0\] commit \d+ 3 (\d+)", lambda found: os.kill(int(found[1]), signal.SIGKILL))
-        running.when(r"replica-1\] rank 0 .* SIGKILL", lambda _: running.when(
-            r"replica-1/0\] commit (\d+) 3", lambda found: end(int(found[1]) + 60)
-        ))  # fmt: skip
+        running.when(
+            r"replica-1/0\] commit (\d+) 3",
+            lambda found: end(int(found[1]) + 60),
+            after=[r"replica-1\] rank 0 .* SIGKILL"],
+        )
         assert running.run() == 0, running.text
     assert running.count(r"replica-1\] started") == 2
     assert len(digests(running)) == 3
@@ -289,7 +291,7 @@ def test_state_goes_around(alone: Callable[..., Any]) -> None:
     module = nn.Linear(2, 1)
     optimizer: Any = torch.optim.AdamW(module.parameters())
     scheduler: Any = torch.optim.lr_scheduler.StepLR(optimizer, 1)
-    model, optimizer, scheduler = fabric.setup(module, optimizer, scheduler=scheduler)
+    model, optimizer = set_up(fabric, module, optimizer, scheduler)
     fabric.backward(model(torch.ones(1, 2)).sum())
     optimizer.step()
     scheduler.step()

@@ -35,20 +35,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning"),  # Lightning's use of torch
 ]
 ROOT = pathlib.Path(__file__).resolve().parents[2]
-FOREIGN = re.compile("(FT|TORCHFT|FTRUN|SLURM|TORCHELASTIC)_|(MASTER_ADDR|MASTER_PORT|(LOCAL_)?(RANK|WORLD_SIZE))$")
-
-
-@pytest.fixture(autouse=True)
-def bare(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """An environment without any launcher."""
-    for name in [name for name in os.environ if FOREIGN.match(name)]:
-        monkeypatch.delenv(name)
-    for name in ("MASTER_ADDR", "MASTER_PORT"):  # Lightning sets them
-        monkeypatch.setenv(name, "")
-        monkeypatch.delenv(name)
-    yield
-    if torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()
 
 
 def trainer(**kwargs: Any) -> Trainer:
@@ -135,20 +121,6 @@ def test_fabric_launches_likewise(tmp_path: pathlib.Path) -> None:
         assert run.end() == 0, run.lines
     assert len(run.found(r"replica-\d/0\] done 5 ")) == 2
     assert len(set(run.found(r"done 5 (\w+)"))) == 1
-
-
-@pytest.mark.process
-@pytest.mark.parametrize(("how", "words"), [("-", "standard input")])
-def test_a_program_that_is_no_file_is_told_what_to_do(how: str, words: str, tmp_path: pathlib.Path) -> None:
-    program = (
-        "from lightning.fabric import Fabric\nFabric(strategy='fault_tolerant', accelerator='cpu', devices=2).launch()"
-    )
-    result = subprocess.run(
-        [sys.executable, "-W", "ignore", how, *([program] if how == "-c" else [])], input=program, text=True,
-        capture_output=True, timeout=60, cwd=tmp_path, check=False,
-    )  # fmt: skip
-    assert result.returncode == 1
-    assert re.search(rf"ConfigError: .*{words}.*ftrun --replicas 3 train\.py", result.stderr), result.stderr
 
 
 # ---------------------------------------------------------------- how this process was started

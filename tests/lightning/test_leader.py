@@ -59,7 +59,7 @@ class Wishes:
 
 
 @pytest.fixture
-def wishes(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Wishes:
+def wishes(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, forged_workers: None) -> Wishes:
     return Wishes(tmp_path, monkeypatch)
 
 

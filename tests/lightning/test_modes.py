@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import os
 import pathlib
-import subprocess
 import sys
 from typing import TYPE_CHECKING, Any
 
@@ -18,33 +18,33 @@ from ft_core.lighthouse import LighthouseServer
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-ROOT = pathlib.Path(__file__).resolve().parents[2]
+    from tests.lightning.forge import Forge, Forged
+
 WORKER = pathlib.Path(__file__).with_name("modes_worker.py")
 LIMIT_S = 150.0
-MODES = (
+MODES: tuple[str, ...] = (
     "automatic", "epochs", "plateau", "accumulate", "scheduled", "bf16", "fp16", "swa", "ema", "manual", "two",
     "two-fp16", "alternating", "gan", "gan-closures", "untoggled",
 )  # fmt: skip
-FAULTY = (
+FAULTY: tuple[str, ...] = (
     *(f"{mode}-vetoed" for mode in (
         "automatic", "plateau", "accumulate", "fp16", "ema", "manual", "two", "alternating", "gan")),
     *(f"{mode}-broken" for mode in ("automatic", "two", "alternating", "gan", "gan-closures")),
     "none", "none-fp16", "none-accumulate",
 )  # fmt: skip
+if importlib.util.find_spec("lightning.pytorch.callbacks.weight_averaging") is None:  # Lightning 2.5
+    MODES, FAULTY = (tuple(name for name in names if not name.startswith("ema")) for names in (MODES, FAULTY))
 IN_GROUPS = ("automatic", "accumulate", "manual", "gan")
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(240)]
 
 
 def start(
-    name: str, devices: int, folder: pathlib.Path, rank: int, words: Sequence[str], env: Mapping[str, str]
-) -> Any:
+    forge: Forge, name: str, devices: int, folder: pathlib.Path, rank: int, words: Sequence[str], env: Mapping[str, str]
+) -> Forged:
+    command = [sys.executable, "-u", str(WORKER), name, str(devices), str(folder), str(rank), *words]
     with (folder / f"{name}.{rank}.log").open("wb") as log:
-        return subprocess.Popen(
-            [sys.executable, str(WORKER), name, str(devices), str(folder), str(rank), *words],
-            env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **env}, stdout=log,
-            stderr=subprocess.STDOUT, cwd=folder,
-        )  # fmt: skip
+        return forge.start(command, {**os.environ, **env}, log.fileno(), log.fileno(), cwd=str(folder))
 
 
 def elastic(rank: int, size: int) -> dict[str, str]:
@@ -84,7 +84,7 @@ def lighthouses(modes: Sequence[str]) -> Iterator[list[str]]:
         yield words
 
 
-def wait(processes: Sequence[Any], folder: pathlib.Path) -> None:
+def wait(processes: Sequence[Forged], folder: pathlib.Path) -> None:
     """Until all have ended well."""
     try:
         for process in processes:
@@ -100,14 +100,14 @@ def wait(processes: Sequence[Any], folder: pathlib.Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+def folder(forge: Forge, tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
     """Two groups of one process and two processes of DDP have trained all modes."""
     folder = tmp_path_factory.mktemp("modes")
     plain, _stores = met(list(MODES))
     with lighthouses((*MODES, *FAULTY)) as words:
         wait(
-            [start("ddp", 2, folder, rank, plain, elastic(rank, 2)) for rank in range(2)]
-            + [start("fault_tolerant", 1, folder, group, words, in_group(group)) for group in range(2)],
+            [start(forge, "ddp", 2, folder, rank, plain, elastic(rank, 2)) for rank in range(2)]
+            + [start(forge, "fault_tolerant", 1, folder, group, words, in_group(group)) for group in range(2)],
             folder,
         )
     return folder
@@ -166,16 +166,16 @@ def test_replicas_stay_equal_and_count_commits_only(folder: pathlib.Path, mode: 
         assert mine["vetoed"] == expected[mode]
 
 
-def test_two_groups_of_two_equal_four_processes_of_ddp(tmp_path: pathlib.Path) -> None:
+def test_two_groups_of_two_equal_four_processes_of_ddp(forge: Forge, tmp_path: pathlib.Path) -> None:
     together, _stores = met(IN_GROUPS)
     with lighthouses(IN_GROUPS) as words:
         inside = [met(words) for _ in range(2)]
         groups = [
-            start("fault_tolerant", 2, tmp_path, 2 * group + rank, inside[group][0],
+            start(forge, "fault_tolerant", 2, tmp_path, 2 * group + rank, inside[group][0],
                   {**elastic(rank, 2), **in_group(group)})
             for group in range(2) for rank in range(2)
         ]  # fmt: skip
-        plain = [start("ddp", 4, tmp_path, rank, together, elastic(rank, 4)) for rank in range(4)]
+        plain = [start(forge, "ddp", 4, tmp_path, rank, together, elastic(rank, 4)) for rank in range(4)]
         wait([*groups, *plain], tmp_path)
     for mode in IN_GROUPS:
         ddp, *ours = result(tmp_path, mode, "ddp", 0), *(result(tmp_path, mode, "fault_tolerant", r) for r in range(4))

@@ -42,6 +42,26 @@ class Model(L.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
+class TwoOptimizers(Model):
+    """One backward, two optimizer steps: one vote."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
+        loss = super().training_step(batch, batch_idx)
+        optimizers: Any = self.optimizers()
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        self.manual_backward(loss)
+        for optimizer in optimizers:
+            optimizer.step()
+
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.SGD([parameter], lr=0.1) for parameter in self.net.parameters()]
+
+
 @pytest.fixture
 def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     server = LighthouseServer("127.0.0.1:0")
@@ -53,7 +73,8 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("alone")
-def test_it_logs_and_shows(tmp_path: pathlib.Path) -> None:
+@pytest.mark.parametrize(("model", "steps_per_batch"), [(Model, 1), (TwoOptimizers, 2)])
+def test_it_logs_and_shows(tmp_path: pathlib.Path, model: type[Model], steps_per_batch: int) -> None:
     shown: list[Any] = []
 
     class Look(L.Callback):
@@ -67,15 +88,15 @@ def test_it_logs_and_shows(tmp_path: pathlib.Path) -> None:
         callbacks=[watch, Look()], log_every_n_steps=1, enable_progress_bar=False, enable_model_summary=False,
         enable_checkpointing=False,
     )  # fmt: skip
-    trainer.fit(Model(), torch.utils.data.DataLoader(data, 4))
+    trainer.fit(model(), torch.utils.data.DataLoader(data, 4))
     with (pathlib.Path(trainer.log_dir or "") / "metrics.csv").open() as file:
         last = list(csv.DictReader(file))[-1]
-    assert (float(last["ft/members"]), float(last["ft/vetoed"]), float(last["ft/heals"])) == (1, 1, 0)
+    assert (float(last["ft/members"]), float(last["ft/vetoed"]), float(last["ft/heals"])) == (1, steps_per_batch, 0)
     assert float(last["ft/gap_s"]) == pytest.approx(watch.longest_gap_s, rel=1e-5)
     assert watch.longest_gap_s > 0
     assert "members" not in last
     assert shown[-1] == 1.0
-    assert trainer.global_step == 7
+    assert trainer.global_step == 7 * steps_per_batch
 
 
 def test_without_a_manager_it_is_silent() -> None:
@@ -111,18 +132,18 @@ def test_a_newcomer_counts_on() -> None:
     old, new = ft_lightning.FaultToleranceMonitor(), ft_lightning.FaultToleranceMonitor()
     clock = iter([10.0, 11.0, 11.5, 14.5, 15.0, 20.0])
     old._clock = new._clock = lambda: next(clock)
-    old._look(Quorum(1, healing_members=("b",)), False, 1)
-    old._look(Quorum(1, step=2), False, 2)
+    old._look(Quorum(1, healing_members=("b",)), 0, 1)
+    old._look(Quorum(1, step=2), 0, 2)
     assert (old.heals, old.gap_s) == (0, 0.0)
-    old._look(Quorum(1, step=2), True, 2)
-    old._look(Quorum(2, ("a",), step=3), False, 3)
-    assert (old.vetoed, old.heals, old.gap_s, old.members) == (1, 0, 0.5, 1)
+    old._look(Quorum(1, step=2), 2, 2)
+    old._look(Quorum(2, ("a",), step=3), 0, 3)
+    assert (old.vetoed, old.heals, old.gap_s, old.members) == (2, 0, 0.5, 1)
     new.load_state_dict(old.state_dict())
     for one in (old, new):
-        one._look(Quorum(3, healing_members=("b",), step=4), False, 4)
-        assert (one.vetoed, one.heals, one.members) == (1, 1, 2)
+        one._look(Quorum(3, healing_members=("b",), step=4), 0, 4)
+        assert (one.vetoed, one.heals, one.members) == (2, 1, 2)
     assert (old.gap_s, new.gap_s) == (3.0, 0.5)
-    old._look(Quorum(3, step=5), False, 5)
+    old._look(Quorum(3, step=5), 0, 5)
     assert old.longest_gap_s == 3.0
 
 

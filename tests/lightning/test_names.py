@@ -7,6 +7,7 @@ import importlib.util
 import json
 import os
 import pathlib
+import re
 import subprocess
 import sys
 from datetime import timedelta
@@ -48,16 +49,25 @@ def test_by_name_without_importing_anything_of_ours() -> None:
         assert f"{tree}.strategies.ddp" in modules
 
 
+BY_PACKAGE = """
+import ft_lightning, sys; assert "torch" not in sys.modules
+from lightning.fabric import Fabric
+fabric = Fabric(strategy="fault_tolerant", accelerator="cpu", devices=2)
+print(type(fabric.strategy).__module__)
+fabric.launch()
+"""
+
+
 @pytest.mark.process
-def test_importing_the_package_is_enough_where_torch_runs_no_entry_points() -> None:
-    program = "import ft_lightning, sys; assert 'torch' not in sys.modules\nfrom lightning.fabric import Fabric\n" + (
-        "print(type(Fabric(strategy='fault_tolerant', accelerator='cpu', devices=1).strategy).__module__)"
-    )
+def test_importing_the_package_is_enough_where_torch_runs_no_entry_points(tmp_path: pathlib.Path) -> None:
+    """And a program from standard input, which cannot be started again in each group, is told what to do."""
     result = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", program], capture_output=True, text=True, timeout=50, check=False,
-        env={**os.environ, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"},
+        [sys.executable, "-W", "ignore", "-"], input=BY_PACKAGE, capture_output=True, text=True, timeout=50,
+        check=False, cwd=tmp_path, env={**os.environ, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"},
     )  # fmt: skip
     assert result.stdout.split() == ["ft_lightning.fabric"], result.stderr
+    assert result.returncode == 1
+    assert re.search(r"ConfigError: .*standard input.*ftrun --replicas 3 train\.py", result.stderr), result.stderr
 
 
 # ---------------------------------------------------------------- the finder

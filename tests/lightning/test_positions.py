@@ -16,6 +16,7 @@ SCRIPT = ROOT / "tests/lightning/positions_job.py"
 DEATH = (1, 5)
 
 
+@pytest.mark.usefixtures("forged_workers")
 def test_all_steps_are_made_at_the_same_batch(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
     for name, value in {"FOLDER": str(tmp_path), "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}.items():
         monkeypatch.setenv(name, value)

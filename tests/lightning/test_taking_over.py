@@ -25,7 +25,7 @@ from tests.launch.job import Job, job
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-pytestmark = [pytest.mark.process, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.process, pytest.mark.timeout(180), pytest.mark.usefixtures("forged_workers")]
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "tests/lightning/adopting.py"
 SAMPLES, BATCH, ACCUMULATE = 336, 4, 2
@@ -48,8 +48,8 @@ def end(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> Callable[[Jo
     return end
 
 
-def pid_of(running: Job, name: str) -> int:
-    return next(g for g in running.supervisor._groups.values() if g.name == name).agent.pids()[0]
+def pid_of(running: Job, name: str, rank: int = 0) -> int:
+    return next(g for g in running.supervisor._groups.values() if g.name == name).agent.pids()[rank]
 
 
 @dataclass(frozen=True, order=True)
@@ -112,7 +112,7 @@ def test_a_kill_a_stop_and_a_late_join(end: Callable[[Job], None]) -> None:
 
     def kill(_: re.Match[str]) -> None:
         os.kill(pid_of(running, "replica-0"), signal.SIGKILL)
-        running.when(r"replica-0/0\] on 0 \d+ \d+ 2 ", grow)
+        running.when(r"replica-0/0\] on 0 \d+ \d+ 2 ", grow, after=[r"\[replica-0\] started"])
 
     def grow(_: re.Match[str]) -> None:
         order_resize(3, "adopting")
@@ -121,7 +121,7 @@ def test_a_kill_a_stop_and_a_late_join(end: Callable[[Job], None]) -> None:
     def stop(_: re.Match[str]) -> None:
         stopped.append(pid_of(running, "replica-1"))
         os.kill(stopped[0], signal.SIGSTOP)
-        running.when(r"replica-0/0\] on 0 \d+ \d+ 2 ", lambda _: running.when(r"replica-0/0\] on 0 \d+ 6 2 ", go_on))
+        running.when(r"replica-0/0\] on 0 \d+ 6 2 ", go_on, after=[r"replica-0/0\] on 0 \d+ \d+ 2 "])
 
     def go_on(_: re.Match[str]) -> None:
         os.kill(stopped[0], signal.SIGCONT)
@@ -154,7 +154,7 @@ def test_a_kill_and_a_return_during_validation(end: Callable[[Job], None], monke
         os.kill(pid_of(running, "replica-2"), signal.SIGKILL)
         running.when(r"replica-2/0\] on 2 ", lambda _: end(running))
 
-    with job(SCRIPT, "--replicas", "3", "--standby", "1", "--timeout", "20") as running:
+    with job(SCRIPT, "--replicas", "3", "--timeout", "20") as running:
         running.when(r"replica-2/0\] validating 1 9", kill)
         assert running.run() == 0, running.text
     check_ends(running, 3)
@@ -162,3 +162,35 @@ def test_a_kill_and_a_return_during_validation(end: Callable[[Job], None], monke
     assert gaps(told[0][0]) == gaps(told[1][0]) == gaps(told[2][0]) == gaps(told[2][1]) == 0
     assert told[2][0][-1] == Place(1, 9, 3)
     assert told[2][1][0] >= Place(1, 10, 3)
+
+
+def test_a_rank_of_a_group_of_two_is_killed(end: Callable[[Job], None]) -> None:
+    """Its whole group is started again, and both ranks take over in the middle of an epoch."""
+
+    def kill(_: re.Match[str]) -> None:
+        os.kill(pid_of(running, "replica-0", rank=1), signal.SIGKILL)
+        running.when(r"\[replica-0\] started", lambda _: running.when(
+            r"replica-0/1\] on 0 \d+ \d+ 2 ", lambda _: end(running)
+        ))  # fmt: skip
+
+    with job(SCRIPT, "--replicas", "2", "--nproc-per-replica", "2", "--timeout", "20") as running:
+        running.when(r"replica-0/1\] on 0 1 4 2 ", kill)
+        assert running.run() == 0, running.text
+    check_ends(running, 4)
+    assert running.count(r"\[replica-0\] started") == 2
+    assert running.count(r"\[replica-1\] started") == 1
+    told: dict[tuple[int, int], list[Place]] = defaultdict(list)
+    for line in running.lines.all:
+        if on := re.search(r"\[replica-(\d)/(\d)\] on \d (\d+) (\d+) \d (\d)/(\d) ([\d ]+)$", line):
+            group, rank, epoch, batch, shard, shards = (int(on[i]) for i in range(1, 7))
+            assert (shard, shards) == (2 * group + rank, 4), line
+            told[group, rank].append(Place(epoch, batch, shards))
+            assert [int(i) for i in on[7].split()] == expected(shard, told[group, rank][-1]), line
+    assert sorted(told) == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    assert gaps(told[1, 0]) == gaps(told[1, 1]) == 0
+    returned = [
+        next(b for a, b in itertools.pairwise(told[0, rank]) if (b.epoch, b.batch) != a.next()) for rank in (0, 1)
+    ]
+    assert returned[0] == returned[1] > Place(1, 4, 4)
+    assert returned[0].batch % ACCUMULATE == 0
+    assert len({places[-1] for places in told.values()}) == 1

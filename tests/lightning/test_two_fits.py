@@ -9,10 +9,11 @@ import pytest
 
 from tests.launch.job import job
 
-pytestmark = [pytest.mark.process, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.process, pytest.mark.timeout(120), pytest.mark.usefixtures("forged_workers")]
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 
 
+@pytest.mark.usefixtures("forged_workers")
 def test_a_kill_in_the_second_fit(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
     for name, value in {"FOLDER": str(tmp_path), "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}.items():
         monkeypatch.setenv(name, value)

@@ -1,0 +1,35 @@
+"""Each test has an environment of its own; one forge for all that want one."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.lightning.forge import Forge
+from tests.lightning.surroundings import bare
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+@pytest.fixture(autouse=True)
+def surroundings() -> Iterator[None]:
+    """Each test is alone."""
+    with bare():
+        yield
+
+
+@pytest.fixture(scope="session")
+def forge() -> Iterator[Forge]:
+    """Starts processes that have imported Lightning already."""
+    forge = Forge()
+    yield forge
+    forge.close()
+
+
+@pytest.fixture
+def forged_workers(forge: Forge) -> Iterator[None]:
+    """ftrun's workers come from the forge."""
+    with forge.serves_ftrun():
+        yield
