@@ -1,0 +1,364 @@
+"""`FaultTolerantAccelerator`: Accelerate's Accelerator whose training survives the loss of replica groups.
+
+    from ft_accelerate import FaultTolerantAccelerator as Accelerator
+
+is the whole change to a script; `ftrun` or `ft-accelerate launch` starts its replica groups. Started without them (no
+FT_* or ACCELERATE_FT_* in the environment, no plugin) it is an Accelerator and nothing else.
+
+How it works. `prepare` gives models, optimizers, schedulers and loaders of ours (`run`, `optimizer`, `data`); what all
+replicas must have alike is `heal`; who saves and logs is `leader`. Properties that speak of processes
+(`num_processes`, `process_index`, `gather`, `reduce`, `wait_for_everyone`) mean the processes of this group, which is
+what Accelerate's own collectives reach; only `is_main_process`, saving, tracking, `check_trigger` and `end_training`
+speak of the whole job.
+
+Threads: the training thread.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import logging
+import os
+from typing import TYPE_CHECKING, Any
+
+from ft_accelerate import _compat, checkpoints, data, heal, refusals
+from ft_accelerate.leader import Leadership
+from ft_accelerate.optimizer import GroupScheduler, VotedOptimizer
+from ft_accelerate.plugin import FaultTolerancePlugin, plugin_or_none
+from ft_accelerate.run import Run, check_groups
+from ft_accelerate.wrapping import WrappedModel
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    import torch
+
+    from ft_core import Manager
+
+log = logging.getLogger("ft_accelerate")
+
+
+class FaultTolerantAccelerator(_compat.Accelerator):  # type: ignore[misc]
+    """An Accelerator whose models train in step with those of other replica groups, any of which may fail.
+
+    Args:
+        args: of Accelerator.
+        fault_tolerance_plugin: settings; None: from the environment, and no fault tolerance where that is silent.
+        kwargs: of Accelerator.
+
+    Raises:
+        ConfigError: settings that cannot work, or DeepSpeed, Megatron, a TPU, communication hooks, dispatch_batches.
+        NotAvailableError: FSDP, tensor or context parallelism inside a group.
+    """
+
+    trackers: list[Any]
+
+    def __init__(self, *args: Any, fault_tolerance_plugin: FaultTolerancePlugin | None = None, **kwargs: Any) -> None:
+        self.fault_tolerance_plugin = plugin_or_none(fault_tolerance_plugin)
+        self.epoch = 0
+        """The epoch under way in `epochs`."""
+        self._run: Run | None = None
+        self._leadership: Leadership | None = None
+        self._tracking: tuple[Any, ...] | None = None
+        if self.fault_tolerance_plugin is not None:
+            refusals.check_arguments(
+                inspect.signature(_compat.Accelerator.__init__).bind(self, *args, **kwargs).arguments
+            )
+        super().__init__(*args, **kwargs)
+        if self.fault_tolerance_plugin is not None:
+            refusals.check_state(self.state)
+            self._begin(self.fault_tolerance_plugin)
+
+    def _begin(self, plugin: FaultTolerancePlugin) -> None:
+        save, load = functools.partial(heal.save, self), functools.partial(heal.load, self)
+        self._run = Run(plugin, self.num_processes, self.process_index, save, load, self._opened, self._divide)
+        check_groups(self._run)
+        self._leadership = Leadership(self._run, self._lead)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_run": None, "_leadership": None}
+
+    # ------------------------------------------------------------ what fault tolerance adds
+
+    @property
+    def manager(self) -> Manager | None:
+        """ft_core's Manager of this rank: steps, members, metrics. None before a model is prepared, or without FT."""
+        return self._run.manager if self._run is not None else None
+
+    @property
+    def replica_group(self) -> int:
+        """Number of this replica group in the job."""
+        return self._run.group if self._run is not None else 0
+
+    @property
+    def num_replica_groups(self) -> int:
+        """Replica groups by which the training data is divided."""
+        return self._run.groups if self._run is not None else 1
+
+    @property
+    def committed_steps(self) -> int:
+        """Optimizer steps of the run, on all replicas alike; without fault tolerance 0."""
+        return self.manager.current_step() if self.manager is not None else 0
+
+    def epochs(self, number: int, start: int = 0) -> Iterator[int]:
+        """`range(start, number)`, in which a newcomer goes on with the others' epoch, and ends when they end.
+
+        Args:
+            number: of epochs.
+            start: the first one.
+        """
+        self.epoch = start
+        while self.epoch < number and not (self._run is not None and self._run.stopped):
+            for loader in heal.loaders(self):
+                loader.position.ahead = 0
+            yield self.epoch
+            self.epoch += 1
+
+    # ------------------------------------------------------------ prepare
+
+    def prepare_model(
+        self, model: torch.nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
+    ) -> Any:
+        """As Accelerator's; a model with parameters to train is wrapped in ours instead of torch's DDP.
+
+        Raises:
+            ConfigError: an argument of DistributedDataParallelKwargs cannot work here.
+            UsageError: training has begun.
+        """
+        run = self._run
+        if isinstance(model, WrappedModel) and model.module in self._models:
+            return model
+        if run is None or evaluation_mode or getattr(model, "_is_accelerate_prepared", False):
+            return super().prepare_model(model, device_placement, evaluation_mode)
+        model = super().prepare_model(model, device_placement, evaluation_mode=True)
+        if not any(parameter.requires_grad for parameter in model.parameters()):
+            return model
+        wrapped = run.wrap(model, _compat.ddp_arguments(self.ddp_handler))
+        vars(wrapped)["_is_accelerate_prepared"] = True
+        return wrapped
+
+    def prepare_data_loader(
+        self, data_loader: Any, device_placement: Any = None, slice_fn_for_dispatch: Any = None
+    ) -> Any:
+        """As Accelerator's; the data is divided among the processes of all groups while a model trains."""
+        if self._run is None or getattr(data_loader, "_is_accelerate_prepared", False):
+            return super().prepare_data_loader(data_loader, device_placement, slice_fn_for_dispatch)
+        place = self.device_placement if device_placement is None else device_placement
+        prepared = data.prepare(self, data_loader, self._run, place)
+        self._dataloaders.append(prepared)
+        return prepared
+
+    def prepare_optimizer(self, optimizer: Any, device_placement: bool | None = None) -> Any:
+        """As Accelerator's; its steps are put to the vote."""
+        if self._run is None or getattr(optimizer, "_is_accelerate_prepared", False):
+            return super().prepare_optimizer(optimizer, device_placement)
+        place = self.device_placement if device_placement is None else device_placement
+        prepared = VotedOptimizer(optimizer, self._run, device_placement=place, scaler=self.scaler)
+        self._optimizers.append(prepared)
+        return prepared
+
+    def prepare_scheduler(self, scheduler: Any) -> Any:
+        """As Accelerator's; it advances by the processes of all groups."""
+        if self._run is None or getattr(scheduler, "_is_accelerate_prepared", False):
+            return super().prepare_scheduler(scheduler)
+        mine = [o for o in self._optimizers if getattr(scheduler, "optimizer", None) is o.optimizer]
+        prepared = GroupScheduler(
+            scheduler, mine[0] if mine else self._optimizers, self._run,
+            step_with_optimizer=self.step_scheduler_with_optimizer, split_batches=self.split_batches,
+        )  # fmt: skip
+        self._schedulers.append(prepared)
+        return prepared
+
+    def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
+        """As Accelerator's."""
+        if isinstance(dataloader, data.GroupDataLoader):
+            return dataloader.starting_at(num_batches)
+        return super().skip_first_batches(dataloader, num_batches)
+
+    # ------------------------------------------------------------ gradients
+
+    @contextlib.contextmanager
+    def no_sync(self, model: Any) -> Iterator[None]:
+        """As Accelerator's, also in a group of one process."""
+        with model.no_sync() if isinstance(model, WrappedModel) else super().no_sync(model):
+            yield
+
+    @staticmethod
+    @contextlib.contextmanager
+    def trigger_sync_in_backward(model: Any) -> Iterator[None]:
+        """As Accelerator's."""
+        if isinstance(model, WrappedModel) and not (model._run is not None and model._run.silent):
+            model.carrier.before_backward(sync=True)
+        with _compat.Accelerator.trigger_sync_in_backward(model):
+            yield
+
+    def join_uneven_inputs(self, joinables: Any, even_batches: bool | None = None) -> Any:
+        """Without effect: prepared loaders give all processes equally many batches, unless `even_batches` is False."""
+        if self._run is None:
+            return super().join_uneven_inputs(joinables, even_batches)
+        if even_batches is False or not self.even_batches:
+            log.warning("join_uneven_inputs has no effect with fault tolerance: who is out of batches goes on alone")
+        return contextlib.nullcontext()
+
+    def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
+        """As Accelerator's; afterwards gradients are averaged over all groups if they are synchronized."""
+        super().backward(loss, **kwargs)
+        self._settle_gradients()
+
+    def unscale_gradients(self, optimizer: Any = None) -> None:
+        """As Accelerator's."""
+        self._settle_gradients()
+        super().unscale_gradients(optimizer)
+
+    def clip_grad_norm_(self, parameters: Any, max_norm: Any, norm_type: Any = 2) -> Any:
+        """As Accelerator's."""
+        self._settle_gradients()
+        return super().clip_grad_norm_(parameters, max_norm, norm_type)
+
+    def clip_grad_value_(self, parameters: Any, clip_value: Any) -> None:
+        """As Accelerator's."""
+        self._settle_gradients()
+        super().clip_grad_value_(parameters, clip_value)
+
+    def _settle_gradients(self) -> None:
+        if self._run is not None:
+            self._run.settle_gradients()
+
+    # ------------------------------------------------------------ who writes
+
+    @property
+    def is_main_process(self) -> bool:
+        """This is the first process of the leading group. It may change when the members of the quorum do."""
+        first = bool(super().is_main_process)
+        return first and (self._leadership is None or self._leadership.leads)
+
+    def on_main_process(self, function: Callable[..., Any] | None = None) -> Any:
+        """As Accelerator's; who the main process is, is looked up at each call."""
+        if self._run is None or function is None:
+            return super().on_main_process(function)
+
+        @functools.wraps(function)
+        def only_there(*args: Any, **kwargs: Any) -> Any:
+            return function(*args, **kwargs) if self.is_main_process else None
+
+        return only_there
+
+    def print(self, *args: Any, **kwargs: Any) -> None:
+        """As Accelerator's, in the leading group only."""
+        if self._leadership is None or self._leadership.leads:
+            super().print(*args, **kwargs)
+
+    def _opened(self) -> None:
+        assert self._leadership is not None
+        self._leadership.opened()
+
+    def _divide(self, groups: int) -> bool:
+        """The data is divided by another number of groups, unless a batch cannot be split by it."""
+        everybody = groups * self.num_processes
+        loaders = heal.loaders(self)
+        if self.split_batches and any(loader.total_batch_size % everybody for loader in loaders):
+            return False
+        for loader in loaders:
+            loader.divide(groups)
+        return True
+
+    def _lead(self, leads: bool) -> None:
+        """This group becomes the leader, or no longer is it."""
+        if leads and self._tracking is not None and not self.trackers:
+            super().init_trackers(*self._tracking)
+        elif not leads:
+            for tracker in self.trackers:
+                tracker.finish()
+            self.trackers = []
+
+    def init_trackers(
+        self, project_name: str, config: dict[str, Any] | None = None, init_kwargs: dict[str, Any] | None = None
+    ) -> None:
+        """As Accelerator's, in the leading group; another one does it when it begins to lead."""
+        self._tracking = project_name, config, init_kwargs
+        if self._leadership is None or self._leadership.leads:
+            super().init_trackers(project_name, config, init_kwargs)
+
+    def save(self, obj: Any, f: Any, safe_serialization: bool = False) -> None:
+        """As Accelerator's, in the leading group."""
+        write = functools.partial(super().save, obj, f, safe_serialization)
+        write() if self._leadership is None else self._leadership.writing(str(f), write)
+
+    def save_model(self, model: Any, save_directory: Any, *args: Any, **kwargs: Any) -> None:
+        """As Accelerator's, in the leading group."""
+        write = functools.partial(super().save_model, model, save_directory, *args, **kwargs)
+        write() if self._leadership is None else self._leadership.writing(str(save_directory), write)
+
+    def save_state(self, output_dir: Any = None, safe_serialization: bool = True, **kwargs: Any) -> Any:
+        """As Accelerator's, in the leading group; another one saves again if that dies meanwhile.
+
+        Returns:
+            The folder, where it was written; None elsewhere.
+        """
+        run, settings = self._run, self.project_configuration
+        if run is None or self._leadership is None:
+            return super().save_state(output_dir, safe_serialization, **kwargs)
+        automatic = settings.automatic_checkpoint_naming
+        target = checkpoints.automatic_folder(self.project_dir, settings.iteration) if automatic else str(output_dir)
+        iteration = settings.iteration
+        save = functools.partial(super().save_state, safe_serialization=safe_serialization, **kwargs)
+
+        def named(folder: str) -> None:
+            settings.automatic_checkpoint_naming = False
+            try:
+                save(folder)
+            finally:
+                settings.automatic_checkpoint_naming, settings.iteration = automatic, iteration
+
+        def write() -> str:
+            manager_state = run.manager.state_dict() if run.manager is not None else {}
+            first = super(FaultTolerantAccelerator, self).is_main_process
+            checkpoints.write(target, named, manager_state, first, self.wait_for_everyone)
+            if automatic and first:
+                checkpoints.prune(os.path.dirname(target), settings.total_limit)
+            return target
+
+        written = self._leadership.writing(target, write)
+        settings.iteration = iteration + 1
+        return written
+
+    def load_state(self, input_dir: Any = None, load_kwargs: Any = None, **kwargs: Any) -> None:
+        """As Accelerator's, on every replica; before training the Manager goes to the step at which it was saved."""
+        run = self._run
+        if run is None:
+            super().load_state(input_dir, load_kwargs, **kwargs)
+            return
+        if input_dir is None and self.project_configuration.automatic_checkpoint_naming:
+            input_dir = checkpoints.newest(self.project_dir)
+        super().load_state(input_dir, load_kwargs, **kwargs)
+        state = checkpoints.manager_state(str(input_dir))
+        if state and run.models and not run.start_manager().quorum_id:
+            run.start_manager().load_state_dict(state)
+
+    # ------------------------------------------------------------ agreements and the end
+
+    def check_trigger(self) -> bool:
+        """As Accelerator's, over all groups: True on all replicas if any process of any group set it."""
+        here = bool(super().check_trigger())
+        if self._run is None or self._run.manager is None:
+            return here
+        anywhere = self._run.any_group(here)
+        if anywhere is None and here:
+            self.set_trigger()  # it could not be told now: the next check does
+        return bool(anywhere)
+
+    def end_training(self) -> None:
+        """As Accelerator's; all replicas stop after the same step, and this one leaves the job."""
+        if self._run is not None:
+            self._run.end()
+        super().end_training()
+
+    def free_memory(self, *objects: Any) -> Any:
+        """As Accelerator's; this replica leaves the quorum, and what is prepared next begins another run."""
+        freed = super().free_memory(*objects)
+        if self._run is not None:
+            self._run.begin_anew()
+            self.epoch = 0
+        return freed

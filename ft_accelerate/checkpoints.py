@@ -1,0 +1,97 @@
+"""Folders that `save_state` writes: complete or not there, and with the Manager's place in the run.
+
+How it works. A folder is written beside its place under a hidden name, then its files are moved there, so who dies
+while saving leaves no half of a checkpoint where `load_state` looks. `ft_manager.json` holds the Manager's step and
+lineage: replicas that load the same folder agree at once; plain Accelerate ignores it.
+
+Threads: the training thread.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import shutil
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+log = logging.getLogger("ft_accelerate")
+MANAGER = "ft_manager.json"
+
+
+def automatic_folder(project_dir: str, iteration: int) -> str:
+    """Where Accelerate's automatic naming puts the next one."""
+    return os.path.join(project_dir, "checkpoints", f"checkpoint_{iteration}")
+
+
+def partial_folder(target: str) -> str:
+    """Where it is written first: on the same file system, and not among the checkpoints."""
+    parent, name = os.path.split(os.path.abspath(target))
+    if os.path.basename(parent) == "checkpoints":
+        parent = os.path.dirname(parent)
+    return os.path.join(parent, f".{name}.partial")
+
+
+def write(target: str, save: Callable[[str], Any], manager_state: dict[str, int], first: bool, wait: Any) -> None:
+    """Write a folder and put it in place.
+
+    Args:
+        target: its place; files that are there are replaced one by one.
+        save: writes Accelerate's part into a folder.
+        manager_state: of the Manager.
+        first: this is the group's first rank.
+        wait: a barrier of the group.
+    """
+    partial = partial_folder(target)
+    if first:
+        shutil.rmtree(partial, ignore_errors=True)
+    wait()
+    save(partial)
+    wait()
+    if not first:
+        wait()
+        return
+    with open(os.path.join(partial, MANAGER), "w", encoding="utf-8") as file:
+        json.dump(manager_state, file)
+    os.makedirs(target, exist_ok=True)
+    for name in sorted(os.listdir(partial)):
+        place = os.path.join(target, name)
+        if os.path.isdir(place):
+            shutil.rmtree(place)
+        os.replace(os.path.join(partial, name), place)
+    os.rmdir(partial)
+    wait()
+
+
+def manager_state(folder: str) -> dict[str, int] | None:
+    """What `write` noted; None for a checkpoint of plain Accelerate."""
+    try:
+        with open(os.path.join(folder, MANAGER), encoding="utf-8") as file:
+            return {str(key): int(value) for key, value in json.load(file).items()}
+    except FileNotFoundError:
+        return None
+
+
+def prune(parent: str, limit: int | None) -> None:
+    """Delete the oldest folders over the limit, as Accelerate's automatic naming does."""
+    folders = sorted((int(m[1]), name) for name in os.listdir(parent) if (m := re.fullmatch(r"checkpoint_(\d+)", name)))
+    for _, name in folders[: -limit if limit else 0]:
+        log.info("deleting %s to make room for newer checkpoints", os.path.join(parent, name))
+        shutil.rmtree(os.path.join(parent, name))
+
+
+def newest(project_dir: str) -> str:
+    """The newest automatically named folder.
+
+    Raises:
+        FileNotFoundError: there is none.
+    """
+    parent = os.path.join(project_dir, "checkpoints")
+    folders = [(int(m[1]), name) for name in os.listdir(parent) if (m := re.fullmatch(r"checkpoint_(\d+)", name))]
+    if not folders:
+        raise FileNotFoundError(f"no checkpoint_N in {parent}")
+    return os.path.join(parent, max(folders)[1])

@@ -1,0 +1,306 @@
+"""Training data over all groups: who reads what, and a loader that a newcomer enters in the middle.
+
+How it works. Accelerate's own `prepare_data_loader` divides the data, once among all processes of all groups and once
+among those of this group; `GroupDataLoader` holds both. Which it reads is decided when it is iterated: the first if a
+prepared model is in training mode and gradients are recorded, else the second, so that evaluation, and
+`gather_for_metrics` with it, is each group's own affair and sees all the data.
+
+While it trains, it asks for the window (`Run.before_batch`) before each batch is handed out. If the position has moved
+then (this replica took over the others' state, or was a batch behind), it opens its data there: in the sampler, so
+nothing is read that is skipped; a stream is read through, and the peers do not wait for that as for a hang.
+
+A newcomer goes on *inside* the loop that it is in, with the others' epoch. Its own loop variable is behind until the
+next epoch if the script uses `accelerator.epochs(n)`, and stays behind with `range(n)`; then training ends for it when
+the others call `end_training`. `set_epoch` of the script is corrected by the difference.
+
+The division is by the configured number of groups, so shards do not move when one fails; what the missing ones would
+have read is not read in that epoch. A group with a higher number reads along with a lower one until the next epoch
+begins: then all members see it in the quorum, and divide anew.
+
+Invariants: position (epoch, batch) of each loader is equal on all members whenever a window opens.
+Threads: the training thread.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from typing import TYPE_CHECKING, Any
+
+from accelerate.utils import send_to_device
+from torch.utils.data import BatchSampler, IterableDataset, RandomSampler, Sampler, SequentialSampler
+
+from ft_accelerate import _compat
+from ft_accelerate.replayable import Replayable
+from ft_core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping
+
+    from ft_accelerate.run import Run
+
+log = logging.getLogger("ft_accelerate")
+EPOCH = 1 << 32
+"""Batches that an epoch may have."""
+_END = object()
+
+
+class Position:
+    """Where a loader is: the next batch to be handed out, and the epoch it belongs to."""
+
+    def __init__(self) -> None:
+        self.epoch = 0
+        self.batch = 0
+        self.ahead = 0
+        """Epochs that the run is ahead of this replica's script."""
+
+    def __repr__(self) -> str:
+        return f"epoch {self.epoch}, batch {self.batch}"
+
+    @property
+    def code(self) -> int:
+        """As one number that grows with progress."""
+        return self.epoch * EPOCH + self.batch
+
+    def moved_to(self, code: int) -> Position:
+        """Go there. Returns itself."""
+        self.epoch, self.batch = divmod(code, EPOCH)
+        return self
+
+
+class GroupDataLoader(_compat.DataLoaderShard):  # type: ignore[misc]
+    """What `prepare` makes of a DataLoader. Public attributes and methods are DataLoaderShard's.
+
+    Args:
+        everybody: as Accelerate prepared it for all processes of all groups.
+        inside: for the processes of this group.
+        run: asked for windows.
+    """
+
+    def __init__(self, everybody: Any, inside: Any, run: Run) -> None:
+        kept = dict(everybody.__dict__)
+        self._bases = kept.pop("base_dataloader"), inside.base_dataloader
+        """torch's loaders with the division among everybody, and among this group."""
+        self.__dict__.update(kept)
+        self._run = run
+        self.position = Position()
+        self._first = 0
+        """Batch at which each epoch begins (skip_first_batches)."""
+        self._trained: bool | None = None
+        """What it was iterated for last."""
+
+    @property
+    def base_dataloader(self) -> Any:
+        """torch's loader that is read now: DataLoaderShard's methods take all they need from it."""
+        # Before it was iterated: what it would be iterated for now; a script asks for the length of its loaders then.
+        training = self._run.training if self._trained is None else self._trained
+        return self._bases[0 if training else 1]
+
+    def __iter__(self) -> Iterator[Any]:
+        self._trained = self._run.training
+        return self._train() if self._trained else super().__iter__()
+
+    def __len__(self) -> int:
+        """Batches per epoch on this process."""
+        return len(self.base_dataloader) - self._first
+
+    def __reduce__(self) -> Any:
+        """A pickled one is Accelerate's, for all processes of all groups."""
+        kept = {k: v for k, v in self.__dict__.items() if k not in ("_bases", "_run", "position")}
+        return _rebuild, ({**kept, "base_dataloader": self._bases[0]},)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the order of the next iteration."""
+        super().set_epoch(epoch + self.position.ahead)
+
+    def starting_at(self, batch: int) -> GroupDataLoader:
+        """The same loader, without the first batches of each epoch."""
+        other = object.__new__(GroupDataLoader)
+        other.__dict__.update(self.__dict__)
+        other._first = batch
+        return other
+
+    @property
+    def _replayable(self) -> bool:
+        return isinstance(_compat.get_sampler(self._bases[0]), _compat.SeedableRandomSampler)
+
+    # ------------------------------------------------------------ what a newcomer must know
+
+    def progress(self) -> dict[str, int | None]:
+        """Position, and what its order depends on."""
+        sampler = _compat.get_sampler(self._bases[0])
+        seed = sampler.initial_seed if isinstance(sampler, _compat.SeedableRandomSampler) else None
+        return {"at": self.position.code, "seed": seed}
+
+    def go_on(self, progress: Mapping[str, int | None]) -> None:
+        """Take over what `progress` of a peer returned; counts from the next batch that is read."""
+        at, seed = progress["at"], progress["seed"]
+        self.position.moved_to(at or 0)
+        sampler = _compat.get_sampler(self._bases[0])
+        if seed is not None and isinstance(sampler, _compat.SeedableRandomSampler):
+            sampler.initial_seed = seed
+
+    def divide(self, groups: int) -> None:
+        """From the next batch that is opened on, divide the data by so many groups."""
+        if isinstance(_compat.get_sampler(self._bases[0]), RandomSampler) and not self._replayable:
+            log.warning(
+                "this group began alone, with an order of its own (use_seedable_sampler=False): groups that join read "
+                "other parts than are left; pass DataLoaderConfiguration(use_seedable_sampler=True)"
+            )
+        shard, ranks = _compat.shard_of(self._bases[0]), self._run.ranks
+        if shard is not None:
+            shard.num_processes = groups * ranks
+            shard.process_index = self._run.group % groups * ranks + shard.process_index % ranks
+
+    # ------------------------------------------------------------ training
+
+    def _train(self) -> Iterator[Any]:
+        if self.rng_types is not None:
+            _compat.synchronize_rng_states(self.rng_types, self.synchronized_generator)
+        position = self.position
+        position.epoch, position.batch = self.iteration, self._first
+        self.begin()
+        source: _Source | None = None
+        with self._run.reading():
+            while source is None or not source.empty:
+                at = position.code
+                self._run.before_batch(position)
+                if self._run.stopped:
+                    break
+                if position.batch == self._first:
+                    self._run.divide_anew()
+                if position.code != at or source is None:
+                    if source is not None and position.code == (self.iteration + 1) * EPOCH:
+                        self._run.busy("ending the epoch that the others have ended")
+                        break
+                    source = self._open()
+                    if source.empty:
+                        break
+                position.batch += 1
+                yield source.take(self)
+        if not self._run.stopped:
+            self.iteration += 1
+        self.end()
+
+    def _open(self) -> _Source:
+        """The data from `position` on."""
+        position = self.position
+        position.ahead += position.epoch - self.iteration
+        super().set_epoch(position.epoch)
+        self.end_of_dataloader = False
+        if _compat.can_skip(self.base_dataloader):
+            with _compat.open_at(self.base_dataloader, position.batch):
+                return _Source(iter(self.base_dataloader))
+        iterator = iter(self.base_dataloader)
+        if position.batch:
+            with self._run.pause("reading through the data that the others have read"):
+                for _ in range(position.batch):
+                    if next(iterator, _END) is _END:
+                        break
+        return _Source(iterator)
+
+
+def _rebuild(kept: dict[str, Any]) -> Any:
+    loader = object.__new__(_compat.DataLoaderShard)
+    loader.__dict__.update(kept)
+    return loader
+
+
+class _Source:
+    """Batches, one of them read ahead: the last one must be known as such when it is handed out."""
+
+    def __init__(self, iterator: Iterator[Any]) -> None:
+        self._iterator = iterator
+        self._next = next(iterator, _END)
+
+    @property
+    def empty(self) -> bool:
+        """There is no further batch."""
+        return self._next is _END
+
+    def take(self, loader: GroupDataLoader) -> Any:
+        """The next batch, on the device; as DataLoaderShard does it, with its state of before the read-ahead."""
+        batch = self._next
+        if loader.device is not None:
+            batch = send_to_device(batch, loader.device, non_blocking=loader._non_blocking)
+        loader._update_state_dict()
+        self._next = next(self._iterator, _END)
+        if self.empty:
+            loader.end_of_dataloader = True
+            loader._update_state_dict()
+        return batch
+
+
+def prepare(accelerator: Any, loader: Any, run: Run, device_placement: bool) -> GroupDataLoader:
+    """Divide a loader's data among all processes of all groups.
+
+    Args:
+        accelerator: whose settings count.
+        loader: the user's, or a prepared one.
+        run: of this accelerator.
+        device_placement: put batches on the accelerator's device.
+
+    Raises:
+        ConfigError: `dispatch_batches`, or a batch that cannot be split among all processes.
+    """
+    ranks, groups = accelerator.num_processes, run.groups
+    everybody = ranks * groups
+    if accelerator.dispatch_batches:
+        raise ConfigError(
+            "dispatch_batches=True cannot be used with fault tolerance: one process would read for all, and all would "
+            "end with it; leave it out, every process then reads its own part"
+        )
+    if accelerator.split_batches and loader.batch_size is not None and loader.batch_size % everybody:
+        raise ConfigError(
+            f"split_batches=True with batch_size={loader.batch_size}: it must be a multiple of {everybody}, the "
+            f"processes of all groups ({groups} groups of {ranks}), also when some of them are away"
+        )
+    if groups > 1:
+        _make_replayable(loader, accelerator.dataloader_config.data_seed)
+
+    def divided(number: int, index: int) -> Any:
+        return _compat.prepare_data_loader(
+            loader,
+            accelerator.device,
+            num_processes=number,
+            process_index=index,
+            split_batches=accelerator.split_batches,
+            put_on_device=device_placement,
+            rng_types=accelerator.rng_types.copy(),
+            dispatch_batches=False,
+            even_batches=accelerator.even_batches,
+            # One group alone has nobody to share an order with: it keeps the one that the user asked for.
+            use_seedable_sampler=accelerator.use_seedable_sampler or groups > 1,
+            data_seed=accelerator.dataloader_config.data_seed,
+            non_blocking=accelerator.non_blocking,
+            use_stateful_dataloader=accelerator.use_stateful_dataloader,
+        )
+
+    index = run.group % groups * ranks + accelerator.process_index
+    whole = divided(everybody, index)
+    return GroupDataLoader(whole, divided(ranks, accelerator.process_index), run)
+
+
+def _make_replayable(loader: Any, seed: int | None) -> None:
+    """A sampler that draws from the global generator has another order on every replica: let the epoch decide it.
+
+    RandomSampler becomes Accelerate's SeedableRandomSampler; samplers with `set_epoch` know what they do.
+    """
+    batches = loader.batch_sampler
+    if isinstance(loader.dataset, IterableDataset) or type(batches) is not BatchSampler:
+        return
+    sampler = batches.sampler
+    known = isinstance(sampler, SequentialSampler | RandomSampler) or hasattr(sampler, "set_epoch")
+    if isinstance(sampler, Sampler) and not known:
+        batches.sampler = Replayable(sampler, seed or 0)
+
+
+def groups_needed(groups: int, members: Iterable[str]) -> int:
+    """By how many the data must be divided so that each member has a part: groups that joined later have high numbers.
+
+    Args:
+        groups: by how many it is divided now.
+        members: names of the members of a quorum, as `replica-3:1f2e3d4c`; others do not count.
+    """
+    numbers = (re.fullmatch(r".*-(\d{1,6})(:\w+)?", name) for name in members)
+    return max([groups, *(int(found[1]) + 1 for found in numbers if found)])

@@ -1,0 +1,71 @@
+"""What all replicas must have alike besides the Manager's version: the prepared objects' state, as plain data.
+
+How it works. `save` is called on a donor when a window opens; its tensors are live ones, which do not change before the
+next optimizer step. `load` puts it into a newcomer's objects, in the order in which they were prepared, and moves its
+loaders. Both see the accelerator as it is at that moment, so objects may be prepared in several calls.
+
+Invariant: called by `Run` between two windows only, never between forward and backward. Threads: the training thread.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from ft_accelerate.data import GroupDataLoader
+from ft_core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+KINDS = ("_models", "_optimizers", "_schedulers", "_custom_objects")
+"""The Accelerator's lists of what has `state_dict` and `load_state_dict`."""
+
+
+def loaders(accelerator: Any) -> list[GroupDataLoader]:
+    """Prepared loaders, in order."""
+    return [loader for loader in accelerator._dataloaders if isinstance(loader, GroupDataLoader)]
+
+
+def save(accelerator: Any) -> dict[str, Any]:
+    """Everything, as dicts, lists, numbers, texts and tensors."""
+    scaler = accelerator.scaler
+    return {
+        **{kind.strip("_"): [obj.state_dict() for obj in getattr(accelerator, kind)] for kind in KINDS},
+        "scaler": None if scaler is None else scaler.state_dict(),
+        "groups": accelerator.num_replica_groups,
+        "step": accelerator.step,
+        "epoch": accelerator.epoch,
+        "save_iteration": accelerator.save_iteration,
+        "loaders": [loader.progress() for loader in loaders(accelerator)],
+    }
+
+
+def load(accelerator: Any, state: Mapping[str, Any]) -> None:
+    """Take over what `save` returned on a donor.
+
+    Raises:
+        ConfigError: it has other objects than this replica.
+    """
+    for kind in KINDS:
+        mine, theirs = getattr(accelerator, kind), state[kind.strip("_")]
+        _check(kind.strip("_"), mine, theirs)
+        for obj, saved in zip(mine, theirs, strict=True):
+            obj.load_state_dict(saved)
+    if accelerator.scaler is not None and state["scaler"]:
+        accelerator.scaler.load_state_dict(state["scaler"])
+    accelerator.step = state["step"]
+    accelerator.epoch = state["epoch"]
+    accelerator.project_configuration.iteration = state["save_iteration"]
+    accelerator._run.divide(state["groups"])
+    mine = loaders(accelerator)
+    _check("data loaders", mine, state["loaders"])
+    for loader, progress in zip(mine, state["loaders"], strict=True):
+        loader.go_on(progress)
+
+
+def _check(what: str, mine: Sequence[object], theirs: Sequence[object]) -> None:
+    if len(mine) != len(theirs):
+        raise ConfigError(
+            f"this replica has prepared or registered {len(mine)} {what.replace('_', ' ')}, the others {len(theirs)}: "
+            f"prepare and register the same objects in the same order on all replicas, before the first step"
+        )

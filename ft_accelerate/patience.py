@@ -1,0 +1,95 @@
+"""What the lighthouse knows, for questions that no Manager can answer yet: who trains, who is paused.
+
+How it works. `start_patiently` is `Manager.start_quorum` for those who come while the others validate or save:
+that forming a quorum takes longer than `quorum_timeout` then is no error.
+
+Threads: the training thread; at most STATUS_S per call of the lighthouse, twice.
+"""
+
+from __future__ import annotations
+
+import logging
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+from ft_core.errors import FaultToleranceError, JobFinishedError, QuorumTimeoutError
+from ft_core.lighthouse_client import LighthouseClient
+
+if TYPE_CHECKING:
+    from ft_core import Manager
+    from ft_core._pb import coordination_pb2 as pb
+
+log = logging.getLogger("ft_accelerate")
+STATUS_S = timedelta(seconds=5)
+"""How long the lighthouse may take to be reached, and to answer."""
+TRIES = 3
+"""How often a quorum that trains, unpaused, may fail to take this replica in within `quorum_timeout`."""
+
+
+def rooms(address: str) -> list[pb.RoomStatus] | None:
+    """All rooms; None if the lighthouse at `address` cannot be asked."""
+    try:
+        client = LighthouseClient(address, STATUS_S)
+        try:
+            return list(client.status(STATUS_S).rooms)
+        finally:
+            client.close()
+    except FaultToleranceError as error:
+        log.info("the lighthouse could not be asked who trains: %s", error)
+        return None
+
+
+def trains_already(address: str, besides: str) -> bool | None:
+    """Whether there is a quorum of living members, or all is done; None if the lighthouse cannot be asked.
+
+    Args:
+        address: of the lighthouse.
+        besides: name of the replica group whose members do not count.
+    """
+    known = rooms(address) if address else None
+    if known is None:
+        return None
+    return any(
+        room.closed
+        or any(r.member and r.life == "up" and r.replica_id.partition(":")[0] != besides for r in room.replicas)
+        for room in known
+    )
+
+
+def start_patiently(manager: Manager, address: str, room: str) -> None:
+    """`start_quorum`, for as long as the others are paused.
+
+    Args:
+        manager: of this rank.
+        address: of the lighthouse.
+        room: where the others are.
+
+    Raises:
+        QuorumTimeoutError: and nobody is paused.
+        SystemExit: (0) the others have finished, or this replica was asked to drain.
+    """
+    tries = 0
+    while True:
+        try:
+            manager.start_quorum(room)
+            return
+        except JobFinishedError as error:
+            log.warning("nothing left to train: %s", error)
+            manager.shutdown(wait=False)
+            raise SystemExit(0) from error
+        except QuorumTimeoutError:
+            paused, trains = _others(manager, address)
+            tries += not paused
+            if not (paused or trains) or tries >= TRIES:
+                raise
+            log.info("%s: still waiting: %s", manager.replica_id, paused or "a quorum trains without this replica")
+
+
+def _others(manager: Manager, address: str) -> tuple[str, bool]:
+    """Members that are paused, as text, and whether there are members that are alive at all."""
+    known = rooms(address) if address else None
+    if known is None:
+        return "", False
+    up = [r for room in known for r in room.replicas if r.life == "up" and r.replica_id != manager.replica_id]
+    texts = [f"{r.replica_id} is paused for at most {r.paused_ms / 1000:.0f} s" for r in up if r.paused_ms]
+    return ", ".join(texts), any(r.member for r in up)

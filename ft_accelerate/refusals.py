@@ -1,0 +1,93 @@
+"""What Accelerate can do and fault-tolerant training cannot: said clearly, before anything is started.
+
+Threads: the training thread.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from ft_accelerate import _compat
+from ft_core.errors import ConfigError, NotAvailableError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+SHARDS = "a replica group must hold a whole copy of the model on each of its processes in this version"
+ARGUMENTS = {
+    "deepspeed_plugin": "DeepSpeed reduces the gradients itself",
+    "deepspeed_plugins": "DeepSpeed reduces the gradients itself",
+    "megatron_lm_plugin": "Megatron-LM reduces the gradients itself",
+    "fsdp_plugin": SHARDS,
+    "torch_tp_plugin": SHARDS,
+    "parallelism_config": SHARDS,
+}
+"""Arguments of Accelerator that must be left out, and why."""
+VARIABLES = {
+    "ACCELERATE_USE_DEEPSPEED": "DeepSpeed reduces the gradients itself",
+    "ACCELERATE_USE_MEGATRON_LM": "Megatron-LM reduces the gradients itself",
+    "ACCELERATE_USE_FSDP": SHARDS,
+    "ACCELERATE_USE_PARALLELISM_CONFIG": SHARDS,
+}
+"""What `accelerate launch` may have switched on."""
+REMEDY = "leave it out, or switch fault tolerance off (ACCELERATE_FT_ENABLED=0)"
+
+
+def check_arguments(given: Mapping[str, Any]) -> None:
+    """Before the Accelerator is built.
+
+    Args:
+        given: its arguments by name.
+
+    Raises:
+        ConfigError: one of them, or a variable of the launcher, cannot be used.
+        NotAvailableError: it comes with a later version.
+    """
+    for name, why in ARGUMENTS.items():
+        if given.get(name) is not None:
+            raise _refusal(f"{name}=", why)
+    for name, why in VARIABLES.items():
+        if _compat.flag(name):
+            raise _refusal(f"{name}=true", why)
+    for handler in given.get("kwargs_handlers") or ():
+        if isinstance(handler, _compat.DistributedDataParallelKwargs):
+            check_hook(handler)
+    data = given.get("dataloader_config")
+    if data is not None and data.dispatch_batches:
+        raise ConfigError(
+            "DataLoaderConfiguration(dispatch_batches=True) cannot be used with fault tolerance: one process would "
+            "read for all, and all would end with it; leave it out, every process then reads its own part"
+        )
+
+
+def _refusal(what: str, why: str) -> ConfigError | NotAvailableError:
+    kind = NotAvailableError if why is SHARDS else ConfigError
+    return kind(f"{what} cannot be used with fault tolerance: {why}; {REMEDY}")
+
+
+def check_hook(handler: Any) -> None:
+    """Communication hooks of torch's DDP.
+
+    Raises:
+        ConfigError: one is asked for.
+    """
+    hook = getattr(handler.comm_hook, "value", handler.comm_hook)
+    if hook != "no":
+        raise ConfigError(
+            f"DistributedDataParallelKwargs(comm_hook={hook!r}) cannot be used with fault tolerance: gradients are "
+            "averaged by the Manager, over the groups that take part in the step; leave it out"
+        )
+
+
+def check_state(state: Any) -> None:
+    """Once Accelerate knows where it runs.
+
+    Raises:
+        ConfigError: on a TPU, or with a backend that shards or reduces by itself.
+    """
+    kind = state.distributed_type
+    if kind == _compat.DistributedType.XLA:
+        raise ConfigError(f"a TPU (XLA) cannot be used with fault tolerance: it has no process groups; {REMEDY}")
+    known = ("NO", "MULTI_CPU", "MULTI_GPU", "MULTI_NPU", "MULTI_XPU", "MULTI_MLU", "MULTI_MUSA", "MULTI_HPU")
+    if str(getattr(kind, "value", kind)) not in (*known, "MULTI_SDAA", "MULTI_NEURON"):
+        raise ConfigError(f"distributed_type={kind} cannot be used with fault tolerance; {REMEDY}")

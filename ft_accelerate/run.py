@@ -1,0 +1,428 @@
+"""`Run`: the Manager of one training run, and when its quorums open, close and are lost.
+
+How it works. A *window* begins where a quorum opens and ends with the vote of an optimizer step; with accumulation it
+is several batches long. It opens before a prepared training loader hands out a batch (`before_batch`), so that a
+newcomer takes over the position before anything is read; a loop without such a loader opens it in the first forward
+that records gradients (`before_forward`). State is collected and loaded there and nowhere else, so never between
+forward and backward.
+
+- Every optimizer step after a reduced backward is voted on; further optimizers that step on the same gradients share
+  that vote. There may be several votes before the next batch (GANs); they use the quorum that is open.
+- If the quorum broke, nothing is communicated before the next window opens: backward accumulates locally, steps are
+  vetoed, gradients dropped. The same after everybody agreed to stop.
+- In each new quorum all members agree on one position in the data, the furthest: of two survivors one may have vetoed a
+  batch that the other had not begun.
+- In a group of several ranks each rank reduces with its peers in the other groups; `settle_gradients` then averages
+  inside the group. The rings may have had different divisors (R10), so these are corrected before they are mixed.
+
+Invariants: all replicas open windows and vote at the same places of the script. All ranks of a group make the same
+calls in the same order; `lost` and `stopped` are equal on them. Threads: the training thread.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.distributed import ReduceOp
+
+from ft_accelerate import store
+from ft_accelerate.data import groups_needed
+from ft_accelerate.patience import start_patiently
+from ft_accelerate.wrapping import WrappedModel
+from ft_core import Manager, ProcessGroupGloo
+from ft_core.errors import ConfigError, FaultToleranceError, JobFinishedError, UsageError
+from ft_core.settings import room_of_run
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from ft_accelerate.data import Position
+    from ft_accelerate.plugin import FaultTolerancePlugin
+    from ft_core.attempt import StepAttempt
+
+log = logging.getLogger("ft_accelerate")
+PAUSE_S = 3600.0
+"""Announced to the peers for what one replica does for itself: saving, reading through a stream, ending an epoch."""
+VOTES_PER_BATCH = 64
+"""After so many, a loader that is open but not read (one batch is trained on again and again) opens no windows."""
+KEY = "accelerate"
+"""Of our state in what donors hand out."""
+
+
+_current: weakref.ref[Run] | None = None
+"""The run whose Manager was started last in this process."""
+
+
+class StopTogether(FaultToleranceError):
+    """The reason of the vetoes at the end: some replica has ended its training."""
+
+
+class Run:
+    """One training run of one Accelerator, on one rank.
+
+    Args:
+        plugin: the settings.
+        ranks: processes of this replica group.
+        rank: of this one.
+        save: returns all state that must be equal on all replicas.
+        load: takes it over; called between two windows only.
+        opened: called after each quorum was opened.
+        divide: called with the number of groups by which the data is to be divided; False: it cannot be.
+    """
+
+    def __init__(
+        self,
+        plugin: FaultTolerancePlugin,
+        ranks: int,
+        rank: int,
+        save: Callable[[], Any],
+        load: Callable[[Any], None],
+        opened: Callable[[], None],
+        divide: Callable[[int], bool],
+    ) -> None:
+        self.plugin = plugin
+        self.group = plugin.group
+        self.groups = plugin.groups
+        """By how many the data is divided, and the schedules are advanced; equal on all members."""
+        self.ranks, self.rank = ranks, rank
+        self._functions = load, save
+        self._opened = opened
+        self._divide = divide
+        self._pauses = contextlib.ExitStack()
+        self._number = -1
+        """How many runs this process has had before: each meets the other groups in a room of its own."""
+        self._begin()
+
+    def _begin(self) -> None:
+        self.manager: Manager | None = None
+        self.models: list[WrappedModel] = []
+        self.lost = False
+        """The quorum broke in this window: nothing is communicated before the next one."""
+        self.stopped = False
+        """Everybody has agreed to end the training."""
+        self.committed_steps = 0
+        self.vetoed_steps = 0
+        self._number += 1
+        self._open = False
+        self._ended = False
+        self._why_ended = "end_training() was called"
+        self._division_due = False
+        """A window was opened, and no epoch has begun in it."""
+        self._reading = 0
+        """Training loaders that are being read."""
+        self._votes = 0
+        """Since the window was opened."""
+        self._verdict: bool | None = None
+        """Of the last vote of this window."""
+        self._agreed_in = 0
+        """Quorum in which the position was agreed on."""
+        self._settled: object = None
+        """The fence whose gradients were averaged inside the group."""
+        self._planned: tuple[StepAttempt | None, int] = None, 1
+
+    def __repr__(self) -> str:
+        state = "stopped" if self.stopped else "lost" if self.lost else "open" if self._open else "between steps"
+        return f"Run(group {self.group} of {self.groups}, {state}, {self.committed_steps} steps)"
+
+    # ------------------------------------------------------------ set-up
+
+    def start_manager(self) -> Manager:
+        """The Manager; made when the first model is prepared, so that evaluation needs no lighthouse."""
+        if self.manager is None:
+            if self._ended:
+                raise UsageError(f"{self._why_ended}: call free_memory(), which begins another run, before prepare()")
+            self._supersede()
+            self.manager = Manager(
+                pg=ProcessGroupGloo(),
+                use_async_quorum=False,
+                quorum_in_commit=False,
+                room_id=self._room,
+                rank=self.rank,
+                world_size=self.ranks,
+                **store.place(self.ranks, self.rank, self.plugin.address),
+                **self.plugin.for_manager(),
+            )
+            load, save = self._functions
+            self.manager.register_state_dict_fn(KEY, load, save)
+        return self.manager
+
+    def _supersede(self) -> None:
+        """A process is in one run at a time: the name of its replica group is taken once."""
+        global _current
+        before = _current() if _current is not None else None
+        if before is not None and before is not self:
+            if before.manager is not None and not before._ended:
+                log.warning("another Accelerator prepares a model: the run of the one before it ends here")
+                before._why_ended = "another Accelerator of this process has begun another run"
+                before._leave("another run begins", finished=False)
+            self._number = max(self._number, before._number + 1)
+        _current = weakref.ref(self)
+
+    def wrap(self, module: torch.nn.Module, arguments: dict[str, Any]) -> WrappedModel:
+        """A model to be trained. After training has begun this begins another run, for the models from here on.
+
+        Raises:
+            ConfigError: an argument of DistributedDataParallel cannot work here.
+            UsageError: training has ended.
+        """
+        if self.manager is not None and self.manager.quorum_id and not self._ended:
+            log.warning("a model is prepared after training began: the run of the models before it ends here")
+            self.begin_anew()
+        if self.ranks > 1:  # as torch's DDP does at its start
+            with torch.no_grad():
+                for tensor in (*module.parameters(), *module.buffers()):
+                    torch.distributed.broadcast(tensor.data, 0)
+        model = WrappedModel(self, module, **arguments)
+        self.models.append(model)
+        return model
+
+    # ------------------------------------------------------------ windows
+
+    @property
+    def training(self) -> bool:
+        """The script is in a training loop, as far as one can tell: models are in training mode, gradients recorded."""
+        return torch.is_grad_enabled() and any(model.training for model in self.models)
+
+    @property
+    def silent(self) -> bool:
+        """Nothing may be communicated with the other groups before the next window."""
+        return self.lost or self.stopped or self._ended
+
+    @property
+    def quorum(self) -> Manager | None:
+        """The Manager, if its quorum can be used for collectives now."""
+        manager = self.manager
+        return None if manager is None or self.silent or not manager.quorum_id else manager
+
+    @property
+    def _room(self) -> str:
+        return room_of_run(self._number)
+
+    def before_batch(self, position: Position) -> None:
+        """A training loader is about to read the batch at `position`: open the quorum, unless a window is under way."""
+        if self.manager is not None and not (self._open or self.stopped or self._ended):
+            self._start(position)
+
+    def before_forward(self) -> None:
+        """A forward that records gradients. This opens a window, unless a loader that is being read will do it."""
+        if self._open or self.stopped or self._ended:
+            return
+        if self._verdict is None or not self._reading or self._votes > VOTES_PER_BATCH:
+            self._start(None)
+
+    @contextlib.contextmanager
+    def reading(self) -> Iterator[None]:
+        """Inside, a training loader is being read: windows open between its batches."""
+        self._reading += 1
+        try:
+            yield
+        finally:
+            self._reading -= 1
+
+    def busy(self, reason: str) -> None:
+        """Tell the peers not to wait for this replica until it opens its next window."""
+        if self.manager is not None:
+            self._pauses.enter_context(self.manager.pause(reason, PAUSE_S))
+
+    @contextlib.contextmanager
+    def pause(self, reason: str) -> Iterator[None]:
+        """The same, inside."""
+        with contextlib.ExitStack() as stack:
+            if self.manager is not None and not self._ended:
+                stack.enter_context(self.manager.pause(reason, PAUSE_S))
+            yield
+
+    def _start(self, position: Position | None) -> None:
+        manager = self.start_manager()
+        self._pauses.close()
+        start_patiently(manager, self.plugin.address, self._room)
+        self._open, self.lost, self._verdict, self._votes = True, False, None, 0
+        self._division_due = True
+        if manager.quorum_id != self._agreed_in:
+            self._agree_on(position, manager)
+        self._opened()
+
+    def _agree_on(self, position: Position | None, manager: Manager) -> None:
+        """The furthest position is everybody's. An error vetoes the step, and the next quorum tries again."""
+        code = torch.tensor([0 if position is None else position.code], dtype=torch.int64)
+        manager.allreduce(code, reduce_op=ReduceOp.MAX).wait()
+        found = int(code) if manager.errored() is None else -1
+        if self.ranks > 1:  # each rank has asked on its own ring: all of them know, or none
+            inside = torch.tensor([found], device=next(self.models[0].parameters()).device)
+            torch.distributed.all_reduce(inside, ReduceOp.MIN)
+            found = int(inside)
+        if found >= 0:
+            self._agreed_in = manager.quorum_id
+            if position is not None and found > position.code:
+                log.info("%s: goes on at %s, as others do", manager.replica_id, position.moved_to(found))
+
+    def divide(self, groups: int) -> None:
+        """From the next epoch on, or for a newcomer from now on: everybody does, or lengths differ."""
+        if groups != self.groups and self._divide(groups):
+            log.info("the training data is divided among %d replica groups, not %d any more", groups, self.groups)
+            self.groups = groups
+
+    def divide_anew(self) -> None:
+        """An epoch begins: groups that joined with a higher number than there were are counted from here on."""
+        manager = self.quorum
+        if manager is not None and self._division_due:
+            self._division_due = False
+            self.divide(groups_needed(self.groups, manager.members))
+
+    # ------------------------------------------------------------ the vote
+
+    @property
+    def unsettled(self) -> bool:
+        """Gradients were reduced, or are being reduced, since the last vote."""
+        return any(model.carrier.unsettled for model in self.models)
+
+    def settle_gradients(self) -> None:
+        """Make the reduced gradients final, before they are clipped, unscaled or used: the same on all ranks."""
+        manager = self.manager
+        if manager is None or self.silent or not self.unsettled:
+            return
+        attempt = manager.current_attempt()
+        assert attempt is not None
+        if attempt is not self._planned[0]:
+            self._planned = attempt, attempt.planned
+        weight = attempt.verdict.weight if attempt.verdict is not None else 0
+        if weight:
+            if weight != self._planned[1]:
+                for model in self.models:
+                    model.carrier.rescale(self._planned[1] / weight)
+                self._planned = attempt, weight
+            attempt.planned = weight
+        mark = (attempt.number, id(attempt.verdict))
+        if self.ranks > 1 and mark != self._settled:
+            self._settled = mark
+            for model in self.models:
+                if model.carrier.unsettled:
+                    model.carrier.average_inside(torch.distributed.all_reduce, self.ranks)
+
+    def vote(self) -> bool:
+        """Whether the optimizer step that is about to be made is everybody's. False: gradients have been dropped.
+
+        Raises:
+            UsageError: the run has ended.
+        """
+        manager = self.manager
+        if manager is None or not self.models:
+            return True  # nothing that was prepared is trained across groups
+        if self._ended:
+            raise UsageError(f"optimizer.step(), but {self._why_ended}: the replicas would part here")
+        if self._verdict is None and not self._open and not self.stopped:
+            self._start(None)  # a step without a forward in training mode
+        self._open = False
+        self._votes += 1
+        if self._verdict is not None and not self.unsettled:
+            return self._verdict  # another optimizer, on gradients that were voted on
+        self._verdict = not self.silent and self._ask_all(manager)
+        if self._verdict:
+            self.committed_steps += 1
+            self._share_buffers()
+        else:
+            self.vetoed_steps += 1
+            self._drop_gradients()
+        return self._verdict
+
+    def _ask_all(self, manager: Manager) -> bool:
+        for model in self.models:
+            if not model.carrier.unsettled:
+                model.carrier.flush(with_accumulated=True)
+        self.settle_gradients()
+        commits = manager.should_commit()
+        self.lost, self.stopped = manager.quorum_lost, manager.stop_agreed
+        for model in self.models if self.silent else ():
+            model.carrier.before_backward(sync=False)
+        return commits
+
+    def _drop_gradients(self) -> None:
+        for model in self.models:
+            for parameter in model.parameters():
+                parameter.grad = None
+
+    def torn(self, error: BaseException) -> None:
+        """An optimizer failed after the vote: the others have the new state, this replica may have half of it."""
+        if self.manager is not None and not self._ended:
+            self.manager.report_torn_state(error)
+
+    def _share_buffers(self) -> None:
+        """Each ring has its own buffers; as with torch's DDP those of the group's first rank count."""
+        for model in self.models if self.ranks > 1 else ():
+            for buffer in model.buffers() if model.broadcast_buffers else ():
+                torch.distributed.broadcast(buffer, 0)
+
+    # ------------------------------------------------------------ other agreements
+
+    def any_group(self, here: bool) -> bool | None:
+        """Whether it is so on any replica; None if that cannot be told now. Everybody asks at the same place."""
+        manager = self.quorum
+        if manager is None:
+            return None
+        count = torch.tensor([int(here)], dtype=torch.int64)
+        manager.allreduce(count, reduce_op=ReduceOp.SUM).wait()
+        return None if manager.errored() is not None else bool(int(count))
+
+    # ------------------------------------------------------------ the end
+
+    def end(self) -> None:
+        """All replicas stop after the same step, then this one leaves. A replica that wanted to go on stops too."""
+        manager = self.manager
+        if manager is None or self._ended:
+            self._ended = True
+            return
+        self._pauses.close()
+        if manager.quorum_id:
+            self._stop_together(manager)
+        self._leave("finished", finished=True)
+
+    def _stop_together(self, manager: Manager) -> None:
+        """Take part in further fences, with STOP raised and a veto, until everybody knows."""
+        if self._open and self.unsettled:
+            self.vote()  # a backward that no step followed
+        manager.request_stop()
+        while not manager.stop_agreed:
+            try:
+                manager.start_quorum(self._room, shrink_only=True)
+            except JobFinishedError:
+                return  # the others have agreed without this one
+            if manager.quorum_id != self._agreed_in:
+                self._agree_on(None, manager)
+            manager.report_error(StopTogether("training has ended"))
+            try:
+                manager.should_commit()
+            except RuntimeError:  # max_retries: these vetoes are no failures
+                if not manager.stop_agreed:
+                    raise
+
+    def begin_anew(self) -> None:
+        """Another run begins in this process: the models so far are trained no more."""
+        if self.manager is not None and not self._ended:
+            self._leave("another run begins", finished=False)
+        for model in self.models:
+            model.unwrap()
+        self._begin()
+
+    def _leave(self, reason: str, *, finished: bool) -> None:
+        manager, self._ended = self.manager, True
+        assert manager is not None
+        self._pauses.close()
+        manager.leave(reason, finished=finished)
+        manager.shutdown()
+
+
+def check_groups(run: Run) -> None:
+    """Refuse a group number that cannot be.
+
+    Raises:
+        ConfigError: there are fewer groups than its number says.
+    """
+    expected = run.plugin.expected_replicas
+    if expected is not None and run.group >= expected:
+        raise ConfigError(
+            f"replica_group={run.group} with expected_replicas={expected}: groups are numbered from 0 to {expected - 1}"
+        )

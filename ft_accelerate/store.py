@@ -1,0 +1,45 @@
+"""The c10d store of a replica group: through it the ranks of the group, and the groups of a quorum, find each other.
+
+How it works. Under an elastic agent (ftrun, torchrun, `accelerate launch` with several processes) there is one at
+MASTER_ADDR and MASTER_PORT. A process that nobody launched has none that others could reach, nor have those of
+`debug_launcher`, which meet in a file: the group's first rank opens one and tells the others.
+
+Threads: the training thread.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+from torch._C._distributed_c10d import TCPStore
+
+from ft_core.net import advertised_host
+from ft_core.settings import Environment, parse_address
+
+_kept: list[TCPStore] = []
+"""Stores of this process's runs; one per run, closed at the end of the process."""
+
+
+def place(ranks: int, rank: int, lighthouse: str) -> dict[str, Any]:
+    """`store_addr` and `store_port` for the Manager; nothing where its own defaults are right.
+
+    Args:
+        ranks: processes of this group.
+        rank: of this one.
+        lighthouse: host:port; others reach this machine where packets to there leave it.
+    """
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        return {}
+    told: list[Any] = [None]
+    if rank == 0:
+        env = Environment.read(os.environ)
+        towards = parse_address(lighthouse, "lighthouse")[0] if lighthouse else "localhost"
+        host = advertised_host(env.hostname, env.interface, towards)
+        _kept.append(TCPStore(host, 0, is_master=True, wait_for_workers=False))
+        told = [(host, int(_kept[-1].port))]
+    if ranks > 1:
+        torch.distributed.broadcast_object_list(told, 0)
+    address, port = told[0]
+    return {"store_addr": address, "store_port": port}

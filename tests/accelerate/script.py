@@ -1,0 +1,115 @@
+"""A training script in the style of Accelerate's examples, for tests: with FT=1 the import is ours, else Accelerate's.
+
+Lines: `on GROUP EPOCH BATCH MEMBERS SHARDS SAMPLES` for each batch; `done DIGEST COMMITS LR EPOCHS` at the end.
+Options in the environment: see below. With END_FILE training ends in the epoch whose number that file holds.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import pathlib
+import threading
+import warnings
+from typing import Any
+
+warnings.filterwarnings("ignore")
+import torch  # noqa: E402
+from accelerate import DataLoaderConfiguration  # noqa: E402
+from accelerate.utils import DistributedDataParallelKwargs, set_seed  # noqa: E402
+from torch import nn  # noqa: E402
+from torch.nn import functional as F  # noqa: E402
+from torch.utils.data import DataLoader, TensorDataset  # noqa: E402
+
+FT = os.environ.get("FT", "1") == "1"
+if FT:
+    from ft_accelerate import FaultTolerantAccelerator as Accelerator
+else:
+    from accelerate import Accelerator  # type: ignore[no-redef]
+
+GROUP = int(os.environ.get("FT_REPLICA_GROUP", "0"))
+OUT = os.environ.get("OUT")
+END = os.environ.get("END_FILE")
+EPOCHS = int(os.environ.get("EPOCHS", "3"))
+ACCUMULATE = int(os.environ.get("ACCUMULATE", "2"))
+CLIP = os.environ.get("CLIP", "norm")
+PRECISION = os.environ.get("PRECISION", "no")
+PACE_S = float(os.environ.get("PACE_S", "0"))
+SAMPLES = int(os.environ.get("SAMPLES", "200"))
+SAVE = os.environ.get("SAVE")
+pause = threading.Event()
+
+
+class Net(nn.Module):
+    """With BatchNorm, so that there are buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(3, 16), nn.BatchNorm1d(16), nn.Tanh(), nn.Linear(16, 1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.body(x)
+        return out
+
+
+def digest(model: nn.Module) -> str:
+    """Of all parameters and buffers."""
+    parts = [t.detach().contiguous().cpu().numpy().tobytes() for t in model.state_dict().values()]
+    return hashlib.sha256(b"".join(parts)).hexdigest()[:12]
+
+
+def main() -> None:
+    """Train until told."""
+    torch.set_num_threads(1)
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    set_seed(7)
+    numbers = torch.arange(SAMPLES)
+    x = torch.stack([numbers % 7, numbers % 11, numbers % 13], 1) / 10
+    loader = DataLoader(TensorDataset(numbers, x), 4, shuffle=True)
+    model = Net()
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.99**step)
+    accelerator = Accelerator(
+        cpu=True,
+        gradient_accumulation_steps=ACCUMULATE,
+        mixed_precision=PRECISION,
+        project_dir=SAVE,
+        dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True),
+        kwargs_handlers=[DistributedDataParallelKwargs(broadcast_buffers=os.environ.get("BUFFERS", "1") == "1")],
+    )
+    model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
+    number = 10**6 if END else EPOCHS
+    commits, ft = 0, accelerator if FT else None
+    for epoch in ft.epochs(number) if ft is not None else range(number):
+        if END and pathlib.Path(END).exists() and epoch > int(pathlib.Path(END).read_text()):
+            break
+        model.train()
+        for batch, (ids, inputs) in enumerate(loader):
+            with accelerator.accumulate(model):
+                loss = F.mse_loss(model(inputs), inputs.sum(1, keepdim=True))
+                accelerator.backward(loss)
+                if accelerator.sync_gradients and CLIP == "norm":
+                    accelerator.clip_grad_norm_(model.parameters(), 0.5)
+                elif accelerator.sync_gradients and CLIP == "value":
+                    accelerator.clip_grad_value_(model.parameters(), 0.05)
+                optimizer.step()
+                scheduler.step()
+                optimizer.zero_grad()
+                commits += accelerator.sync_gradients and not accelerator.optimizer_step_was_skipped
+            if ft is not None and ft.manager is not None:
+                place: Any = loader.position
+                where = f"{place.epoch} {place.batch - 1} {len(ft.manager.members)} {ft.num_replica_groups}"
+            else:
+                where = f"{epoch} {batch} 1 {accelerator.num_processes}"
+            print("on", GROUP, where, *ids.tolist(), flush=True)
+            pause.wait(PACE_S)
+    if OUT and accelerator.process_index == 0:
+        torch.save(accelerator.unwrap_model(model).state_dict(), f"{OUT}.{GROUP}")
+    steps = ft.committed_steps if ft is not None else commits
+    print("done", digest(accelerator.unwrap_model(model)), steps, f"{scheduler.get_last_lr()[0]:.9g}", flush=True)
+    accelerator.end_training()
+
+
+if __name__ == "__main__":
+    main()

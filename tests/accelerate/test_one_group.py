@@ -1,0 +1,295 @@
+"""What one group alone shows: vetoes, saving and resuming, the end, another run, what is refused."""
+
+from __future__ import annotations
+
+import itertools
+import pathlib
+import pickle
+from typing import TYPE_CHECKING, Any
+
+import accelerate
+import pytest
+import torch
+from accelerate import DataLoaderConfiguration
+from accelerate.state import AcceleratorState, GradientState, PartialState
+from accelerate.tracking import GeneralTracker
+from accelerate.utils import DistributedDataParallelKwargs, ProjectConfiguration
+from torch import nn
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+
+from ft_accelerate import FaultTolerantAccelerator
+from ft_accelerate.data import GroupDataLoader, groups_needed
+from ft_core.errors import ConfigError, NotAvailableError, UsageError
+from ft_core.lighthouse import LighthouseServer
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+pytestmark = [pytest.mark.filterwarnings("ignore::FutureWarning"), pytest.mark.filterwarnings("ignore::UserWarning")]
+
+
+@pytest.fixture(autouse=True)
+def lighthouse(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    server = LighthouseServer(bind="127.0.0.1:0", min_replicas=1, join_timeout_ms=50)
+    settings = {
+        "FT_LIGHTHOUSE": server.address().removeprefix("http://"), "FT_HOSTNAME": "127.0.0.1", "FT_REPLICA_GROUP": "0",
+        "FT_NUM_REPLICA_GROUPS": "1", "ACCELERATE_USE_CPU": "true",
+    }  # fmt: skip
+    for name, value in settings.items():
+        monkeypatch.setenv(name, value)
+    yield
+    server.shutdown()
+    AcceleratorState._reset_state(True)
+    GradientState._reset_state()
+    PartialState._reset_state()
+
+
+class Setup:
+    """A prepared linear model on 8 batches of two samples."""
+
+    def __init__(self, accelerator: Any = None, **options: Any) -> None:
+        torch.manual_seed(3)
+        self.accelerator: Any = accelerator or FaultTolerantAccelerator(**options)
+        model = nn.Linear(2, 1)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+        data = DataLoader(TensorDataset(torch.randn(16, 2)), 2)
+        self.model, self.optimizer, self.scheduler, self.data = self.accelerator.prepare(
+            model, optimizer, scheduler, data
+        )
+
+    def step(self, x: Any) -> None:
+        self.accelerator.backward(self.model(x).square().mean())
+        self.optimizer.step()
+        self.scheduler.step()
+        self.optimizer.zero_grad()
+
+    def train(self, batches: int) -> None:
+        for (x,) in itertools.islice(self.data, batches):
+            self.step(x)
+
+    @property
+    def weights(self) -> torch.Tensor:
+        return torch.cat([p.detach().flatten() for p in self.model.parameters()]).clone()
+
+
+def test_a_vetoed_step_changes_nothing_and_the_schedule_waits() -> None:
+    s = Setup()
+    for index, (x,) in enumerate(s.data):
+        before, lr = s.weights, s.scheduler.get_last_lr()
+        if index == 2:
+            s.accelerator.manager.report_error(RuntimeError("injected"))
+        s.step(x)
+        assert s.accelerator.optimizer_step_was_skipped == (index == 2)
+        if index == 2:
+            torch.testing.assert_close(s.weights, before, rtol=0, atol=0)
+            assert s.scheduler.get_last_lr() == lr
+    assert s.accelerator.committed_steps == 7
+    s.accelerator.end_training()
+
+
+def test_a_quorum_that_breaks_is_formed_anew_with_the_next_batch() -> None:
+    s = Setup()
+    for index, (x,) in enumerate(s.data):
+        quorum = s.accelerator.manager.quorum_id
+        if index == 3:
+            s.accelerator.manager._session.fail(RuntimeError("a peer is gone"))
+        s.step(x)
+        assert s.accelerator.optimizer_step_was_skipped == (index == 3)
+        assert index != 3 or s.accelerator._run.silent
+        assert index != 4 or (s.accelerator.manager.quorum_id == quorum and not s.accelerator._run.silent)
+    assert s.accelerator.committed_steps == 7
+    s.accelerator.end_training()
+
+
+def test_after_the_end_nothing_is_stepped_and_free_memory_begins_another_run() -> None:
+    s = Setup()
+    s.train(2)
+    s.accelerator.end_training()
+    with pytest.raises(UsageError, match=r"end_training\(\) was called"):
+        s.train(1)
+    s.accelerator.free_memory()
+    again = Setup(s.accelerator)
+    again.train(2)
+    assert again.accelerator.committed_steps == 2
+    again.accelerator.end_training()
+
+
+def test_save_and_load(tmp_path: pathlib.Path) -> None:
+    settings = ProjectConfiguration(str(tmp_path), automatic_checkpoint_naming=True, total_limit=2)
+    s = Setup(project_config=settings)
+    s.train(2)
+    for _ in range(3):
+        s.accelerator.save_state()
+    saved = s.weights
+    assert sorted(p.name for p in (tmp_path / "checkpoints").iterdir()) == ["checkpoint_1", "checkpoint_2"]
+    assert not list(tmp_path.glob(".*partial"))
+    s.train(2)
+    s.accelerator.end_training()
+    other = Setup(project_config=settings)
+    other.accelerator.load_state()
+    torch.testing.assert_close(other.weights, saved, rtol=0, atol=0)
+    assert other.accelerator.committed_steps == 2
+    other.train(2)
+    torch.testing.assert_close(other.weights, s.weights, rtol=0, atol=0)
+    assert other.accelerator.committed_steps == 4
+    other.accelerator.end_training()
+    plain = accelerate.Accelerator(cpu=True)  # can read it as well
+    model = plain.prepare(nn.Linear(2, 1))
+    optimizer = plain.prepare(torch.optim.SGD(model.parameters(), 0.1, momentum=0.9))
+    plain.prepare(torch.optim.lr_scheduler.StepLR(optimizer.optimizer, 1, 0.5))
+    plain.load_state(str(tmp_path / "checkpoints" / "checkpoint_2"))
+    torch.testing.assert_close(torch.cat([p.detach().flatten() for p in model.parameters()]), saved, rtol=0, atol=0)
+
+
+class Notes(GeneralTracker):  # type: ignore[misc]
+    name, requires_logging_directory = "notes", False
+    tracker = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.told: list[Any] = []
+
+    def start(self) -> None:
+        self.told.append("start")
+
+    def store_init_configuration(self, values: dict[str, Any]) -> None:
+        self.told.append(values)
+
+    def log(self, values: dict[str, Any], step: int | None = None, **_: Any) -> None:
+        self.told.append((step, values))
+
+    def finish(self) -> None:
+        self.told.append("finish")
+
+
+def test_only_the_leader_saves_and_logs(tmp_path: pathlib.Path) -> None:
+    notes = Notes()
+    s = Setup(log_with=[notes])
+    leadership = s.accelerator._leadership
+    leadership._leads = False  # as if another group had been the first participant so far
+    s.accelerator.init_trackers("project", {"lr": 1})
+    s.accelerator.log({"loss": 1.0})
+    assert notes.told == []
+    assert not s.accelerator.is_main_process
+    assert s.accelerator.save_state(str(tmp_path / "state")) is None
+    assert not (tmp_path / "state").exists()
+    s.train(1)  # the quorum says that this one leads: nothing was committed since, so it saves what may be missing
+    assert s.accelerator.is_main_process
+    assert (tmp_path / "state" / "model.safetensors").exists()
+    s.accelerator.log({"loss": 2.0}, step=1)
+    s.accelerator.end_training()
+    assert notes.told == ["start", {"lr": 1}, (1, {"loss": 2.0}), "finish"]
+
+
+def test_a_trigger_is_everybodys() -> None:
+    s = Setup()
+    for index, (x,) in enumerate(s.data):
+        s.step(x)
+        if index == 1:
+            s.accelerator.set_trigger()
+        assert s.accelerator.check_trigger() == (index == 1)
+    s.accelerator.end_training()
+
+
+def test_prepared_objects_can_be_pickled() -> None:
+    s = Setup()
+    optimizer, scheduler, data = pickle.loads(pickle.dumps((s.optimizer, s.scheduler, s.data)))
+    assert optimizer.state_dict()["param_groups"] == s.optimizer.state_dict()["param_groups"]
+    assert scheduler.get_last_lr() == s.scheduler.get_last_lr()
+    assert [x.tolist() for (x,) in data] == [x.tolist() for (x,) in s.data]
+    assert len(pickle.loads(pickle.dumps(s.accelerator))._models) == 1
+    s.accelerator.end_training()
+
+
+def test_loaders_for_training_and_evaluation(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FT_NUM_REPLICA_GROUPS", "4")
+    s = Setup()
+    monkeypatch.setattr(s.accelerator._run, "before_batch", lambda position: None)  # there is no group 1, 2 or 3
+    assert isinstance(s.data, GroupDataLoader)
+    s.model.train()
+    assert len(s.data) == 2
+    assert len([*s.data]) == 2
+    s.model.eval()
+    assert len([*s.data]) == 8
+    assert len(s.accelerator.skip_first_batches(s.data, 3)) == 5
+    s.model.train()
+    rest = s.accelerator.skip_first_batches(s.data, 1)
+    assert len([*rest]) == 1
+    s.accelerator.end_training()
+
+
+class Stream(IterableDataset[torch.Tensor]):
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return iter(torch.arange(24.0))
+
+
+def test_a_loader_goes_on_where_the_others_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The position moves as it does when another replica's state is loaded."""
+    monkeypatch.setenv("FT_NUM_REPLICA_GROUPS", "2")
+    s = Setup()
+    run = s.accelerator._run
+    monkeypatch.setattr(run, "before_batch", lambda position: None)  # there is no group 1
+    shuffled = s.accelerator.prepare(DataLoader(TensorDataset(torch.arange(24)), 2, shuffle=True))
+    stream = s.accelerator.prepare(DataLoader(Stream(), 2))
+
+    def move(position: Any) -> None:
+        if position.code == 1:
+            position.moved_to((3 << 32) + 4)
+
+    for loader in (shuffled, stream):
+        whole = {}
+        for epoch in range(5):
+            loader.set_epoch(epoch)
+            whole[epoch] = [str(b) for b in loader]
+        loader.set_epoch(0)
+        with monkeypatch.context() as patch:
+            patch.setattr(run, "before_batch", move)
+            seen = [str(b) for b in loader]
+        assert seen == [whole[0][0], *whole[3][4:]]
+        assert loader.iteration == 4
+        loader.set_epoch(1)  # the script's next epoch is the run's fifth
+        assert loader.iteration == 4
+    s.accelerator.end_training()
+
+
+def test_groups_are_counted_by_their_numbers() -> None:
+    assert groups_needed(2, ["replica-0:ab", "replica-4:cd", "mine:ef"]) == 5
+    assert groups_needed(2, ["replica-0:ab"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("options", "kind", "text"),
+    [
+        ({"dataloader_config": DataLoaderConfiguration(dispatch_batches=True)}, ConfigError, "dispatch_batches=True"),
+        ({"kwargs_handlers": [DistributedDataParallelKwargs(comm_hook="fp16")]}, ConfigError, "comm_hook='fp16'"),
+        ({"fsdp_plugin": object()}, NotAvailableError, "fsdp_plugin= cannot be used"),
+        ({"deepspeed_plugin": object()}, ConfigError, "DeepSpeed reduces the gradients itself"),
+        ({"megatron_lm_plugin": object()}, ConfigError, "Megatron-LM reduces the gradients itself"),
+        ({"parallelism_config": object()}, NotAvailableError, "parallelism_config= cannot be used"),
+    ],
+)
+def test_what_cannot_work_is_refused(options: dict[str, Any], kind: type[Exception], text: str) -> None:
+    with pytest.raises(kind, match=text):
+        FaultTolerantAccelerator(**options)
+
+
+@pytest.mark.parametrize("name", ["ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_MEGATRON_LM", "ACCELERATE_USE_FSDP"])
+def test_what_the_launcher_switched_on_is_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(name, "true")
+    with pytest.raises((ConfigError, NotAvailableError), match=f"{name}=true cannot be used with fault tolerance"):
+        FaultTolerantAccelerator()
+
+
+def test_split_batches_must_fit_all_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FT_NUM_REPLICA_GROUPS", "3")
+    accelerator = FaultTolerantAccelerator(dataloader_config=DataLoaderConfiguration(split_batches=True))
+    with pytest.raises(ConfigError, match="split_batches=True with batch_size=2: it must be a multiple of 3"):
+        accelerator.prepare(DataLoader(TensorDataset(torch.ones(4, 1)), 2))
+
+
+def test_a_closure_is_refused() -> None:
+    s = Setup()
+    with pytest.raises(ConfigError, match=r"SGD.step\(closure\) cannot be used with fault tolerance"):
+        s.optimizer.step(lambda: 0.0)
+    s.accelerator.end_training()
