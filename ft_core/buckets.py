@@ -208,9 +208,9 @@ class Bucketer:
                     "backward() on a DistributedDataParallel module, but no step was started: call "
                     "optimizer.zero_grad() of ft_core's OptimizerWrapper, or manager.start_quorum(), before backward()"
                 )
-            started = self._start(attempt)
-            if started:
+            if started := self._start(attempt):
                 queue_callback(self._end_of_backward)
+            self._consumed |= not started  # else a next forward under no_sync would leave the hooks armed
             return started
 
     def _start(self, attempt: Attempt) -> bool:
@@ -351,7 +351,7 @@ class Bucketer:
         self._finish()
 
     def _drop_unfinished(self) -> None:
-        """Before a forward: a round is still open, so the last backward raised. If nobody saw it, it never was."""
+        """Before a forward: the last backward raised in a round. If nobody saw it, it never was."""
         if self._works or self._broken:
             with torch.no_grad():
                 self._abandon()

@@ -645,3 +645,18 @@ def test_a_round_reads_the_scale_of_its_own_attempt() -> None:
         sums.append(attempt.sent[0][:60].clone())
     assert torch.equal(sums[0] * 0.5, sums[1])
     assert torch.equal(sums[0], sums[2])
+
+
+def test_after_an_attempt_that_was_broken_before_backward_no_sync_still_accumulates() -> None:
+    """Else that backward would be reduced, and pair with the peers' real round: a commit without these samples."""
+    model, port = wrap(mlp())
+    broken = port.start(is_ready=False)
+    backward(model, 1)  # was to be reduced: there was nobody to reduce with
+    assert broken.events == ["ready"]
+    model._bucketer.vetoed()
+    attempt = port.start()
+    with model.no_sync():
+        backward(model, 1)
+    assert attempt.events == []
+    backward(model, 2)
+    assert attempt.events == ONE
