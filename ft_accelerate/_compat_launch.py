@@ -1,0 +1,71 @@
+"""What of accelerate's launcher is not public API, in one place; the rest of the command line uses public names.
+
+How it works. `accelerate launch` is three steps: its parser, `_validate_launch_command`, which fills in what the YAML
+and the machine say, and a launcher, which prepares an environment and starts processes. The first two are used as they
+are; of the third only the environment, because ftrun starts the processes.
+
+Threads: any.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any
+
+from accelerate.commands import launch
+from accelerate.utils import prepare_multi_gpu_env, prepare_simple_launcher_cmd_env
+
+from ft_core.errors import ConfigError
+
+if TYPE_CHECKING:
+    import argparse
+
+OURS = ("MASTER_ADDR", "MASTER_PORT", "KMP_AFFINITY", "KMP_BLOCKTIME")
+"""Variables that accelerate prepares for one process alone: ftrun tells each group its own place, and an affinity would
+put all groups on the same cores."""
+
+
+def parser() -> Any:
+    """accelerate launch's argument parser."""
+    return launch.launch_command_parser()
+
+
+def plain_launch(args: argparse.Namespace) -> None:
+    """accelerate launch itself."""
+    launch.launch_command(args)
+
+
+def validated(args: argparse.Namespace) -> argparse.Namespace:
+    """`args` with what the config file and the machine say.
+
+    Raises:
+        ConfigError: accelerate refuses them.
+    """
+    args.threads_given = args.num_cpu_threads_per_process is not None or "OMP_NUM_THREADS" in os.environ
+    if not args.threads_given:
+        args.num_cpu_threads_per_process = 1  # else accelerate counts the cores for one group; ftrun counts the groups
+    try:
+        out, _, _ = launch._validate_launch_command(args)
+    except (ValueError, FileNotFoundError) as error:
+        raise ConfigError(str(error)) from error
+    return out  # type: ignore[no-any-return]
+
+
+def environment(args: argparse.Namespace) -> dict[str, str]:
+    """What accelerate's launcher adds to or changes in the environment for the processes.
+
+    Args:
+        args: validated.
+
+    Raises:
+        ConfigError: accelerate refuses them.
+    """
+    args.main_process_port = 0  # of its own launcher: any free one
+    args.num_machines = 1
+    many = (args.multi_gpu or args.use_fsdp) and not args.cpu
+    try:
+        prepared = prepare_multi_gpu_env(args) if many else prepare_simple_launcher_cmd_env(args)[1]
+    except (ValueError, RuntimeError) as error:
+        raise ConfigError(str(error)) from error
+    ours = OURS if args.threads_given else (*OURS, "OMP_NUM_THREADS")
+    return {name: text for name, text in prepared.items() if os.environ.get(name) != text and name not in ours}

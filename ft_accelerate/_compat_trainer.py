@@ -1,0 +1,85 @@
+"""What of transformers.Trainer is not public API, in one place: the methods the mixin relies on, a callback handler.
+
+How it works. Trainer is made to be subclassed, but the loop that the mixin has to follow is split into methods with an
+underscore. `check` looks for them when a trainer is made, so that an unknown version is an error at once.
+
+Threads: any.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import transformers
+from transformers.trainer_callback import CallbackHandler, TrainerState
+from transformers.trainer_utils import rotate_checkpoints
+
+from ft_core.errors import NotAvailableError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+__all__ = ["CallbackHandler", "TrainerState", "check", "follow", "rotate_checkpoints"]
+METHODS = (
+    "_build_accelerator_args", "create_accelerator_and_postprocess", "_run_epoch", "_init_training_state",
+    "_finalize_training", "get_batch_samples", "_get_num_items_in_batch", "set_initial_training_values",
+    "get_total_train_batch_size", "_save_checkpoint", "_get_output_dir", "evaluation_loop", "_load_rng_state",
+    "_maybe_log_save_evaluate",
+)  # fmt: skip
+"""Of Trainer, that the mixin overrides or calls."""
+
+
+def check(trainer: type) -> None:
+    """Refuse a Trainer whose training loop is another one.
+
+    Raises:
+        NotAvailableError: names the installed version and what it lacks.
+    """
+    missing = [name for name in METHODS if not hasattr(trainer, name)]
+    if missing:
+        raise NotAvailableError(
+            f"FaultTolerantTrainer does not know the training loop of transformers {transformers.__version__} "
+            f"({', '.join(missing)} missing): pip install 'transformers>=5.3'"
+        )
+
+
+class FollowingHandler(CallbackHandler):  # type: ignore[misc]
+    """Calls the trainer's callbacks for what happened on all replicas, and tells them who writes.
+
+    Args:
+        handler: Trainer's own, whose callbacks are taken over.
+        leads: whether this process writes and reports now.
+        stepped: called at the end of each optimizer step; False: it was vetoed, no callback hears of it.
+        skips: whether the epoch that begins is passed over.
+    """
+
+    def __init__(
+        self, handler: Any, leads: Callable[[], bool], stepped: Callable[[Any], bool], skips: Callable[[], bool]
+    ) -> None:
+        super().__init__(
+            handler.callbacks, handler.model, handler.processing_class, handler.optimizer, handler.lr_scheduler
+        )
+        self._leads = leads
+        self._stepped = stepped
+        self._skips = skips
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
+        """After a commit as ever."""
+        return super().on_step_end(args, state, control, **kwargs) if self._stepped(state) else control
+
+    def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
+        """Unless the epoch is over on the other replicas."""
+        return control if self._skips() else super().on_epoch_begin(args, state, control, **kwargs)
+
+    def call_event(self, event: str, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
+        """Callbacks look at the state to know whether they should write."""
+        state.is_world_process_zero = self._leads()
+        state.is_local_process_zero = state.is_world_process_zero  # groups of one machine would print the same
+        return super().call_event(event, args, state, control, **kwargs)
+
+
+def follow(
+    handler: Any, leads: Callable[[], bool], stepped: Callable[[Any], bool], skips: Callable[[], bool]
+) -> FollowingHandler:
+    """A FollowingHandler in place of Trainer's."""
+    return FollowingHandler(handler, leads, stepped, skips)

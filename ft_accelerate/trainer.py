@@ -1,0 +1,410 @@
+"""`FaultTolerantTrainer`: transformers.Trainer whose training survives the loss of replica groups.
+
+    class MyTrainer(FaultTolerantTrainerMixin, Seq2SeqTrainer): ...
+
+makes the same of any subclass of Trainer. Started without replica groups it is that Trainer and nothing else.
+
+How it works. The mixin gives Trainer a FaultTolerantAccelerator, and lets its own loop run:
+- A window opens when the loop reads the first batch of an optimizer step (`get_batch_samples`). If this replica was
+  moved (it is new, or was behind), `_Moved` leaves `_run_epoch`, which is entered again where the others are, on the
+  same open iterator: with as many batches and updates less as they have made, so that accumulation ends at the same
+  batches everywhere.
+- A vetoed step does not count: the callback handler takes back `global_step` and the loss, and no callback hears of it.
+  Training therefore goes on until `max_steps` steps were committed, if need be into a further epoch.
+- `_Progress` is what a newcomer receives: the TrainerState and the scheduler, which Trainer does not prepare.
+- Checkpoints are Trainer's own, written by the leading group beside their place and then renamed.
+- Tokens are counted over all groups, as DDP does (`average_tokens_across_devices`).
+
+Invariants: all replicas have the same `global_step`, learning rate and best metric after every step. Threads: the
+training thread.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import json
+import os
+import shutil
+import sys
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.distributed import ReduceOp
+from transformers import Trainer
+
+from ft_accelerate import _compat_trainer
+from ft_accelerate.accelerator import FaultTolerantAccelerator
+from ft_accelerate.data import EPOCH, GroupDataLoader
+from ft_core.errors import ConfigError, FaultToleranceError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+Base: Any = object
+STATE = "trainer_state.json"
+OWN = ("is_local_process_zero", "is_world_process_zero", "is_hyper_param_search", "trial_name", "trial_params",
+       "stateful_callbacks")  # fmt: skip
+"""Of TrainerState, what is each replica's own."""
+MORE_EPOCHS = 8
+"""Beyond twice the planned ones, after which training ends although steps were vetoed all the time."""
+_END = object()
+
+
+class _Moved(FaultToleranceError):
+    """This replica goes on at another batch, because the others are there, or in data that is divided otherwise."""
+
+
+class _Continued:
+    """The rest of an iterator as a loader.
+
+    Args:
+        batch: that was read already.
+        iterator: where it came from.
+    """
+
+    def __init__(self, batch: Any, iterator: Iterator[Any]) -> None:
+        self._rest = itertools.chain([batch], iterator)
+
+    def __iter__(self) -> Iterator[Any]:
+        return self._rest
+
+
+class FaultTolerantTrainerMixin(Base):  # type: ignore[misc]
+    """Put in front of Trainer or a subclass of it.
+
+    Raises:
+        ConfigError: the process sees several GPUs and was started without a launcher, or settings cannot work.
+        NotAvailableError: the installed transformers has another training loop.
+    """
+
+    accelerator: Any
+    gather_function: Any
+    callback_handler: Any
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self._ft_arguments: dict[str, Any] = {}
+        self._ft_expected = 0
+        """Code of the next batch to be read (`data.Position`)."""
+        self._ft_target: int | None = None
+        """Code of the batch at which the others are, while this replica is on its way there."""
+        self._ft_continued: Any = None
+        """The data from there on."""
+        self._ft_epoch = 0, 0, 1
+        """The epoch under way, the batch at which it began here, and how many batches it has."""
+        self._ft_before: tuple[int, Any] = 0, None
+        """Commits, and the loss since the last log, when the step under way began."""
+        self._ft_stage = ""
+        _compat_trainer.check(type(self))
+        super().__init__(*args, **kwargs)
+        if self._ft_run is not None:
+            self.callback_handler = _compat_trainer.follow(
+                self.callback_handler, self.is_world_process_zero, self._ft_stepped, lambda: self._ft_target is not None
+            )
+
+    # ------------------------------------------------------------ the accelerator
+
+    def _build_accelerator_args(self, **kwargs: Any) -> dict[str, Any]:
+        self._ft_arguments = super()._build_accelerator_args(**kwargs)
+        return self._ft_arguments
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """As Trainer's, with our Accelerator."""
+        check_devices(self.args.n_gpu)
+        super().create_accelerator_and_postprocess()
+        plain = self.accelerator
+        self.accelerator = FaultTolerantAccelerator(**self._ft_arguments)
+        gather = self.gather_function
+        bound = gather.func if isinstance(gather, functools.partial) else gather
+        if getattr(bound, "__self__", None) is plain:
+            own = getattr(self.accelerator, bound.__name__)
+            self.gather_function = functools.partial(own, **gather.keywords) if bound is not gather else own
+        if self._ft_run is not None:
+            self.accelerator.register_for_checkpointing(_Progress(self))
+
+    @property
+    def _ft_run(self) -> Any:
+        """The run (`ft_accelerate.run`); None without fault tolerance."""
+        return self.accelerator._run
+
+    def is_world_process_zero(self) -> bool:
+        """As Trainer's: the process that writes; in the leading group only."""
+        return bool(super().is_world_process_zero()) and (self._ft_run is None or self._ft_leads)
+
+    @property
+    def _ft_leads(self) -> bool:
+        leadership = self.accelerator._leadership
+        return leadership is None or bool(leadership.leads)
+
+    # ------------------------------------------------------------ how much there is to do
+
+    def set_initial_training_values(self, args: Any, dataloader: Any, *more: Any) -> Any:
+        """As Trainer's; lengths are those of the data divided among all groups."""
+        if self._ft_run is None or not isinstance(dataloader, GroupDataLoader):
+            return super().set_initial_training_values(args, dataloader, *more)
+        epochs, *rest = super().set_initial_training_values(args, divided(dataloader), *more)
+        self._ft_planned = epochs
+        return min(2 * epochs + MORE_EPOCHS, sys.maxsize), *rest
+
+    def get_total_train_batch_size(self, args: Any) -> int:
+        """Of all groups."""
+        return int(super().get_total_train_batch_size(args) * self.accelerator.num_replica_groups)
+
+    def _init_training_state(self, max_steps: int, updates: int, epochs: int, resume: Any, trial: Any) -> Any:
+        planned = epochs if self._ft_run is None else self._ft_planned
+        return super()._init_training_state(max_steps, updates, planned, resume, trial)
+
+    def get_eval_dataloader(self, *args: Any, **kwargs: Any) -> Any:
+        """As Trainer's; a newcomer need not have it."""
+        return self._ft_forget(super().get_eval_dataloader(*args, **kwargs))
+
+    def get_test_dataloader(self, *args: Any, **kwargs: Any) -> Any:
+        """As Trainer's; a newcomer need not have it."""
+        return self._ft_forget(super().get_test_dataloader(*args, **kwargs))
+
+    def _ft_forget(self, loader: Any) -> Any:
+        prepared = self.accelerator._dataloaders
+        if self._ft_run is not None and prepared and prepared[-1] is loader:
+            prepared.pop()
+        return loader
+
+    # ------------------------------------------------------------ the loop
+
+    def _run_epoch(self, **call: Any) -> None:
+        """One epoch, from wherever the others are in it; returns at once from one that is over for them."""
+        if self._ft_run is None or not isinstance(call["train_dataloader"], GroupDataLoader):
+            super()._run_epoch(**call)
+            return
+        epoch, loader = call["epoch"], call["train_dataloader"]
+        first = self._ft_resumed(call)
+        data = loader.starting_at(first) if first else loader
+        while True:
+            if self._ft_target is not None:
+                there, first = divmod(self._ft_target, EPOCH)
+                if there != epoch:
+                    return
+                self._ft_target, data = None, self._ft_continued
+            loader.position.ahead = 0
+            self._ft_expected = epoch * EPOCH + first
+            total, accumulated = length(loader) or call["steps_in_epoch"], self.args.gradient_accumulation_steps
+            self._ft_epoch = epoch, first, total
+            try:
+                super()._run_epoch(**{
+                    **call, "train_dataloader": data, "resume_from_checkpoint": None, "steps_in_epoch": total - first,
+                    "num_update_steps_per_epoch": -(-total // accumulated) - first // accumulated,
+                })  # fmt: skip
+                return
+            except _Moved:
+                continue
+
+    def _ft_resumed(self, call: Mapping[str, Any]) -> int:
+        """The first batch of the epoch: 0, unless it is the one in which a checkpoint was saved."""
+        checkpoint = call["resume_from_checkpoint"]
+        if checkpoint is None or call["epoch"] != call["epochs_trained"] or self.args.ignore_data_skip:
+            return 0
+        self._load_rng_state(checkpoint)
+        return int(call["steps_trained_in_current_epoch"])
+
+    def get_batch_samples(self, epoch_iterator: Any, num_batches: int, *more: Any, **kwargs: Any) -> Any:
+        """As Trainer's. Reading the first batch opens the window of the optimizer step that needs it."""
+        run = self._ft_run
+        if run is None or not self.is_in_train:
+            return super().get_batch_samples(epoch_iterator, num_batches, *more, **kwargs)
+        batch = next(epoch_iterator, _END)
+        if run.stopped:
+            self.control.should_training_stop = True
+        if batch is _END or run.stopped:
+            return super().get_batch_samples(iter(()), num_batches, *more, **kwargs)
+        loader = self.callback_handler.train_dataloader
+        at, total = loader.position.code - 1, self._ft_epoch[2]
+        if at != self._ft_expected or (length(loader) or total) != total:
+            self._ft_target, self._ft_continued = at, _Continued(batch, epoch_iterator)
+            raise _Moved(f"from {divmod(self._ft_expected, EPOCH)} to {divmod(at, EPOCH)}")
+        self._ft_before = self.accelerator.committed_steps, self._tr_loss.clone()
+        out = super().get_batch_samples(itertools.chain([batch], epoch_iterator), num_batches, *more, **kwargs)
+        self._ft_expected += len(out[0])
+        return out
+
+    def _get_num_items_in_batch(self, *args: Any, **kwargs: Any) -> Any:
+        items = super()._get_num_items_in_batch(*args, **kwargs)
+        manager = self._ft_run.quorum if self._ft_run is not None and self.is_in_train else None
+        if items is None or manager is None or not self.args.average_tokens_across_devices:
+            return items
+        counted = torch.as_tensor(items)
+        total = counted.detach().cpu().round().to(torch.int64).reshape(1)
+        manager.allreduce(total, reduce_op=ReduceOp.SUM).wait()
+        # Trainer multiplies the loss by the processes of this group; the average over the groups divides by these.
+        return (total[0] / max(1, manager.num_participants())).to(counted.device)
+
+    def _maybe_log_save_evaluate(self, tr_loss: Any, *args: Any, **kwargs: Any) -> None:
+        """The loss that is logged is the average over all groups."""
+        manager = self._ft_run.quorum if self._ft_run is not None else None
+        if manager is not None and self.control.should_log and self.state.global_step > self._globalstep_last_logged:
+            total = tr_loss.detach().cpu().reshape(1).clone()
+            manager.allreduce(total, reduce_op=ReduceOp.SUM).wait()
+            if manager.errored() is None:
+                tr_loss.copy_(total[0] / max(1, manager.num_participants()))
+        super()._maybe_log_save_evaluate(tr_loss, *args, **kwargs)
+
+    def _ft_stepped(self, state: Any) -> bool:
+        """Whether the step that has just been counted was committed; take it back if it was not."""
+        epoch, first, total = self._ft_epoch
+        within = round((state.epoch - epoch) * (total - first))  # batches: the same quotient on all replicas
+        state.epoch = epoch + (first + within) / total
+        commits, loss = self._ft_before
+        if self.accelerator.committed_steps > commits:
+            return True
+        state.global_step -= 1
+        self._tr_loss.copy_(loss)
+        return False
+
+    def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
+        """First everybody stops together: what the leader saves last is there before it is read."""
+        if self._ft_run is not None:
+            self._ft_run.end()  # not end_training: the group still evaluates and saves
+        return super()._finalize_training(*args, **kwargs)
+
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
+        """As Trainer's, on all the data in each group; the others wait meanwhile."""
+        run = self._ft_run
+        if run is None:
+            return super().evaluation_loop(*args, **kwargs)
+        wrapped = [(model, model.training) for model in run.models]
+        for model, _ in wrapped:
+            model.training = False  # Trainer says so to the model inside only
+        try:
+            with run.pause("evaluating"):
+                return super().evaluation_loop(*args, **kwargs)
+        finally:
+            for model, training in wrapped:
+                model.training = training
+
+    # ------------------------------------------------------------ checkpoints
+
+    def _get_output_dir(self, trial: Any) -> str:
+        return self._ft_stage or str(super()._get_output_dir(trial))
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        if self._ft_run is None:
+            super()._save_checkpoint(model, trial)
+            return
+        folder = self._get_output_dir(trial)
+        name = f"checkpoint-{self.state.global_step}"
+        best = self.state.best_global_step
+        self.accelerator._leadership.writing(
+            os.path.join(folder, name), functools.partial(self._ft_write, model, trial, folder, name)
+        )
+        if best and self.args.save_strategy != "no":
+            self.state.best_model_checkpoint = os.path.join(folder, f"checkpoint-{best}")
+
+    def _ft_write(self, model: Any, trial: Any, folder: str, name: str) -> None:
+        """Trainer's own checkpoint, beside its place; then move it there. On all processes of this group."""
+        first, stage = self.args.process_index == 0, os.path.join(folder, f".{name}.partial")
+        if first:
+            shutil.rmtree(stage, ignore_errors=True)
+        self.accelerator.wait_for_everyone()
+        self._ft_stage = stage
+        try:
+            super()._save_checkpoint(model, trial)
+        finally:
+            self._ft_stage = ""
+        self.accelerator.wait_for_everyone()
+        if first:
+            self._ft_place(stage, folder, name)
+        self.accelerator.wait_for_everyone()
+
+    def _ft_place(self, stage: str, folder: str, name: str) -> None:
+        state, place = self.state, os.path.join(folder, name)
+        if state.best_model_checkpoint and state.best_model_checkpoint.startswith(stage):
+            state.best_model_checkpoint = place
+            state.save_to_json(os.path.join(stage, name, STATE))
+        shutil.rmtree(place, ignore_errors=True)
+        os.replace(os.path.join(stage, name), place)
+        os.rmdir(stage)
+        _compat_trainer.rotate_checkpoints(
+            output_dir=folder, save_total_limit=self.args.save_total_limit,
+            best_model_checkpoint=state.best_model_checkpoint, use_mtime=True,
+        )  # fmt: skip
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """As Trainer's, in the leading group."""
+        if self._ft_stage or self._ft_run is None or self._ft_leads:
+            super().save_model(output_dir, _internal_call)
+
+
+class FaultTolerantTrainer(FaultTolerantTrainerMixin, Trainer):  # type: ignore[misc]
+    """transformers.Trainer with fault tolerance; all arguments are Trainer's."""
+
+
+class _Progress:
+    """What a newcomer takes over besides what the accelerator prepared.
+
+    Args:
+        trainer: whose progress it is.
+    """
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+
+    def state_dict(self) -> dict[str, Any]:
+        """As texts, numbers and tensors."""
+        trainer = self._trainer
+        state = {name: value for name, value in dataclasses.asdict(trainer.state).items() if name not in OWN}
+        scheduler = trainer.lr_scheduler
+        return {
+            "state": json.dumps(state), "scheduler": None if scheduler is None else scheduler.state_dict(),
+            "logged_at": trainer._globalstep_last_logged, "total_loss": trainer._total_loss_scalar,
+            "loss": float(trainer._tr_loss),
+        }  # fmt: skip
+
+    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
+        """Take it over; counts from the next batch."""
+        trainer, state = self._trainer, json.loads(saved["state"])
+        if state["max_steps"] != trainer.state.max_steps and trainer._created_lr_scheduler:
+            self._plan_anew(state["max_steps"])
+        for name, value in state.items():
+            setattr(trainer.state, name, value)
+        if saved["scheduler"] is not None:
+            trainer.lr_scheduler.load_state_dict(saved["scheduler"])
+            for group, rate in zip(trainer.optimizer.param_groups, trainer.lr_scheduler.get_last_lr(), strict=True):
+                group["lr"] = rate
+        trainer._globalstep_last_logged, trainer._total_loss_scalar = saved["logged_at"], saved["total_loss"]
+        trainer._tr_loss.fill_(saved["loss"])
+
+    def _plan_anew(self, steps: int) -> None:
+        """The others began with another number of groups, and so of steps: their schedule counts."""
+        trainer = self._trainer
+        trainer.lr_scheduler = None
+        trainer.create_scheduler(num_training_steps=steps)
+        trainer.callback_handler.lr_scheduler = trainer.lr_scheduler
+
+
+def divided(loader: GroupDataLoader) -> Any:
+    """torch's loader of the data as it is divided among all groups for training, before and while it is read."""
+    return loader._bases[0]
+
+
+def length(loader: GroupDataLoader) -> int:
+    """Batches of an epoch on this process; 0 for a stream."""
+    try:
+        return len(divided(loader))
+    except TypeError:
+        return 0
+
+
+def check_devices(visible: int) -> None:
+    """Refuse what Trainer would make a DataParallel of.
+
+    Args:
+        visible: GPUs that Trainer would use in this process.
+
+    Raises:
+        ConfigError: more than one; says how to start a replica group on each.
+    """
+    if visible > 1:
+        command = " ".join(["ft-accelerate", "launch", "--ft_replicas", str(visible), *sys.argv])
+        raise ConfigError(
+            f"this process sees {visible} GPUs, and transformers would make one DataParallel model of them, which "
+            f"cannot train with other replica groups. Start one group on each: {command}"
+        )

@@ -1,0 +1,186 @@
+"""`FaultTolerantTrainer`: equal to Trainer with DDP; kill, freeze, veto, resume; careful without replica groups.
+
+The jobs are real: ftrun in this process, workers that train a tiny random Llama. The reference is plain Trainer under
+torchrun, on the same data.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from accelerate.state import AcceleratorState
+from transformers import Trainer, TrainingArguments
+from transformers.trainer_callback import CallbackHandler
+
+from ft_accelerate import FaultTolerantTrainer, FaultTolerantTrainerMixin
+from ft_accelerate._compat_trainer import METHODS, check
+from ft_core.errors import ConfigError, NotAvailableError
+from tests.accelerate.trainer_job import Text, tiny_model
+from tests.launch.job import job
+from tests.process_group.ranks import wait_until
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+WAIT_S = 90.0
+SCRIPT = Path(__file__).with_name("trainer_job.py")
+
+
+def ends(folder: Path, which: str) -> list[dict[str, Any]]:
+    """What the processes of a run ended with, in order."""
+    return [json.loads(path.read_text()) for path in sorted(folder.glob(f"end-{which}-*.json"))]
+
+
+def plain(folder: Path, processes: int, *words: str) -> list[dict[str, Any]]:
+    """Plain Trainer on the same script, under torchrun for several processes."""
+    how = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)] if processes > 1 else []
+    environ = {name: text for name, text in os.environ.items() if not name.startswith(("FT_", "ACCELERATE_"))}
+    done = subprocess.run(
+        [sys.executable, *how, str(SCRIPT), str(folder), "--plain", *words],
+        env={**environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=55, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return ends(folder, "plain")
+
+
+@pytest.fixture(autouse=True)
+def _no_accelerator_stays() -> Iterator[None]:
+    yield
+    AcceleratorState._reset_state(reset_partial_state=True)
+
+
+# ---------------------------------------------------------------- jobs
+
+
+@pytest.mark.process
+@pytest.mark.timeout(150)
+def test_two_groups_are_ddp_of_two_to_the_bit(tmp_path: Path) -> None:
+    """With accumulation (the last update of an epoch is shorter), clipping, a schedule and uneven token counts."""
+    words = ["--ragged", "--accumulate", "3", "--samples", "70", "--save", "8", "--evaluate", "4"]
+    one, two = tmp_path / "plain", tmp_path / "groups"
+    for folder in (one, two):
+        folder.mkdir()
+    expected = plain(one, 2, *words)[0]
+    with job(f"{SCRIPT} {two} {' '.join(words)}", "--replicas", "2", "--max-restarts", "0") as run:
+        assert run.run() == 0, run.text
+    found = ends(two, "[01]")
+    assert len(found) == 2
+    for end in found:
+        for key in ("digest", "step", "max", "steps", "rates", "epoch"):
+            assert end[key] == expected[key], key
+        assert [entry["loss"] for entry in end["log"]] == [entry["loss"] for entry in expected["log"]]
+    assert [end["first"] for end in found] == [True, False]
+    assert {end["best"] for end in found} == {str(two / "out" / "checkpoint-12")}
+    assert sorted(os.listdir(two / "out")) == sorted(os.listdir(one / "out")) == ["checkpoint-12", "checkpoint-8"]
+    assert sorted(os.listdir(two / "out/checkpoint-12")) == [
+        name.replace("rng_state_0", "rng_state") for name in sorted(os.listdir(one / "out/checkpoint-12"))
+        if name != "rng_state_1.pth"
+    ]  # fmt: skip
+
+
+@pytest.mark.process
+@pytest.mark.timeout(150)
+def test_kill_of_the_leader_freeze_and_vetoes_then_plain_trainer_resumes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FT_LIVENESS_S", "1")
+    words = "--steps 180 --accumulate 2 --samples 50 --save 30 --pace 0.03 --kill 0:20 --veto 5,8"
+    with job(f"{SCRIPT} {tmp_path} {words}", "--replicas", "2", "--standby", "1", "--timeout", "20") as run:
+        frozen: list[bool] = []
+
+        def freeze(match: re.Match[str]) -> None:
+            """Of the group that lives, after the other one is back."""
+            pid = int(match[1])
+            assert wait_until((tmp_path / "back").exists, WAIT_S)
+            at = step_of(tmp_path, 0)
+            assert wait_until(lambda: step_of(tmp_path, 0) >= at + 5, WAIT_S)
+            os.kill(pid, signal.SIGSTOP)
+            on = wait_until(lambda: step_of(tmp_path, 0) >= at + 20, WAIT_S)  # the other one goes on alone
+            os.kill(pid, signal.SIGCONT)
+            frozen.append(on)
+
+        run.when(r"\[replica-1\] started \(pid (\d+)\)", freeze)
+        assert run.run() == 0, run.text
+    assert frozen == [True]
+    assert run.count("was ended by SIGKILL") == 1
+    assert run.count(r"\[replica-0\] started") == 2
+    found = ends(tmp_path, "[01]")
+    assert len(found) == 2
+    assert found[0]["digest"] == found[1]["digest"]
+    for end in found:
+        assert end["step"] == end["max"] == 180
+        steps, first = end["steps"], end["steps"][0]
+        assert sorted(set(steps)) == steps  # none twice, none back
+        assert steps[-1] == 180
+        rates = {int(step): rate for step, rate in end["rates"].items() if int(step) >= max(first, 3)}
+        for step, rate in rates.items():  # linear from 1e-2 after 2 steps of warm-up; logged one step behind
+            assert rate == pytest.approx(1e-2 * (180 - step + 1) / 178, rel=1e-6), step
+    assert found[1]["steps"][:30] == list(range(1, 31))
+    assert len({json.dumps(end["log"]) for end in found}) == 1  # the newcomer has the whole story
+
+    assert sorted(os.listdir(tmp_path / "out")) == ["checkpoint-150", "checkpoint-180"]
+    for name in os.listdir(tmp_path / "out/checkpoint-180"):
+        (tmp_path / "out/checkpoint-180" / name).unlink()
+    (tmp_path / "out/checkpoint-180").rmdir()
+    # The same global batch in one process: only the order of summation differs.
+    resumed = plain(tmp_path, 1, "--resume", "--steps", "180", "--accumulate", "4", "--samples", "50", "--save", "30")[
+        0
+    ]
+    assert resumed["steps"] == list(range(151, 181))
+    assert [entry["step"] for entry in resumed["log"]] == [entry["step"] for entry in found[0]["log"]]
+    assert resumed["log"][:100] == found[0]["log"][:100]
+
+
+def step_of(folder: Path, group: int) -> int:
+    """The last step that a group has reported."""
+    path = folder / f"at-{group}"
+    return int(path.read_text() or 0) if path.exists() else 0
+
+
+# ---------------------------------------------------------------- without replica groups
+
+
+def arguments(folder: Path) -> TrainingArguments:
+    return TrainingArguments(
+        str(folder), max_steps=3, per_device_train_batch_size=2, use_cpu=True, report_to=[], disable_tqdm=True,
+        save_strategy="no", dataloader_pin_memory=False,
+    )  # fmt: skip
+
+
+def test_without_groups_it_is_trainer(tmp_path: Path) -> None:
+    results = []
+    for kind in (Trainer, FaultTolerantTrainer):
+        torch.manual_seed(3)
+        trainer = kind(tiny_model(), arguments(tmp_path), train_dataset=Text(16))
+        assert trainer.train().global_step == 3
+        assert type(trainer.callback_handler) is CallbackHandler
+        results.append([value.clone() for value in trainer.model.state_dict().values()])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+def test_several_gpus_without_a_launcher_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = arguments(tmp_path)
+    settings._n_gpu = 4  # what Trainer looks at
+    monkeypatch.setattr(sys, "argv", ["train.py", "--lr", "0.1"])
+    with pytest.raises(ConfigError, match=r"sees 4 GPUs.*ft-accelerate launch --ft_replicas 4 train.py --lr 0\.1"):
+        FaultTolerantTrainer(tiny_model(), settings, train_dataset=Text(16))
+
+
+def test_an_unknown_training_loop_is_an_error_at_once() -> None:
+    check(FaultTolerantTrainer)
+
+    class Other:
+        """Has nothing of Trainer."""
+
+    with pytest.raises(NotAvailableError, match=re.escape(f"({', '.join(METHODS)} missing)")):
+        check(Other)
+    assert issubclass(FaultTolerantTrainer, FaultTolerantTrainerMixin)

@@ -1,0 +1,144 @@
+"""A training script with FaultTolerantTrainer for the tests: a tiny random Llama on generated text, no downloads.
+
+    trainer_job.py FOLDER [--steps N] [--plain] [--kill GROUP:STEP] [--veto STEP,STEP] [--resume] ...
+
+Each process writes FOLDER/end-GROUP-RANK.json: digest, global step, learning rates as logged, who writes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import signal
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils.data import Dataset
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
+
+WORDS = 61
+AWAY_S = 0.25
+"""Per step while the group that was killed is away, so that the others do not end without it."""
+
+
+class Text(Dataset[dict[str, torch.Tensor]]):
+    """Sequences that follow a rule, so that a loss can fall; some positions are padding if `ragged`."""
+
+    def __init__(self, samples: int, ragged: bool = False) -> None:
+        self.samples, self.ragged = samples, ragged
+
+    def __len__(self) -> int:
+        return self.samples
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        ids = (torch.arange(12) * (1 + index % 5) + index) % WORDS
+        labels = ids.clone()
+        if self.ragged:
+            labels[6 + index % 6 :] = -100
+        return {"input_ids": ids, "labels": labels}
+
+
+def tiny_model() -> LlamaForCausalLM:
+    """Randomly initialised."""
+    config = LlamaConfig(
+        vocab_size=WORDS, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=2, max_position_embeddings=32,
+    )  # fmt: skip
+    return LlamaForCausalLM(config)
+
+
+class Probe(TrainerCallback):  # type: ignore[misc]
+    """Kills its own process once, slows steps down, and notes what callbacks are told."""
+
+    def __init__(self, folder: Path, kill: str, veto: str, pace_s: float) -> None:
+        self.folder, self.pace_s = folder, pace_s
+        self.veto_at = [int(step) for step in veto.split(",") if step]
+        group, _, step = kill.partition(":")
+        self.kill_at = int(step) if group == os.environ.get("FT_REPLICA_GROUP", "none") else -1
+        self.trainer: Any = None
+        self.steps: list[int] = []
+        self.rates: dict[int, float] = {}
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step in self.veto_at and os.environ["FT_REPLICA_GROUP"] == "0":
+            self.veto_at.remove(state.global_step)
+            self.trainer.accelerator.manager.report_error(RuntimeError("a step that fails, for the test"))
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.steps.append(state.global_step)
+        (self.folder / f"at-{os.environ.get('FT_REPLICA_GROUP', 'plain')}").write_text(str(state.global_step))
+        marker, back = self.folder / "killed", self.folder / "back"
+        if self.kill_at >= 0 and marker.exists():
+            back.touch()
+        away = marker.exists() and not back.exists()
+        threading.Event().wait(AWAY_S if away else self.pace_s)  # as long as a step of a real model takes
+        if 0 <= self.kill_at <= state.global_step and not marker.exists():
+            marker.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float] | None = None, **kwargs: Any) -> None:
+        if logs and "learning_rate" in logs:
+            self.rates[state.global_step] = logs["learning_rate"]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--steps", type=int, default=-1)
+    parser.add_argument("--epochs", type=float, default=2)
+    parser.add_argument("--samples", type=int, default=64)
+    parser.add_argument("--accumulate", type=int, default=2)
+    parser.add_argument("--kill", default="")
+    parser.add_argument("--veto", default="")
+    parser.add_argument("--pace", type=float, default=0.0)
+    parser.add_argument("--resume", action="store_true")
+    parser.add_argument("--evaluate", type=int, default=0)
+    parser.add_argument("--ragged", action="store_true")
+    parser.add_argument("--save", type=int, default=0)
+    parser.add_argument("--seed", type=int, default=5)
+    parser.add_argument("--plain", action="store_true")
+    a = parser.parse_args()
+    torch.set_num_threads(1)
+    torch.manual_seed(a.seed)
+    trainer_class: Any = Trainer
+    if not a.plain:
+        from ft_accelerate import FaultTolerantTrainer
+
+        trainer_class = FaultTolerantTrainer
+    arguments = TrainingArguments(
+        output_dir=str(a.folder / "out"), max_steps=a.steps, num_train_epochs=a.epochs, per_device_train_batch_size=2,
+        gradient_accumulation_steps=a.accumulate, learning_rate=1e-2, lr_scheduler_type="linear", warmup_steps=2,
+        logging_steps=1, save_strategy="steps" if a.save else "no", save_steps=a.save or 500, use_cpu=True,
+        eval_strategy="steps" if a.evaluate else "no", eval_steps=a.evaluate or None, report_to=[], seed=a.seed,
+        disable_tqdm=True, max_grad_norm=0.5, data_seed=11, save_total_limit=2, dataloader_pin_memory=False,
+        load_best_model_at_end=bool(a.evaluate and a.save), metric_for_best_model="loss" if a.evaluate else None,
+    )  # fmt: skip
+    probe = Probe(a.folder, a.kill, a.veto, a.pace)
+    trainer = trainer_class(
+        tiny_model(), arguments, train_dataset=Text(a.samples, a.ragged), eval_dataset=Text(10), callbacks=[probe]
+    )
+    probe.trainer = trainer
+    trainer.train(resume_from_checkpoint=True if a.resume else None)
+    trainer.save_model(str(a.folder / "final"))
+    digest = hashlib.sha256()
+    for _, value in sorted(trainer.model.state_dict().items()):
+        digest.update(value.detach().contiguous().numpy().tobytes())
+    name = f"end-{os.environ.get('FT_REPLICA_GROUP', 'plain')}-{os.environ.get('RANK', '0')}.json"
+    state = trainer.state
+    (a.folder / name).write_text(json.dumps({
+        "digest": digest.hexdigest()[:16], "step": state.global_step, "epoch": state.epoch, "max": state.max_steps,
+        "steps": probe.steps, "rates": probe.rates, "first": trainer.is_world_process_zero(),
+        "evals": [entry["eval_loss"] for entry in state.log_history if "eval_loss" in entry],
+        "weights": torch.cat([value.flatten()[:3] for value in trainer.model.state_dict().values()]).tolist(),
+        "log": [entry for entry in state.log_history if "loss" in entry], "best": state.best_model_checkpoint,
+    }))  # fmt: skip
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).parents[2]))
+    main()
