@@ -22,6 +22,11 @@ class Agreement:
     _session: Session
     _step: Step
 
+    if TYPE_CHECKING:
+
+        def wait_quorum(self) -> None:
+            """Of `Manager`."""
+
     def request_stop(self) -> None:
         """Ask all members to stop training: told by every fence of this rank from the next one on."""
         with self._session.lock:
@@ -31,6 +36,24 @@ class Agreement:
     def stop_agreed(self) -> bool:
         """Some member asked everybody to stop, and everybody knows it. Changes in should_commit only."""
         return self._step.stop_agreed
+
+    def num_participants(self) -> int:
+        """Number of members whose gradients count in this attempt. Waits for the quorum."""
+        self.wait_quorum()
+        return len(self._step.participants)
+
+    def participating_rank(self) -> int | None:
+        """This replica's position among the participants, or None. Waits for the quorum."""
+        self.wait_quorum()
+        plan = self._step.plan
+        if plan is None or plan.replica_rank not in self._step.participants:
+            return None
+        return self._step.participants.index(plan.replica_rank)
+
+    def is_participating(self) -> bool:
+        """Whether this replica's gradients count in this attempt. Waits for the quorum."""
+        self.wait_quorum()
+        return self._step.participating
 
     @property
     def quorum_id(self) -> int:

@@ -3,7 +3,9 @@
 How it works. `ready` waits for the quorum the attempt belongs to. Every launch asks the step machine first, so nothing
 is launched in a broken quorum; a failed launch or wait breaks the rank and is never raised, because the caller is
 inside autograd. `launch_fence` fills the reserved tail with the slots of the step machine; it first waits until a heal
-that runs meanwhile has been verified or given up (R7), because the fence says whether this member can follow.
+that runs meanwhile has been verified or given up (R7), because the fence says whether this member can follow. If the
+sum of weights that comes with the fence is not what gradients were divided by beforehand, they are rescaled at once, so
+that they are right when `backward` returns.
 
 Threads: training thread and autograd threads. Invariant: one fence per attempt decides; once judged, the verdict is
 the step machine's.
@@ -21,10 +23,14 @@ from ft_core.errors import CollectiveError
 from ft_core.step import Heal, Phase, Verdict
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from torch.distributed import Work
 
+    from ft_core.carrier import Carrier
     from ft_core.rounds import Round
     from ft_core.session import Session
+    from ft_core.weights import BatchWeights
 
 
 USABLE = (Phase.OPEN, Phase.LAUNCHED, Phase.FENCED)
@@ -34,52 +40,68 @@ USABLE = (Phase.OPEN, Phase.LAUNCHED, Phase.FENCED)
 class StepAttempt:
     """The attempt that is open on this rank. Made by `Manager.start_quorum`, replaced by the next one."""
 
-    def __init__(self, number: int, session: Session, round_: Round, *, rides: bool) -> None:
+    def __init__(
+        self, number: int, session: Session, round_: Round, weights: BatchWeights, carriers: Sequence[Carrier], *,
+        rides: bool,
+    ) -> None:  # fmt: skip
         self.number = number
         self.verdict: Verdict | None = None
         self.averaged: list[torch.Tensor] = []
         """What `Manager.allreduce(AVG)` reduced in this attempt: rescaled if the divisor differed from the plan."""
+        self.participants = 1
+        """How many gradients were planned to be in the sum: what everything is divided by beforehand."""
         self.planned = 1
-        self.first = -1
+        """What the carriers' gradients have been divided by: `participants`, then the fence's sum of weights."""
+        self.source = -1
         self._session = session
         self._round = round_
+        self._weights = weights
+        self._carriers = carriers
         self._rides = rides
         self._scale: float | None = None
+        self._whole_scale = 0.0
 
     def __repr__(self) -> str:
         return f"StepAttempt({self.number}, verdict={self.verdict})"
 
     def ready(self) -> bool:
+        """A round of reductions begins: as `usable`, and its gradients are divided by the number of participants."""
+        if not self.usable():
+            return False
+        self.planned = self.participants
+        return True
+
+    def usable(self) -> bool:
         """Wait for the quorum. False if nothing may be launched (the reason is in `Manager.errored`)."""
-        if self._scale is not None:
-            return self._session.step.phase in USABLE
         self._round.wait_configured()
         session = self._session
         with session.lock:
             step = session.step
             if self._round.error is not None or step.phase not in USABLE:
                 return False
-            participants = step.participants
-            self.planned = max(1, len(participants)) if step.weight is None else 1
-            self.first = participants[0] if participants else -1
-            if not step.contributes:
-                self._scale = 0.0
-            elif step.weight is not None:
-                self._scale = float(step.weight)
-            else:
-                self._scale = 1.0 / self.planned
+            self.participants = max(1, len(step.participants))
+            self.source = step.source
+            total = 1 if step.weight is None else step.weight
+            weight = total if self._weights.total is None else self._weights.reference
+            self._scale = weight / self.participants if step.contributes else 0.0
+            self._whole_scale = total / self.participants if step.contributes else 0.0
         return True
 
     @property
     def scale(self) -> float:
-        """What a gradient is multiplied with before the sum; 0.0 if this member contributes zeros."""
+        """What a gradient is multiplied with before the sum: weight / participants; 0.0 if this member adds nothing."""
         return self._scale if self._scale is not None and not self._session.step.soft_error else 0.0
+
+    @property
+    def whole_scale(self) -> float:
+        """The same for what the user averages: it counts for all micro-batches of the step."""
+        return self._whole_scale if not self._session.step.soft_error else 0.0
 
     @property
     def is_source(self) -> bool:
         """This member's buffers are the ones everybody takes."""
         plan = self._session.step.plan
-        return plan is not None and plan.replica_rank == self.first
+        return plan is not None and plan.replica_rank == self.source
 
     def launch(self, tensor: torch.Tensor) -> Work | None:
         """Launch an in-place SUM on the data lane; None if the quorum is broken."""
@@ -118,6 +140,16 @@ class StepAttempt:
         if self.verdict.outcome.value == "broken":
             session.fail(CollectiveError(self.verdict.reason))
             session.lanes.abort(self.verdict.quorum_id)
+        else:
+            self.rescale(self.verdict.weight)
+            self._weights.reduced()
+
+    def rescale(self, weight: int) -> None:
+        """R10: the divisor is the fence's sum of weights; dividing beforehand was only the fast form of it."""
+        if weight and weight != self.planned:
+            for carrier in self._carriers:
+                carrier.rescale(self.planned / weight)
+            self.planned = weight
 
     def fail(self, error: BaseException) -> None:
         """A collective of this attempt failed."""

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from ft_core.drain import DrainedError
 from ft_core.errors import HealError, UsageError
 from ft_core.parity import digest
+from ft_core.quorum import Version
 from ft_core.step import Heal, MustAsk, Outcome, Phase, Verdict
 
 if TYPE_CHECKING:
@@ -53,9 +54,11 @@ class Commit:
     _shut_down: bool
     _step: Step
     _worker: QuorumWorker
-    _quorum_lost = False
+    _quorum_lost = _round_over = _round_taken = False
 
     if TYPE_CHECKING:
+
+        def _reset_weights(self) -> None: ...
 
         def _begin_round(self, why: MustAsk, timeout: timedelta | None) -> Round: ...
         def _new_attempt(self) -> None: ...
@@ -102,6 +105,7 @@ class Commit:
         if round_.error is not None:
             raise round_.error
         session, step = self._session, self._step
+        rounds = step.rounds
         if verdict.outcome is not Outcome.BROKEN and step.heal is Heal.READY:
             self._apply_heal()
         if verdict.outcome is Outcome.COMMIT:
@@ -110,16 +114,20 @@ class Commit:
         with session.lock:
             key = (verdict.quorum_id, verdict.attempt)
             commit = step.settle(verdict)
+            buffers = commit and not step.source_lost
             if commit:
-                self._last_commit = key
+                # Where the buffers' source was out of data all keep theirs: of that, a peer's gradients tell nothing.
+                self._last_commit = key if buffers else None
             again = step.phase is Phase.BROKEN
             gave_up = step.gave_up()
         for carrier in self._carriers:
-            carrier.committed() if commit else carrier.vetoed()
+            carrier.committed() if buffers else carrier.vetoed()
+        self._reset_weights()
+        self._round_over, self._round_taken = step.rounds != rounds, False
         session.control.progress(step.version.step, "step", step.stable)
         if gave_up:
             raise RuntimeError(f"{gave_up}; last reason: {verdict.reason or session.error}")
-        if not commit and verdict.reason and not verdict.stop:
+        if not commit and verdict.reason and not verdict.stop and not verdict.exhausted:
             why = session.untold(verdict.reason)
             log.info("%s: step %d not committed%s", self.replica_id, self.current_step(), why)
         self._quorum_lost = verdict.outcome is Outcome.BROKEN
@@ -188,14 +196,11 @@ class Commit:
                     step.tear()
 
     def _rescale(self, attempt: StepAttempt, verdict: Verdict) -> None:
-        """R10: the divisor is the fence's weight sum; dividing beforehand was only the fast form of it."""
-        if verdict.weight == attempt.planned:
-            return
-        factor = attempt.planned / verdict.weight
-        for carrier in self._carriers:
-            carrier.rescale(factor)
-        for tensor in attempt.averaged:
-            tensor.mul_(factor)
+        """R10: gradients whose fence did not ride with them, and what the user averaged."""
+        attempt.rescale(verdict.weight)
+        if verdict.weight != attempt.participants:
+            for tensor in attempt.averaged:
+                tensor.mul_(attempt.participants / verdict.weight)
 
     def _apply_heal(self) -> None:
         """Training thread: load the received state. A failure here leaves the state VOID and the quorum broken."""
@@ -213,8 +218,9 @@ class Commit:
             self._session.fail(HealError(f"loading the received state failed: {type(error).__name__}: {error}"))
             raise
         with self._session.lock:
-            step.heal_applied()
-            step.batches_committed = int(received.state["manager"]["batches_committed"])
+            told = received.state["manager"]
+            step.heal_applied(Version(told["round_step"], told["round_epoch"]) if told["round_step"] >= 0 else None)
+            step.batches_committed = int(told["batches_committed"])
         round_.received = round_.in_place = None
         log.info(
             "%s: healed to step %d: %.1f MB in %.3f s from %d donors",

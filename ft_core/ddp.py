@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.algorithms.join import Joinable, JoinHook
+from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataParallel
 from torch.utils._pytree import tree_leaves, tree_map_only
 
@@ -47,6 +47,8 @@ from ft_core.inventory import (
     check_devices,
     take_inventory,
 )
+from ft_core.join import JoinMember, joining_of, notify
+from ft_core.weights import unweigh_inputs, weigh_outputs
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -65,7 +67,7 @@ def _leave_forward_untraced() -> None:
     torch.compiler.disable(DistributedDataParallel.forward, recursive=False)
 
 
-class DistributedDataParallel(TorchDistributedDataParallel):
+class DistributedDataParallel(JoinMember, TorchDistributedDataParallel):
     """Averages gradients over the participants of each step while backward runs; survives their failure.
 
     Args:
@@ -127,15 +129,19 @@ class DistributedDataParallel(TorchDistributedDataParallel):
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the module. Nothing is communicated here."""
         bucketer = self._bucketer
-        watching = False
+        watching, ratio = False, 1.0
         if torch.is_grad_enabled():
             if bucketer is not None:
+                notify(self)
+                ratio = getattr(self._manager, "batch_ratio", 1.0)
                 sync = self.require_backward_grad_sync
                 self._check_frozen()
                 bucketer.before_forward(sync=sync)
                 watching = bucketer.watches_outputs and sync
             elif self.training:
                 raise UsageError(_INERT)
+        if ratio != 1.0:
+            inputs, kwargs = unweigh_inputs((inputs, kwargs), ratio)
         if self.device_ids:
             inputs, kwargs = self._move(inputs, kwargs)
         TorchDistributedDataParallel._active_ddp_module = self  # torch.compile cuts its graphs along our buckets
@@ -145,6 +151,8 @@ class DistributedDataParallel(TorchDistributedDataParallel):
             # Cleared, not restored: it is global, and with a forward per thread "what was before" outlives its owner.
             if TorchDistributedDataParallel._active_ddp_module is self:
                 TorchDistributedDataParallel._active_ddp_module = None
+        if ratio != 1.0:
+            output = weigh_outputs(output, ratio)
         if watching and bucketer is not None:
             for leaf in tree_leaves(output):
                 if isinstance(leaf, Tensor) and leaf.requires_grad:
@@ -204,22 +212,30 @@ class DistributedDataParallel(TorchDistributedDataParallel):
     # ---------------------------------------------------------------------- torch's DDP: what has no meaning over here
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
-        """Not yet: uneven inputs (torch's Join) come with a later release."""
-        raise NotAvailableError("Join over fault-tolerant replicas needs ft_core.join, which is not there yet")
+        """For torch's `Join`: a replica that is out of data takes part with weight zero (ft_core.join).
 
-    @property
-    def join_device(self) -> torch.device:
-        """Not yet, see `join_hook`."""
-        raise NotAvailableError("Join over fault-tolerant replicas needs ft_core.join, which is not there yet")
+        Raises:
+            ConfigError: `divide_by_initial_world_size=True`. The divisor is always what contributed.
+        """
+        if kwargs.get("divide_by_initial_world_size", False):
+            raise ConfigError(
+                "divide_by_initial_world_size=True is not possible here: gradients are divided by what contributed to "
+                "them, whoever is out of data, healing or gone; leave it out, or pass False"
+            )
+        return joining_of(self._join_manager()).add(self)
 
-    @property
-    def join_process_group(self) -> Any:
-        """Not yet, see `join_hook`."""
-        raise NotAvailableError("Join over fault-tolerant replicas needs ft_core.join, which is not there yet")
+    def _join_manager(self) -> object:
+        if self._manager is None:
+            raise UsageError(_INERT)
+        return self._manager
 
-    def join(self, *args: Any, **kwargs: Any) -> Any:
-        """Not yet, see `join_hook`."""
-        raise NotAvailableError("Join over fault-tolerant replicas needs ft_core.join, which is not there yet")
+    def join(
+        self, divide_by_initial_world_size: bool = False, enable: bool = True, throw_on_early_termination: bool = False
+    ) -> Join:
+        """The context for this model alone; replicas that joined are healed at its end. `Join` takes the optimizer."""
+        return Join(
+            [self], enable, throw_on_early_termination, divide_by_initial_world_size=divide_by_initial_world_size
+        )
 
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
         """Refused: communication belongs to the Manager."""

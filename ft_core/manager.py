@@ -39,15 +39,17 @@ from ft_core.attempt import StepAttempt
 from ft_core.commit import Commit
 from ft_core.drain import EXIT_S, DrainedError
 from ft_core.errors import ConfigError, FaultToleranceError, UsageError
+from ft_core.exhaustion import Exhaustion
 from ft_core.futures import future_timeout
 from ft_core.lanes import sum_options
 from ft_core.live_state import DEFAULT_KEY, LiveState
 from ft_core.parity import ParityCheck
 from ft_core.process_group import ProcessGroup
-from ft_core.quorum import Version
+from ft_core.quorum import VOID, Version
 from ft_core.rounds import QuorumWorker, Round
 from ft_core.settings import DEFAULT_ROOM
-from ft_core.step import Go, Heal, MustAsk, Outcome, Step, fold_lineage
+from ft_core.step import Go, Heal, MustAsk, Outcome, Phase, Step, fold_lineage
+from ft_core.weights import BatchWeights, Weighted
 from ft_core.work import ManagedWork, finished_work
 
 if TYPE_CHECKING:
@@ -68,7 +70,7 @@ T = TypeVar("T")
 log = logging.getLogger("ft_core")
 
 
-class Manager(Commit, Agreement):
+class Manager(Commit, Agreement, Weighted, Exhaustion):
     """Drives fault-tolerant training on one rank. Constructs and starts; call `shutdown` (or leave it to exit).
 
     Args:
@@ -103,6 +105,7 @@ class Manager(Commit, Agreement):
             SystemExit(0). False: only `drain_reason` is set.
         quorum_in_commit: a quorum that broke is formed anew inside should_commit, where reduced gradients may still be
             fetched (R5). False: by the next start_quorum, so that state is read and loaded only there.
+        on_exhausted: what `run_out` does when this replica has no data left: "shadow", "leave" or "stop_all".
         room_id: this Manager's quorum namespace at the lighthouse; one that finished training is closed for latecomers.
 
     Raises:
@@ -141,6 +144,7 @@ class Manager(Commit, Agreement):
         token: str | None = None,
         exit_on_drain: bool = True,
         quorum_in_commit: bool = True,
+        on_exhausted: str = "shadow",
         room_id: str = DEFAULT_ROOM,
     ) -> None:
         del heartbeat_interval
@@ -152,7 +156,7 @@ class Manager(Commit, Agreement):
                 port=port, hostname=hostname, init_sync=init_sync, max_retries=max_retries,
                 quorum_retries=quorum_retries, parity_check_every=parity_check_every, time_overrides=time_overrides,
                 expected_replicas=expected_replicas, token=token, exit_on_drain=exit_on_drain,
-                quorum_in_commit=quorum_in_commit, room_id=room_id,
+                quorum_in_commit=quorum_in_commit, on_exhausted=on_exhausted, room_id=room_id,
             ),
             os.environ,
         )  # fmt: skip
@@ -168,6 +172,7 @@ class Manager(Commit, Agreement):
         self._attempt: StepAttempt | None = None
         self._round: Round | None = None
         self._attempts = 0
+        self._weights = BatchWeights()
         self._room = config.room
         self._allow_heal = True
         self._shrink_only = False
@@ -304,6 +309,8 @@ class Manager(Commit, Agreement):
             self._settle_in(pending)
             return
         with session.lock:
+            if self._step.phase in (Phase.LAUNCHED, Phase.FENCED):  # should_commit was skipped
+                self._reset_weights()
             decision = self._step.boundary() if room_id == self._room else MustAsk(f"changing to room {room_id}", False)
             self._step.open_attempt = -1  # R5 is for those who ask from inside should_commit, their gradients at hand
             alike = self._config.world_size == 1 or self._step.drain_agreed or isinstance(decision, MustAsk)
@@ -312,7 +319,7 @@ class Manager(Commit, Agreement):
         if isinstance(decision, MustAsk) and (decision.failed or room_id != self._room):
             session.lanes.abort()  # the others may be waiting for this rank in a collective
         if self._healing.snapshot_wanted:
-            self._healing.offer_live({"user": self._collect(), "manager": self.state_dict()})
+            self._healing.offer_live(self._whole_state())
         if isinstance(decision, Go):
             session.error = None
             self._new_attempt()
@@ -342,7 +349,7 @@ class Manager(Commit, Agreement):
         with session.lock:
             usable = step.version >= Version(0, 0)
             version = step.version
-        state = {"user": self._collect(), "manager": self.state_dict()} if usable else None
+        state = self._whole_state() if usable else None
         worthless = fresh and version.step <= 0
         round_ = Round(
             why=why,
@@ -381,7 +388,8 @@ class Manager(Commit, Agreement):
     def _new_attempt(self) -> None:
         self._attempts += 1
         assert self._round is not None
-        self._attempt = StepAttempt(self._attempts, self._session, self._round, rides=self._riding)
+        args = self._session, self._round, self._weights, self._carriers
+        self._attempt = StepAttempt(self._attempts, *args, rides=self._riding)
 
     def _place(self, plan: Plan) -> tuple[str, int, int, bool]:
         """Quorum worker: where the lanes of a quorum meet. (store prefix, rank, size, both lanes at once)"""
@@ -390,6 +398,12 @@ class Manager(Commit, Agreement):
 
     def _collect(self) -> dict[str, Any]:
         return self._live.collect(self._volatile(), self._config.budget.timeout_s)
+
+    def _whole_state(self) -> dict[str, Any]:
+        """What a healing replica receives."""
+        ended = self._step.round_ended or VOID
+        told = {"round_step": ended.step, "round_epoch": ended.epoch}
+        return {"user": self._collect(), "manager": self.state_dict() | told}
 
     def _volatile(self) -> set[int]:
         """Storages that forward changes. Asked for anew each time: modules may replace their buffers."""
@@ -461,7 +475,7 @@ class Manager(Commit, Agreement):
         attempt = self._attempt
         if attempt is None:
             raise UsageError("allreduce before start_quorum")
-        if not attempt.ready():
+        if not attempt.usable():
             return finished_work(tensor)
         session = self._session
         with session.lock:
@@ -469,10 +483,10 @@ class Manager(Commit, Agreement):
                 return finished_work(tensor)
         try:
             average = reduce_op == ReduceOp.AVG
-            if attempt.scale == 0.0:
+            if attempt.whole_scale == 0.0:
                 tensor.zero_()
             elif average:
-                tensor.mul_(attempt.scale)
+                tensor.mul_(attempt.whole_scale)
             session.watchdog.arm(time.monotonic() + session.patience_s)
             lane = session.lanes.second() if self._riding else session.lanes.main
             options = sum_options(ReduceOp.SUM if average else reduce_op)
@@ -509,26 +523,6 @@ class Manager(Commit, Agreement):
         """What went wrong in this attempt, or None."""
         late = self._round.error if self._round is not None else None
         return self._session.error or late
-
-    # ------------------------------------------------------------ roles
-
-    def num_participants(self) -> int:
-        """Number of members whose gradients count in this attempt. Waits for the quorum."""
-        self.wait_quorum()
-        return len(self._step.participants)
-
-    def participating_rank(self) -> int | None:
-        """This replica's position among the participants, or None. Waits for the quorum."""
-        self.wait_quorum()
-        plan = self._step.plan
-        if plan is None or plan.replica_rank not in self._step.participants:
-            return None
-        return self._step.participants.index(plan.replica_rank)
-
-    def is_participating(self) -> bool:
-        """Whether this replica's gradients count in this attempt. Waits for the quorum."""
-        self.wait_quorum()
-        return self._step.participating
 
     @property
     def drain_reason(self) -> str:

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 
     from ft_core.assignment import WorldSizeMode
 
+ON_EXHAUSTED = ("shadow", "leave", "stop_all")
 DEFAULT_TIMEOUT_S = 60.0
 WATCHED = timedelta(hours=1)
 """Gloo's own timeout: not the one that fires, because a peer may legitimately be busy (the watchdog knows,
@@ -68,6 +69,7 @@ class Arguments:
     token: str | None
     exit_on_drain: bool
     quorum_in_commit: bool
+    on_exhausted: str | None
     room_id: str
 
 
@@ -96,6 +98,7 @@ class Config:
     """Of this start of the group, in its c10d store: its ranks must not find their predecessors."""
     exit_on_drain: bool
     quorum_in_commit: bool
+    on_exhausted: str
     room: str
 
 
@@ -127,6 +130,9 @@ def resolve(arguments: Arguments, variables: Mapping[str, str]) -> Config:
             raise ConfigError(f"{setting}={value} must be 0 or more")
     if a.parity_check_every < 0:
         raise ConfigError(f"parity_check_every={a.parity_check_every} must be 0 (never) or a number of commits")
+    on_exhausted = ON_EXHAUSTED[0] if a.on_exhausted is None else a.on_exhausted
+    if on_exhausted not in ON_EXHAUSTED:
+        raise ConfigError(f"on_exhausted={a.on_exhausted!r} must be one of {', '.join(map(repr, ON_EXHAUSTED))}")
     budget = _budget(a, env)
     lighthouse = a.lighthouse_addr or env.lighthouse
     if not lighthouse and rank == 0:
@@ -172,6 +178,7 @@ def resolve(arguments: Arguments, variables: Mapping[str, str]) -> Config:
         incarnation_key=f"ft_core/{name if a.replica_id or env.replica_id else 'group'}/{start_of_group}",
         exit_on_drain=a.exit_on_drain,
         quorum_in_commit=a.quorum_in_commit,
+        on_exhausted=on_exhausted,
         room=a.room_id,
     )  # fmt: skip
 
@@ -333,7 +340,11 @@ def _shared_id(config: Config, settings: StepSettings, store: Store) -> StepSett
 
 def _control(config: Config, replica_id: str, session: Session, store: Store) -> Control:
     settings = LeaseSettings(
-        address=config.lighthouse, replica_id=replica_id, budget=config.budget, token=config.token, tls=config.tls,
+        address=config.lighthouse,
+        replica_id=replica_id,
+        budget=config.budget,
+        token=config.token,
+        tls=config.tls,
         room=config.room,
     )
     if config.world_size == 1:

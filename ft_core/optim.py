@@ -12,12 +12,16 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol, SupportsIndex, cast
 
 import torch
+from torch.distributed.algorithms.join import Joinable, JoinHook
 from torch.optim import Optimizer as TorchOptimizer
 
 from ft_core.errors import ConfigError, UsageError
+from ft_core.join import JoinMember, joining_of, notify
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    from ft_core.manager import Manager
 
 __all__ = ["CommitManager", "Optimizer", "OptimizerWrapper"]
 
@@ -35,7 +39,7 @@ class CommitManager(Protocol):
         """The local state is neither the old nor the new version: it must not be given to anyone (R13)."""
 
 
-class OptimizerWrapper(TorchOptimizer):
+class OptimizerWrapper(TorchOptimizer, JoinMember):
     """Puts a Manager's step around any torch optimizer.
 
     `zero_grad()` starts the quorum, so call it before forward, and exactly once per step. `step()` asks the Manager and
@@ -59,6 +63,7 @@ class OptimizerWrapper(TorchOptimizer):
             raise ConfigError(f"optim must be a torch.optim.Optimizer, got {type(optim).__name__}")
         if isinstance(optim, OptimizerWrapper):
             raise ConfigError("optim is wrapped already; two wrappers would vote twice per step")
+        Joinable.__init__(self)
         self.manager = manager
         self.optim = optim
         self.committed = False
@@ -78,6 +83,7 @@ class OptimizerWrapper(TorchOptimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Start the quorum of the next step, then clear the gradients."""
+        notify(self)
         self.manager.start_quorum()
         self.optim.zero_grad(set_to_none)
 
@@ -102,6 +108,22 @@ class OptimizerWrapper(TorchOptimizer):
             self.manager.report_torn_state(error)
             raise
         self.committed = True
+
+    def run_out(self, apply: Callable[[], object] | None = None) -> None:
+        """After the last batch of an epoch: `Manager.run_out`, with this optimizer applying what others commit.
+
+        Args:
+            apply: what the training loop does after a commit, if that is more than the inner optimizer's step
+                (clipping, a scheduler); it must step the inner optimizer, `optim`, itself.
+        """
+        cast("Manager", self.manager).run_out(self._apply if apply is None else apply)
+
+    def join_hook(self, **kwargs: Any) -> JoinHook:  # noqa: ARG002 - they are for others
+        """For torch's `Join`: a replica that is out of data applies what the others commit."""
+        return joining_of(self.manager).add(self, self._apply)
+
+    def _join_manager(self) -> object:
+        return self.manager
 
     def _apply(self) -> None:
         """Run the inner step; with a GradScaler in charge, as the scaler itself would have done."""

@@ -12,6 +12,9 @@ members are exact. Slots carry: the weight of the gradient in two digits, who co
 members and a 64-bit tag of everything that has to be equal (version, lineage, quorum, attempt, layout, user
 collectives) in four pieces. A tag sum other than n times mine means that somebody is in another attempt: broken.
 
+A *round* of data ends when every member is out of it, or one ends it for all. Members that apply no commits meanwhile
+(`trails`) are first healed, in a quorum that all ask for. Who missed the end learns it from those who passed it.
+
 Invariants: `version` names the state this rank holds (VOID while it must not be used); `base` is the state the current
 attempt builds on, equal on all members; version == base unless this member is behind; a verdict, once reached, is never
 undone by a later abort or push.
@@ -35,32 +38,19 @@ if TYPE_CHECKING:
 
 FENCE_SLOTS = 16
 (
-    WEIGHT_LOW,
-    WEIGHT_HIGH,
-    FAILED,
-    CHANGE,
-    NO_LEASE,
-    EXHAUSTED,
-    READY,
-    STOP,
-    TAG0,
-    TAG1,
-    TAG2,
-    TAG3,
-    COUNT,
-    CONTRIBUTED,
-    PARITY,
-    SPARE,
-) = range(FENCE_SLOTS)
+    WEIGHT_LOW, WEIGHT_HIGH, FAILED, CHANGE, NO_LEASE, EXHAUSTED, READY, STOP, TAG0, TAG1, TAG2, TAG3, COUNT,
+    CONTRIBUTED, ENDS_AND_SOURCE, LAGS_AND_PASSED,
+) = range(FENCE_SLOTS)  # fmt: skip
 DIGIT = 1 << 16
 MAX_WEIGHT = DIGIT * DIGIT - 1
+COUNTS = 1 << 9
+"""Two flags in one slot: the second counts from here on."""
 
 
 class Phase(Enum):
-    """Where a rank is in its current quorum."""
+    """Where a rank is in its current quorum; OUTSIDE: in none yet."""
 
     OUTSIDE = "outside"
-    """In no quorum yet."""
     ENTERED = "entered"
     """The quorum is known, the process group is being configured."""
     OPEN = "open"
@@ -107,7 +97,7 @@ class Verdict:
     healed: bool = False
     """All planned heals were ready: roles switch at the next attempt (R10)."""
     exhausted: bool = False
-    """Every member is out of data: stop (R16)."""
+    """The round of data is over: every member is out of it (R16), or one of them ends it for all."""
     stop: bool = False
     """Some member asked everybody to stop at this step."""
     behind: bool = False
@@ -192,6 +182,16 @@ class Step:
         self.leaving = self.drain_wanted = self.drain_agreed = False
         self.stop_wanted = self.stop_agreed = False
         self.exhausted = False
+        self.trails = self.ends_round = False
+        """Out of data, and: nobody applies commits here (`version` stays, a heal makes up for it); it ends for all."""
+        self.rounds = 0
+        """How often a round of data ended since this rank started."""
+        self.round_ended: Version | None = None
+        """The version at which the last round ended; the same on all members that hold a later one."""
+        self.everyone_out = self.source_lost = self._ends_now = False
+        """The last fence said: every member is out of data; the source of the buffers is; the round ends with it."""
+        self.source_shift = 0
+        """The buffers' source is this many places behind the first participant: those before it are out of data."""
         self.weight: int | None = None
         """Weight of this member's gradient; None: 1."""
         self.user_ops = 0
@@ -206,10 +206,9 @@ class Step:
         self.own_failures = 0
         self.vetoes = 0
         self.asks = 0
-        self._error_sent = False
-        """The soft error was there when the fence's slots were taken."""
-        self._voted = False
-        """The latched verdict was told to the group: whatever fails from now on belongs to the next attempt."""
+        self._error_sent = self._voted = False
+        """The soft error was there when the fence's slots were taken; the latched verdict was told to the group:
+        whatever fails from now on belongs to the next attempt."""
         self._early: dict[str, tuple[int, str]] = {}
         """Pushes about a quorum that is announced but not entered yet: newest id per kind."""
 
@@ -233,6 +232,12 @@ class Step:
         return self.plan.participants_healed if self.roles_switched else self.plan.participants
 
     @property
+    def source(self) -> int:
+        """replica_rank of the participant whose buffers everybody takes; -1: there is none."""
+        ranks = self.participants
+        return ranks[self.source_shift % len(ranks)] if ranks else -1
+
+    @property
     def participating(self) -> bool:
         """This member's gradient is planned to count in the current attempt."""
         return self.plan is not None and self.plan.replica_rank in self.participants
@@ -240,13 +245,8 @@ class Step:
     @property
     def contributes(self) -> bool:
         """This member's gradient really goes into the sum (else zeros do)."""
-        return (
-            self.participating
-            and not self.soft_error
-            and not self.exhausted
-            and self.heal in (Heal.NONE, Heal.READY)
-            and self.version == self.base
-        )
+        able = self.heal in (Heal.NONE, Heal.READY) and self.version == self.base
+        return self.participating and able and not self.soft_error and not self.exhausted
 
     @property
     def broken(self) -> bool:
@@ -295,20 +295,11 @@ class Step:
         """Complete an ask. `template` carries the addresses and flags that are not this machine's business."""
         self.asks += 1
         return replace(
-            template,
-            replica_id=self.settings.replica_id,
-            seq=self.asks,
-            version=self.version,
-            lineage=self.lineage,
-            quorum_id=self.plan.quorum_id if self.plan else 0,
-            failed=why.failed,
-            reason=why.reason,
-            min_replicas=self.settings.min_replicas,
-            group_world_size=self.settings.group_world_size,
-            layout=self.layout,
-            open_attempt=self.open_attempt if why.failed else -1,
-            commit_failures=self.vetoes,
-        )
+            template, replica_id=self.settings.replica_id, seq=self.asks, version=self.version, lineage=self.lineage,
+            quorum_id=self.plan.quorum_id if self.plan else 0, failed=why.failed, reason=why.reason,
+            min_replicas=self.settings.min_replicas, group_world_size=self.settings.group_world_size,
+            layout=self.layout, open_attempt=self.open_attempt if why.failed else -1, commit_failures=self.vetoes,
+        )  # fmt: skip
 
     def enter(self, quorum: Quorum) -> Plan:
         """A new quorum was announced. Returns this rank's plan; the process group is to be configured next.
@@ -319,12 +310,9 @@ class Step:
         if self.open_attempt >= 0 and self.plan is not None:
             lineage_after = fold_lineage(self.lineage, self.plan.quorum_id, self.open_attempt, self.plan.quorum.ids)
         new = plan(
-            quorum,
-            self.settings.replica_id,
-            mode=self.settings.mode,
-            min_replicas=self.settings.min_replicas,
+            quorum, self.settings.replica_id, mode=self.settings.mode, min_replicas=self.settings.min_replicas,
             lineage_after=lineage_after,
-        )
+        )  # fmt: skip
         self.plan = new
         self.highest_id = max(self.highest_id, quorum.quorum_id)
         self.phase = Phase.ENTERED
@@ -338,8 +326,7 @@ class Step:
         # soft_error stays: it may have been reported while this quorum was still being formed.
         self.verdict = None
         self._voted = False
-        self.user_ops = 0
-        self.vetoes = 0
+        self.user_ops = self.source_shift = self.vetoes = 0
         early, self._early = self._early, {}
         if "change" in early:
             self.want_change(*early["change"])
@@ -364,7 +351,8 @@ class Step:
         if self._voted:
             self.ask_next = self.ask_next or reason
             return False
-        self.open_attempt = self.attempt if keep_gradients and self.phase is Phase.LAUNCHED and not self.behind else -1
+        kept = keep_gradients and self.phase is Phase.LAUNCHED and not self.behind and not self.trails
+        self.open_attempt = self.attempt if kept else -1
         self.phase = Phase.BROKEN
         self.broken_reason = reason
         self.verdict = None
@@ -401,8 +389,7 @@ class Step:
     def fail_softly(self, reason: str) -> None:
         """A failure that leaves the collectives usable: zeros and a veto for this attempt.
 
-        Reported after the fence was launched it can't veto the others: then this member alone is broken (R0). Reported
-        after its vote it is too late altogether.
+        Reported after the fence was launched it breaks this member alone (R0), after its vote it is too late.
         """
         if self._voted:
             return
@@ -433,12 +420,14 @@ class Step:
         self.heal = Heal.READY
         return True
 
-    def heal_applied(self) -> None:
-        """The received state has been loaded: this rank holds `base` now."""
+    def heal_applied(self, round_ended: Version | None = None) -> None:
+        """The received state has been loaded: this rank holds `base` now. `round_ended`: the donor's."""
         assert self.heal is Heal.READY
         self.heal = Heal.NONE
         self.version, self.lineage = self.base, self.base_lineage
         self.open_attempt = -1
+        if round_ended != self.round_ended:
+            self.rounds, self.round_ended = self.rounds + 1, round_ended
 
     def heal_failed(self, quorum_id: int, reason: str) -> None:
         """No donor could be received from in time: weight zero and change-wanted, never a veto (R11)."""
@@ -500,7 +489,8 @@ class Step:
         out[FAILED] = float(failing)
         out[CHANGE] = float(bool(self.change_wanted or self.ask_next) or self.leaving)
         out[NO_LEASE] = float(now - self.lease_acked_at > self.settings.autonomy_s)
-        out[EXHAUSTED] = float(self.exhausted or self._adds_nothing)
+        trails = self.trails and self.heal is not Heal.ABANDONED  # R11: one that cannot heal holds nobody
+        out[EXHAUSTED] = float((self.exhausted or self._adds_nothing) + COUNTS * trails)
         ready = self.plan is not None and self.plan.heals and not self.plan.heals_first and not self.roles_switched
         out[READY] = float(ready and self.heal is not Heal.PENDING and self.heal is not Heal.ABANDONED)
         out[STOP] = float(self.stop_wanted)
@@ -508,6 +498,10 @@ class Step:
             out[TAG0 + piece] = float((tag >> (16 * piece)) & 0xFFFF)
         out[COUNT] = 1.0
         out[CONTRIBUTED] = float(weight > 0)
+        lost = self.plan is not None and self.plan.replica_rank == self.source and not self.contributes
+        out[ENDS_AND_SOURCE] = float(self.ends_round + COUNTS * lost)
+        lags = self.behind and self.heal is Heal.NONE and self.plan is not None and not self.plan.excluded
+        out[LAGS_AND_PASSED] = float(lags + COUNTS * (self.round_ended == self.base and not self.behind))
         return out
 
     def judge(self, sums: Sequence[float], now: float) -> Verdict:
@@ -535,6 +529,7 @@ class Step:
     def _judge(self, sums: Sequence[float], now: float) -> Verdict:
         assert self.plan is not None
         rules, n = self.settings.rules, self.plan.size
+        self.everyone_out = self.source_lost = self._ends_now = False
 
         def verdict(outcome: Outcome, reason: str = "", **more: object) -> Verdict:
             assert self.plan is not None
@@ -545,34 +540,35 @@ class Step:
         mine = [n * ((tag >> (16 * piece)) & 0xFFFF) for piece in range(4)]
         if rules.r0_tag and (values[COUNT] != n or values[TAG0 : TAG3 + 1] != mine):
             return verdict(Outcome.BROKEN, "the fence shows that a member is in another attempt or holds another state")
-        over = now - self.lease_acked_at > self.settings.autonomy_s
+        lapsed = now - self.lease_acked_at > self.settings.autonomy_s
         if rules.r3_autonomy:
             margin = self.settings.orphan_s - self.settings.autonomy_s
-            if over and now - self.launched_at > margin:
+            if lapsed and now - self.launched_at > margin:
                 return verdict(Outcome.BROKEN, f"no lighthouse for too long, and the fence took over {margin:g} s")
             if values[NO_LEASE] == n:
-                return verdict(
-                    Outcome.VETO,
-                    f"no member has had a lease for autonomy_s={self.settings.autonomy_s:g} s: waiting for a "
-                    "lighthouse",
-                    change=values[CHANGE] > 0,
-                )
+                reason = f"no member has had a lease for autonomy_s={self.settings.autonomy_s:g} s"
+                return verdict(Outcome.VETO, f"{reason}: waiting for a lighthouse", change=values[CHANGE] > 0)
         weight = values[WEIGHT_LOW] + values[WEIGHT_HIGH] * DIGIT
+        sources_lost, ends = divmod(values[ENDS_AND_SOURCE], COUNTS)
+        passed, lagging = divmod(values[LAGS_AND_PASSED], COUNTS)
+        trailing, out = divmod(values[EXHAUSTED], COUNTS)
+        self.source_lost, self.everyone_out = sources_lost > 0, out == n
+        self._ends_now = (self.everyone_out or ends > 0) and not lagging
+        missed = passed > 0 and not self.behind and self.round_ended != self.base
         more: dict[str, Any] = {
-            "weight": weight,
-            "contributors": values[CONTRIBUTED],
-            "change": values[CHANGE] > 0,
+            "weight": weight, "contributors": values[CONTRIBUTED], "stop": values[STOP] > 0 and not lagging,
+            "change": values[CHANGE] > 0 or (lagging > 0 and (self.everyone_out or ends + values[STOP] > 0)),
             "healed": values[READY] == self.plan.ready_expected or not rules.r10_ready,
-            "exhausted": values[EXHAUSTED] == n,
-            "stop": values[STOP] > 0,
-            "behind": self.behind and self.heal is not Heal.READY,
-        }
+            "exhausted": self._ends_now or missed, "behind": self.behind and self.heal is not Heal.READY,
+        }  # fmt: skip
         if values[FAILED]:
             reason = self.soft_error or f"{values[FAILED]} of {n} members failed in this step"
             return verdict(Outcome.VETO, reason, **more)
         if weight == 0:
-            reason = "every member is out of data" if values[EXHAUSTED] == n else "no member contributed a gradient"
+            reason = "every member is out of data" if self.everyone_out else "no member contributed a gradient"
             return verdict(Outcome.VETO, reason, **more)
+        if trailing and (ends or values[STOP]):
+            return verdict(Outcome.VETO, "training stops at the state that members without data are healed to", **more)
         return verdict(Outcome.COMMIT, **more)
 
     def settle(self, verdict: Verdict) -> bool:
@@ -590,18 +586,23 @@ class Step:
             self.soft_error = ""
             return False
         commit = verdict.outcome is Outcome.COMMIT
-        current = not self.behind and not verdict.behind
+        current = not self.behind and not verdict.behind and not self.trails
+        ended_at = self.base
         if commit:
             self.base_lineage = fold_lineage(self.base_lineage, self.plan.quorum_id, self.attempt, self.plan.quorum.ids)
             self.base = Version(self.base.step + 1, self.plan.quorum_id)
             if current:
                 self.version, self.lineage = self.base, self.base_lineage
                 self.batches_committed += verdict.contributors
-            elif not self.plan.excluded:  # who may not heal stays: asking alone would leave the others waiting for it
+            elif not self.plan.excluded and not self.trails:  # they stay: others would wait for their asks
                 self.ask_next = self.ask_next or "left behind by a commit"
                 if self.heal is Heal.PENDING:
                     self.heal = Heal.ABANDONED  # what may still arrive is older than `base` now
-        self._count_failures(applied=commit and current, current=current)
+        if verdict.exhausted:
+            self.rounds += 1
+            self.round_ended = self.base if self._ends_now else ended_at
+        self.source_shift += self.source_lost
+        self._count_failures(useful=verdict.exhausted or (commit and (current or self.trails)), current=current)
         if verdict.healed and self.plan.ready_expected:
             self.roles_switched = True
         self.drain_agreed |= verdict.drain
@@ -614,9 +615,9 @@ class Step:
         self.phase = Phase.OPEN
         return commit and current
 
-    def _count_failures(self, *, applied: bool, current: bool) -> None:
+    def _count_failures(self, *, useful: bool, current: bool) -> None:
         """R11: a member's own failures count first; one that is behind goes on counting its failed heals."""
-        if applied:
+        if useful:
             self.own_failures = self.vetoes = 0
             return
         self.vetoes += 1

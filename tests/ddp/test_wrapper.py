@@ -197,9 +197,12 @@ def test_a_copy_runs_forward_and_refuses_to_train(duplicate: Any) -> None:
 
 def test_join_and_hooks_say_what_is_missing() -> None:
     model, _ = wrap(build())
-    for ask in (model.join_hook, model.join, lambda: model.join_device, lambda: model.join_process_group):
-        with pytest.raises(NotAvailableError, match=r"needs ft_core\.join"):
+    for ask in (model.join_hook, model.join, lambda: model.join_process_group):
+        with pytest.raises(ConfigError, match="Join needs a model and an optimizer of a Manager, not of a FakePort"):
             ask()
+    assert model.join_device == torch.device("cpu")
+    with pytest.raises(UsageError, match="is a copy"):
+        copy.deepcopy(model).join_hook()
     with pytest.raises(NotAvailableError, match="participating_rank"):
         _ = model._distributed_rank
     refusals: tuple[Callable[[], Any], ...] = (

@@ -67,6 +67,10 @@ class Config:
     allow_heal: bool = True
     finish_at: int = 0
     """Ranks run out of data at this step; 0: never."""
+    rounds: bool = False
+    """Data come in rounds of different lengths; out of data, some groups apply the commits and some trail."""
+    ends_rounds: bool = False
+    """The group that runs out first ends the round for all."""
     supervised: bool = True
     bad_group: int = -1
     """A group whose heals never succeed."""
@@ -92,6 +96,8 @@ class Config:
             "forward_s": rng.choice((0.1, 0.2, 0.4)),
             "finish_at": rng.choice((15, 30)) if rng.random() < 0.1 else 0,
             "supervised": rng.random() < 0.6,
+            "rounds": rng.random() < 0.3,
+            "ends_rounds": rng.random() < 0.3,
         }
         values.update(fixed)
         return Config(**values)
@@ -775,6 +781,7 @@ class Rank:
         self.name = group.rid if group.world.config.ranks == 1 else f"{group.rid}/{index}"
         self.state = hash((1, group.key, index))
         self.received: int | None = None
+        self.received_round: Version | None = None
         self.ring: Ring | None = None
         self.token = 0
         """Which training-thread activity is current: a timer with an older one is void."""
@@ -803,6 +810,8 @@ class Rank:
         self.waiting_to_launch = self.waiting_for_heal = False
         if self.world.config.finish_at and step.version.step >= self.world.config.finish_at:
             step.exhausted = True
+        if self.world.config.rounds:
+            self._look_at_the_data()
         decision = step.boundary()
         if isinstance(decision, Go):
             self._forward()
@@ -815,6 +824,13 @@ class Rank:
             return
         self.asking = True
         group.submit(self.index, step.ask(Ask("", 0, **self._template()), decision))
+
+    def _look_at_the_data(self) -> None:
+        step, number = self.step, self.group.number
+        begun = step.round_ended.step if step.round_ended is not None else 0
+        step.exhausted = step.base.step - begun >= 3 + 3 * (number % 3)
+        step.ends_round = step.exhausted and number == 0 and self.world.config.ends_rounds
+        step.trails = step.exhausted and number % 2 == 1
 
     def _template(self) -> dict[str, Any]:
         config = self.world.config
@@ -948,7 +964,7 @@ class Rank:
             self.group.commits += not self.index
             world.history.committed(self, before, kept[3], kept[4], finished=True)
         else:
-            self.received = source.state
+            self.received, self.received_round = source.state, source.step.round_ended
             self.step.healed(quorum_id)
         self._heal_over(quorum_id)
 
@@ -968,7 +984,7 @@ class Rank:
         if self.step.heal is Heal.READY:
             assert self.received is not None
             self.state, self.received = self.received, None
-            self.step.heal_applied()
+            self.step.heal_applied(self.received_round)
             self.world.history.heals += 1
             self.world.history.holds(self, self.step.version, self.state)
             self.world.say("%s is healed at %s", self.name, self.step.version)
@@ -1130,7 +1146,10 @@ class Rank:
         if step.phase is Phase.BROKEN:
             self._ask_at_once()
             return
-        if verdict.exhausted or (step.exhausted and len(step.plan.quorum.members) == 1):
+        world.history.settled(self, verdict)
+        if world.config.rounds and verdict.exhausted:
+            world.say("%s: the round of data ended at %s", self.name, step.round_ended)
+        elif verdict.exhausted or (step.exhausted and len(step.plan.quorum.members) == 1):
             self.group.goodbye("out of data", agreed=True, finished=True)
             return
         if verdict.outcome is Outcome.VETO:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from ft_core.quorum import VOID, Quorum, Version
-from ft_core.step import EXHAUSTED, Verdict
+from ft_core.step import EXHAUSTED, Heal, Verdict
 
 if TYPE_CHECKING:
     from ft_core.membership import Room
@@ -56,8 +56,12 @@ class History:
     published: dict[int, dict[int, Published]] = field(default_factory=dict)
     remainder: Counter[str] = field(default_factory=Counter)
     """What DESIGN documents as not prevented: counted, never a failure."""
+    rounds: dict[tuple[int, int, int], tuple[Version | None, str]] = field(default_factory=dict)
+    """(quorum, attempt, group rank) -> where the last round of data ended, as the first to settle sees it."""
     commits: int = 0
     finishes: int = 0
+    ended: int = 0
+    """Rounds of data, counted per rank."""
     heals: int = 0
 
     def formed(self, quorum: Quorum, boot: int) -> None:
@@ -142,6 +146,23 @@ class History:
                 raise Violation("I6", f"{rank.name} committed step {rank.last_step}, now {step.version.step}")
         rank.last_step = step.version.step
         rank.was_torn = False
+
+    def settled(self, rank: Rank, verdict: Verdict) -> None:
+        """A replica settled an attempt: those that hold its base agree on the rounds of data, and end them together."""
+        step = rank.step
+        failed = any(other.step.heal is Heal.ABANDONED for other in rank.group.ranks)
+        cannot_heal = failed or (step.plan is not None and step.plan.excluded)
+        if step.behind or verdict.behind:
+            if verdict.exhausted and not cannot_heal and step.version != step.round_ended:
+                raise Violation("I10", f"{rank.name} is at {step.version} when the round ends at {step.round_ended}")
+            return
+        key = (verdict.quorum_id, verdict.attempt, rank.index)
+        known, name = self.rounds.setdefault(key, (step.round_ended, rank.name))
+        if known != step.round_ended:
+            raise Violation(
+                "I10", f"a round of data ended at {known} for {name}, at {step.round_ended} for {rank.name}"
+            )
+        self.ended += verdict.exhausted
 
     def _check_in_force(self, rank: Rank) -> None:
         """R1 and R3 together: what is launched in a quorum after its successor has formed never commits."""

@@ -69,6 +69,7 @@ def test_every_invariant_holds(start: int, record_property: Callable[[str, objec
 
 PLAIN: dict[str, Any] = {
     "ranks": 1, "fixed_with_spares": False, "finish_at": 0, "fault_every_s": 0.5, "min_replicas": 1, "expected": 0,
+    "rounds": False,
 }  # fmt: skip
 NECESSARY: dict[str, tuple[int, str, dict[str, Any]]] = {
     "R0": (20, "I1", {"faults": ("late",), "member_rules": MemberRules(r0_verdict=False, r0_tag=False)}),
@@ -123,6 +124,17 @@ def test_with_the_rule_the_same_runs_are_clean(rule: str) -> None:
         result = simulate(seed, Config.draw(seed, **{**PLAIN, **{k: v for k, v in fixed.items() if k not in off}}))
         if result.violation:
             pytest.fail(story(result), pytrace=False)
+
+
+@pytest.mark.parametrize("ends_rounds", [False, True])
+def test_rounds_of_data_end_together(ends_rounds: bool) -> None:
+    ended = 0
+    for seed in range(150):
+        result = simulate(seed, Config.draw(seed, rounds=True, finish_at=0, ends_rounds=ends_rounds))
+        if result.violation:
+            pytest.fail(story(result), pytrace=False)
+        ended += result.world.history.ended
+    assert ended > 150
 
 
 def test_a_run_is_a_function_of_its_seed() -> None:
