@@ -1,4 +1,4 @@
-"""Data loading: the part of a dataset that one rank of one replica group reads."""
+"""A fixed division of a dataset: the part that one rank of one replica group reads."""
 
 from __future__ import annotations
 

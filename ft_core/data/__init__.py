@@ -1,0 +1,18 @@
+"""Data loading over replica groups that come and go.
+
+`ElasticDataLoader` (and `ElasticSampler` below it) trains on every sample of an epoch exactly once, whatever dies;
+`DistributedSampler` is the fixed division by the maximum number of groups. `IndexedStream` and `ReplayedStream` are for
+data that is read forward.
+"""
+
+from ft_core.data.distributed import DistributedSampler
+from ft_core.data.loader import ElasticDataLoader
+from ft_core.data.port import DataListener, DataManager
+from ft_core.data.sampler import ElasticSampler
+from ft_core.data.scaling import learning_rate_factor
+from ft_core.data.stream import IndexedStream, ReplayedStream
+
+__all__ = [
+    "DataListener", "DataManager", "DistributedSampler", "ElasticDataLoader", "ElasticSampler", "IndexedStream",
+    "ReplayedStream", "learning_rate_factor",
+]  # fmt: skip
