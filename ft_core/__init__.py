@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ft_core.data import DistributedSampler as DistributedSampler
+    from ft_core.data import ElasticDataLoader as ElasticDataLoader
+    from ft_core.data import ElasticSampler as ElasticSampler
     from ft_core.ddp import DistributedDataParallel as DistributedDataParallel
     from ft_core.ddp import PureDistributedDataParallel as PureDistributedDataParallel
     from ft_core.local_sgd import DiLoCo as DiLoCo
@@ -28,6 +30,8 @@ _HOME = {
     "DistributedDataParallel": "ft_core.ddp",
     "PureDistributedDataParallel": "ft_core.ddp",
     "DistributedSampler": "ft_core.data",
+    "ElasticDataLoader": "ft_core.data",
+    "ElasticSampler": "ft_core.data",
     "DiLoCo": "ft_core.local_sgd",
     "LocalSGD": "ft_core.local_sgd",
     "Manager": "ft_core.manager",

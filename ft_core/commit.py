@@ -62,6 +62,7 @@ class Commit:
 
         def _begin_round(self, why: MustAsk, timeout: timedelta | None) -> Round: ...
         def _new_attempt(self) -> None: ...
+        def _tell_data(self, committed: bool, *, final: bool) -> None: ...
         def _collect(self) -> dict[str, Any]: ...
         def _volatile(self) -> set[int]: ...
 
@@ -94,6 +95,14 @@ class Commit:
             QuorumTimeoutError, RefusedError, JobFinishedError: no quorum could be had.
             RuntimeError: more than max_retries attempts in a row were not committed.
         """
+        commit = False
+        try:
+            commit = self._conclude(timeout)
+        finally:
+            self._tell_data(commit, final=True)
+        return commit
+
+    def _conclude(self, timeout: timedelta | None) -> bool:
         attempt, round_ = self._attempt, self._round
         if attempt is None or round_ is None:
             raise UsageError("should_commit before start_quorum")
@@ -122,6 +131,7 @@ class Commit:
             gave_up = step.gave_up()
         for carrier in self._carriers:
             carrier.committed() if buffers else carrier.vetoed()
+        self._tell_data(commit, final=False)  # before a recovery collects state
         self._reset_weights()
         self._round_over, self._round_taken = step.rounds != rounds, False
         session.control.progress(step.version.step, "step", step.stable)

@@ -37,6 +37,7 @@ from ft_core.agreement import Agreement
 from ft_core.assignment import Plan, WorldSizeMode
 from ft_core.attempt import StepAttempt
 from ft_core.commit import Commit
+from ft_core.data_port import DataPort
 from ft_core.drain import EXIT_S, DrainedError
 from ft_core.errors import ConfigError, FaultToleranceError, UsageError
 from ft_core.exhaustion import Exhaustion
@@ -70,7 +71,7 @@ T = TypeVar("T")
 log = logging.getLogger("ft_core")
 
 
-class Manager(Commit, Agreement, Weighted, Exhaustion):
+class Manager(DataPort, Commit, Agreement, Weighted, Exhaustion):
     """Drives fault-tolerant training on one rank. Constructs and starts; call `shutdown` (or leave it to exit).
 
     Args:
@@ -275,26 +276,7 @@ class Manager(Commit, Agreement, Weighted, Exhaustion):
 
     # ------------------------------------------------------------ quorum
 
-    def start_quorum(
-        self,
-        room_id: str = DEFAULT_ROOM,
-        allow_heal: bool = True,
-        shrink_only: bool = False,
-        timeout: timedelta | None = None,
-    ) -> None:
-        """Open the next attempt; call before forward. Returns at once while the quorum in force is still good.
-
-        Args:
-            room_id: independent quorum namespace, by default this Manager's own; changing it leaves the present one.
-            allow_heal: False: members that are behind wait instead of healing. The same on all replicas.
-            shrink_only: the next quorum takes nobody in.
-            timeout: bound on forming a quorum, default quorum_timeout.
-
-        Raises:
-            QuorumTimeoutError: no quorum in time (only here if quorums are synchronous, or on the first call).
-            RefusedError, JobFinishedError: the lighthouse does not want this replica.
-            SystemExit: (0) this replica was asked to drain and has left (`exit_on_drain`).
-        """
+    def _start_quorum(self, room_id: str, allow_heal: bool, shrink_only: bool, timeout: timedelta | None) -> None:
         session = self._session
         room_id = self._config.room if room_id == DEFAULT_ROOM else room_id
         if self._shut_down:
@@ -345,7 +327,7 @@ class Manager(Commit, Agreement, Weighted, Exhaustion):
         fresh = step.plan is None
         if fresh:
             self._riding = len(self._carriers) == 1
-            step.layout = setup.hash_layouts([c.layout.digest for c in self._carriers])
+            step.layout = setup.hash_layouts([c.layout.digest for c in self._carriers], self._data)
         with session.lock:
             usable = step.version >= Version(0, 0)
             version = step.version
@@ -425,7 +407,8 @@ class Manager(Commit, Agreement, Weighted, Exhaustion):
             return setup.hello(config, step, self._incarnation, self._healing.address, self._layout_lines())
 
     def _layout_lines(self) -> tuple[str, ...]:
-        return tuple(line for carrier in self._carriers for line in carrier.layout.describe())
+        lines = tuple(line for carrier in self._carriers for line in carrier.layout.describe())
+        return lines if self._data is None else (*lines, self._data.describe())
 
     # ------------------------------------------------------------ collectives
 

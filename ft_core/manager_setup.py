@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from ft_core.assignment import WorldSizeMode
+    from ft_core.data_port import DataListener
 
 ON_EXHAUSTED = ("shadow", "leave", "stop_all")
 DEFAULT_TIMEOUT_S = 60.0
@@ -246,9 +247,10 @@ def ask_template(
     )  # fmt: skip
 
 
-def hash_layouts(digests: list[int]) -> int:
-    """One number for the layouts of all carriers, in order; 0 without any."""
-    return fold_lineage(len(digests), 0, 0, [str(d) for d in digests]) if digests else 0
+def hash_layouts(digests: list[int], data: DataListener | None) -> int:
+    """One number for the layouts of all carriers, in order, and for the data; 0 without any."""
+    parts = [*(str(d) for d in digests), *([] if data is None else [data.describe()])]
+    return fold_lineage(len(digests), 0, 0, parts) if parts else 0
 
 
 def _budget(a: Arguments, env: Environment) -> TimeBudget:

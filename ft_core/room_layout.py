@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+DATA = "data: "
+"""How the line about elastic data begins; it is the last one."""
+DATA_ADVICE = "give all replica groups the same dataset, seed and batch settings"
 ADVICE = "start every replica group with the same model and the same DistributedDataParallel settings"
 
 
@@ -17,7 +20,10 @@ class RoomLayout:
 
 
 def difference(replica_id: str, ours: tuple[str, ...], room: RoomLayout) -> str:
-    """Name the first parameter in which a newcomer's model differs from the room's."""
+    """Name the first parameter in which a newcomer's model differs from the room's; or how its data does."""
+    if ours[-1:] != room.lines[-1:] and all(lines[-1:] and lines[-1].startswith(DATA) for lines in (ours, room.lines)):
+        mine, theirs = ours[-1].removeprefix(DATA), room.lines[-1].removeprefix(DATA)
+        return f"{replica_id} reads other data than {room.holder}: {mine} here and {theirs} there; {DATA_ADVICE}"
     return f"{replica_id} has another model than {room.holder}: {_first_difference(ours, room.lines)}; {ADVICE}"
 
 

@@ -198,12 +198,18 @@ class QuorumWorker:
                 now = time.monotonic()
                 if now >= deadline:
                     break
+                self._offer_live(round_)
                 if now >= tell_at and session.reason != told:
                     told = session.reason
                     log.warning("%s: waiting for a quorum: %s", session.step.settings.replica_id, told)
                 session.changed.wait(min(deadline - now, TELL_S))
         reason = session.control.last_reason or "the lighthouse gave no reason"
         raise QuorumTimeoutError(f"no quorum within {round_.timeout_s:g} s (quorum_timeout): {reason}")
+
+    def _offer_live(self, round_: Round) -> None:
+        """A newcomer copies live state before it asks, and this quorum may be waiting for just that newcomer."""
+        if round_.state is not None and self._healing.snapshot_wanted:
+            self._healing.offer_live(round_.state)
 
     def _configure(self, plan: Plan) -> bool:
         session = self._session

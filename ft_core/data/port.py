@@ -17,31 +17,12 @@ Threads: the training thread.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from typing import Any, Protocol
 
+from ft_core.data_port import DataListener
+
 __all__ = ["DataListener", "DataManager"]
-
-
-class DataListener(Protocol):
-    """What the Manager tells about its steps."""
-
-    def committed(self, contributed: Collection[int] | None) -> None:
-        """This replica holds the next version.
-
-        Args:
-            contributed: places among the participants, as in `participating_rank`, whose gradient is in the sum (those
-                with weight zero may be left out); None: all.
-        """
-        ...
-
-    def vetoed(self) -> None:
-        """The attempt ended and this replica's version is what it was."""
-        ...
-
-    def describe(self) -> str:
-        """One line that has to be equal on all replicas: compared before a quorum is formed (as the layout is)."""
-        ...
 
 
 class DataManager(Protocol):

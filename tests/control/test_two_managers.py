@@ -1,4 +1,4 @@
-"""Managers made one after another in the same processes of a group of several ranks: each pair of ranks finds itself."""
+"""Managers made one after the other in the processes of a group of several ranks: the ranks of each meet."""
 
 from __future__ import annotations
 

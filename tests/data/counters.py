@@ -7,15 +7,13 @@ forward (of its last micro-batch), backward, stepped.
 from __future__ import annotations
 
 import contextlib
-from datetime import timedelta
 from typing import Any
 
 import torch
 from torch import nn
 
-from ft_core import ProcessGroupGloo
 from ft_core.data import ElasticDataLoader
-from tests.data.managed import Counting, ElasticManager
+from tests.data.managed import Counting
 from tests.manager.harness import Replica
 
 LENGTH, EPOCHS = 50, 2
@@ -24,7 +22,6 @@ LENGTH, EPOCHS = 50, 2
 class Counter(Replica):
     """One training process, as a thread."""
 
-    manager: ElasticManager
     model: Counting
     loader: ElasticDataLoader
 
@@ -42,15 +39,6 @@ class Counter(Replica):
         self.epochs_seen: list[int] = []
         self.samples: list[int] = []
         """Of each of my committed steps, over all replicas."""
-
-    def make_manager(self) -> ElasticManager:
-        self.pg = ProcessGroupGloo(hostname="127.0.0.1")
-        return ElasticManager(
-            self.pg, min_replica_size=1, lighthouse_addr="localhost:1",
-            hostname="127.0.0.1", replica_id=self.name, expected_replicas=self.cluster.expected,
-            load_state_dict=lambda state: self.load_state_dict(state), state_dict=lambda: self.state_dict(),
-            **({"timeout": timedelta(seconds=10)} | self._options),
-        )  # fmt: skip
 
     def wrap(self) -> None:
         super().wrap()

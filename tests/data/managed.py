@@ -1,4 +1,4 @@
-"""`ElasticManager`: a Manager that keeps the contract of `ft_core.data.port`; a model that counts what it was taught.
+"""A model that counts what it was taught.
 
 The counting model has one parameter per sample and epoch. A sample's gradient is minus one at its own place, so after
 SGD with a learning rate of one the parameter *is* the number of times that sample went into a committed step, through
@@ -7,42 +7,13 @@ the real reductions, weights and heals.
 
 from __future__ import annotations
 
-from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
-from ft_core.manager import Manager
-
 if TYPE_CHECKING:
-    from ft_core.data import DataListener, ElasticDataLoader
-
-
-class ElasticManager(Manager):
-    """One attempt per vote, and word of every commit."""
-
-    _data: DataListener | None = None
-    _divided = False
-
-    def attach_data(self, listener: DataListener) -> None:
-        self._data = listener
-
-    def start_quorum(self, *args: Any, **kwargs: Any) -> None:
-        if self._divided:
-            return
-        super().start_quorum(*args, **kwargs)
-        self._divided = True
-
-    def should_commit(self, timeout: timedelta | None = None) -> bool:
-        commit = False
-        try:
-            commit = super().should_commit(timeout)
-        finally:
-            self._divided = False
-            if self._data is not None:
-                self._data.committed(None) if commit else self._data.vetoed()
-        return commit
+    from ft_core.data import ElasticDataLoader
 
 
 class Counting(nn.Module):

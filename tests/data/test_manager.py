@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import pytest
 
-from ft_core.errors import ConfigError
+from ft_core.errors import RefusedError
 from tests.data.counters import EPOCHS, LENGTH, Counter
 from tests.data.managed import Counting
 from tests.manager.harness import Cluster, both, crash, hang, soft_error
@@ -107,7 +107,8 @@ def test_a_newcomer_with_other_data_is_told_so(cluster: Cluster) -> None:
     a, b = Counter(0, length=60), Counter(1, length=60)
     a.actions[3, "boundary"] = lambda r: r.cluster.start(late)
     cluster.run(a, b)
-    assert isinstance(late.error, ConfigError)
+    assert isinstance(late.error, RefusedError)
+    assert "reads other data" in str(late.error)
     assert "61 samples" in str(late.error)
     for replica in (a, b):
         assert (replica.error, replica.model.faults()) == (None, [])

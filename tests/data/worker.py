@@ -19,10 +19,10 @@ from typing import Any
 import torch
 from torch.utils.data import Dataset
 
-from ft_core import DistributedDataParallel, Optimizer, ProcessGroupGloo
+from ft_core import DistributedDataParallel, Manager, Optimizer, ProcessGroupGloo
 from ft_core.data import ElasticDataLoader
 from ft_core.errors import JobFinishedError
-from tests.data.managed import Counting, ElasticManager
+from tests.data.managed import Counting
 
 
 class Numbers(Dataset[int]):
@@ -54,7 +54,7 @@ def main() -> int:
         inner.load_state_dict(state["optim"])
 
     try:
-        manager = ElasticManager(
+        manager = Manager(
             pg=ProcessGroupGloo(),
             state_dict=lambda: {"model": model.state_dict(), "optim": inner.state_dict()},
             load_state_dict=load,
@@ -69,7 +69,7 @@ def main() -> int:
     return 0
 
 
-def run(manager: ElasticManager, model: Counting, inner: torch.optim.Optimizer) -> None:
+def run(manager: Manager, model: Counting, inner: torch.optim.Optimizer) -> None:
     env = os.environ
     loader = ElasticDataLoader(
         Numbers(model.length), int(env["BATCH"]), shuffle=True, seed=3, manager=manager,
@@ -88,7 +88,7 @@ def run(manager: ElasticManager, model: Counting, inner: torch.optim.Optimizer) 
 
 
 def train(
-    manager: ElasticManager, loader: ElasticDataLoader, model: Counting, ddp: torch.nn.Module, optimizer: Optimizer
+    manager: Manager, loader: ElasticDataLoader, model: Counting, ddp: torch.nn.Module, optimizer: Optimizer
 ) -> None:
     pace, step_s = threading.Event(), float(os.environ["SLOW_STEP_MS"]) / 1000
     hurry = pathlib.Path(os.environ["STEPS_FILE"])

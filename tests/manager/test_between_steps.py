@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.manager.harness import Cluster, Replica, crash
+from tests.manager.harness import Cluster, Replica, both, crash
 
 POINTS = ["boundary", "started", "forward", "backward", "stepped"]
 
@@ -67,3 +67,12 @@ def test_a_newcomer_in_the_quorum_of_a_veto(cluster: Cluster) -> None:
     cluster.run(*replicas, BetweenSteps(2, steps=10, at={(4, "backward"): crash}))
     cluster.check(steps=10, survivors=3)
     assert [r.outside for r in (*replicas, again)] == [[], [], []]
+
+
+def test_a_newcomer_that_the_others_wait_for(cluster: Cluster) -> None:
+    """It copies live state before it asks for the quorum: who waits for it must hand that out meanwhile."""
+    again = BetweenSteps(1, name="r1", seed=77, min_replica_size=2)
+    first = BetweenSteps(0, min_replica_size=2)
+    dying = BetweenSteps(1, min_replica_size=2, at={(3, "forward"): both(lambda _: cluster.start(again), crash)})
+    cluster.run(first, dying, expected=2)
+    cluster.check(steps=6, survivors=2)
