@@ -137,6 +137,7 @@ class Adoption:
     @contextlib.contextmanager
     def ending(self) -> Iterator[None]:
         """After the last batch: who missed the last step takes it from the others, and goes nowhere in the data."""
+        self._tell_unseen()  # of an epoch that was cut short
         self._opening = self._ended = True
         try:
             yield
@@ -168,7 +169,6 @@ class Adoption:
 
     def stop(self) -> None:
         """The run is over."""
-        self._tell_unseen()
         _position.no_longer_around_batches(self._trainer)
         self._open_quorum = None
 

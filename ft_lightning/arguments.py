@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -17,7 +18,7 @@ from ft_core.errors import ConfigError
 from ft_core.settings import parse_address
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
 
 OURS = {
     "min_replica_size": "use min_replicas=",
@@ -49,6 +50,16 @@ DDP_ONLY = {
     "cluster_environment": "processes are started by ftrun, torchrun or, from the script's command line, by `fit`",
 }
 
+UNSUITED = {
+    "XLAAccelerator": "TPUs communicate through XLA, which cannot lose a process; use CPUs or GPUs, or strategy='xla'",
+    "XLAPrecision": "it is made for strategy='xla'; name the precision instead, for example precision='bf16-mixed'",
+    "DeepSpeedPrecision": "it leaves the casting to DeepSpeed's engine, which is not there; name the precision "
+    "instead, for example precision='bf16-mixed'",
+    "FSDPPrecision": "it leaves the casting to FSDP's wrapper, which is not there; name the precision instead, for "
+    "example precision='bf16-mixed'",
+}
+"""Lightning's accelerators and precision plugins that only work with a strategy of their own, and what to do."""
+
 
 @dataclass(frozen=True)
 class Arguments:
@@ -70,10 +81,12 @@ class Arguments:
         seconds = self.timeout_s
         if number is not None and (isinstance(number, bool) or not isinstance(number, int) or number < 1):
             raise ConfigError(f"min_replicas={number!r} must be a whole number, 1 or more: the smallest quorum")
-        if seconds is not None and not seconds > 0:
+        if seconds is not None and (isinstance(seconds, bool | str) or not 0 < seconds < float("inf")):
             raise ConfigError(f"timeout={self.timeout!r} must be a timedelta or a number of seconds, more than 0")
         if self.lighthouse is not None:
             parse_address(self.lighthouse, "lighthouse")
+        if not isinstance(self.manager_kwargs, Mapping):
+            raise ConfigError(f"manager_kwargs={self.manager_kwargs!r} must be a dict such as {{'max_retries': 100}}")
         known = set(inspect.signature(Manager.__init__).parameters) - {"self"}
         for name in self.manager_kwargs:
             if name in OURS:
@@ -120,3 +133,20 @@ def check_kwargs(kwargs: Mapping[str, Any]) -> None:
     for name, why in DDP_ONLY.items():
         if kwargs.get(name) not in (None, "popen"):
             raise ConfigError(f"{name}={kwargs[name]!r} cannot be used with strategy='fault_tolerant': {why}")
+
+
+def check_surroundings(*parts: object) -> None:
+    """Refuse accelerators and plugins that DDP's kind of training does not go with: Lightning takes most of them.
+
+    Args:
+        parts: as Lightning has made them, or the user.
+
+    Raises:
+        ConfigError: one cannot work; says why and what to do.
+    """
+    for part in parts:
+        for kind in type(part).__mro__:
+            if kind.__name__ in UNSUITED:
+                raise ConfigError(
+                    f"{type(part).__name__} cannot be used with strategy='fault_tolerant': {UNSUITED[kind.__name__]}"
+                )

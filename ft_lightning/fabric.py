@@ -41,9 +41,10 @@ from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 
 from ft_core import DistributedDataParallel, Manager, ProcessGroupGloo
-from ft_core.errors import ConfigError, UsageError
+from ft_core.errors import ConfigError, JobFinishedError, UsageError
 from ft_core.inventory import check_arguments
 from ft_lightning import _autoload, _compat
+from ft_lightning.agreement import finished
 from ft_lightning.arguments import Arguments, check_kwargs
 from ft_lightning.placement import Placed
 
@@ -171,9 +172,21 @@ class FabricFaultTolerance(Placed):
         self._registered[name] = obj
 
     def setup_module(self, module: nn.Module) -> nn.Module:
-        """Wrap a model; the first one brings the Manager with it."""
+        """Wrap a model; the first one brings the Manager with it.
+
+        Raises:
+            SystemExit: (0) the others have trained to the end, and called `finish`.
+        """
         if self.manager is None:
-            self.manager = Manager(
+            self.manager = self._new_manager()
+        wrapped = DistributedDataParallel(self.manager, module, **self._ddp_kwargs)  # type: ignore[attr-defined]
+        wrapped.register_forward_pre_hook(self._before_forward)
+        self._modules.append(wrapped)
+        return wrapped
+
+    def _new_manager(self) -> Manager:
+        try:
+            return Manager(
                 pg=ProcessGroupGloo(),
                 load_state_dict=self._load,
                 state_dict=self._state,
@@ -182,10 +195,8 @@ class FabricFaultTolerance(Placed):
                 world_size=self.world_size,  # type: ignore[attr-defined]
                 **self._arguments.for_manager(),
             )
-        wrapped = DistributedDataParallel(self.manager, module, **self._ddp_kwargs)  # type: ignore[attr-defined]
-        wrapped.register_forward_pre_hook(self._before_forward)
-        self._modules.append(wrapped)
-        return wrapped
+        except JobFinishedError as error:
+            raise finished(error) from None
 
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
         """Remember what is part of the state.
@@ -255,15 +266,18 @@ class FabricFaultTolerance(Placed):
 
         Raises:
             UsageError: no model is set up.
-            QuorumTimeoutError, RefusedError, JobFinishedError: no quorum could be had.
-            SystemExit: (0) this replica was asked to drain and has left.
+            QuorumTimeoutError, RefusedError: no quorum could be had.
+            SystemExit: (0) this replica was asked to drain and has left, or the others have called `finish`.
         """
         if self._open:
             return
         if self.manager is None:
             raise UsageError("open_step() before fabric.setup(model, optimizer), or after finish()")
         self._begun = True
-        self.manager.start_quorum()
+        try:
+            self.manager.start_quorum()
+        except JobFinishedError as error:
+            raise finished(error) from None
         self._open = True
 
     def _before_forward(self, module: nn.Module, args: Any) -> None:

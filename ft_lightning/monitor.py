@@ -47,6 +47,7 @@ class Monitor:
         """Length of the last interruption."""
         self.longest_gap_s = 0.0
         self._quorum_id = 0
+        self._first_step = 0
         self._committed_at = 0.0
         self._disturbed = False
         """There was a veto or a change of members since the last commit."""
@@ -73,6 +74,7 @@ class Monitor:
         """The interval before the first step is no gap."""
         del pl_module
         self._committed_at, self._disturbed, self._step = 0.0, False, trainer.global_step
+        self._first_step = getattr(trainer.strategy, "first_step", 0)
         self._seen = 0
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
@@ -93,7 +95,7 @@ class Monitor:
 
     def _look(self, manager: Any, vetoed: int, step: int) -> None:
         if manager.quorum_id != self._quorum_id:
-            if manager.current_step() > 1:  # at the start all take the state of one
+            if manager.current_step() > self._first_step + 1:  # at the start all take the state of one
                 self.heals += len(manager.healing_members)
             self._disturbed = self._quorum_id > 0
             self._quorum_id = manager.quorum_id

@@ -24,6 +24,7 @@ from ft_core.errors import ConfigError
 from ft_core.net import advertised_host
 from ft_core.settings import Environment, parse_address
 from ft_lightning import _compat
+from ft_lightning.arguments import check_surroundings
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -254,5 +255,7 @@ class Placed:
         from ft_lightning.launcher import launcher
 
         host = "Fabric" if self._tree in _compat.FABRICS else "Trainer"
-        check(self.place, self.wanted_devices, self._num_nodes, host)  # type: ignore[attr-defined]
+        this: Any = self
+        check_surroundings(this.accelerator, this.precision if host == "Fabric" else this.precision_plugin)
+        check(self.place, self.wanted_devices, this._num_nodes, host)
         self._launcher = None if self.place.launched else launcher(self._tree, self)

@@ -39,6 +39,11 @@ class Resume:
     def __repr__(self) -> str:
         return f"Resume({self._path or 'nothing'}, {self._state})"
 
+    @property
+    def given(self) -> bool:
+        """`fit` was told to start from a checkpoint, whether it is here or not."""
+        return bool(self._path)
+
     def reset(self) -> None:
         """Another run begins."""
         self._path, self._state = "", None

@@ -11,9 +11,12 @@ from typing import TYPE_CHECKING
 
 from ft_core.errors import FaultToleranceError
 from ft_core.lighthouse_client import LighthouseClient
-from ft_core.settings import room_of_run, run_of_room
+from ft_core.settings import DEFAULT_ROOM, room_of_run
+from ft_core.step import fold_lineage
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from ft_core._pb import coordination_pb2 as pb
 
 log = logging.getLogger("ft_lightning")
@@ -27,19 +30,51 @@ class Runs:
     def __init__(self) -> None:
         self.ended = 0
         """How many calls of `fit` came to their end. One that failed is tried again in its room."""
+        self._carried: dict[str, int] = {}
+        """The Manager's state at the end of the last one; nothing if this process passed over it."""
 
     def __repr__(self) -> str:
         return f"Runs({self.ended} ended)"
 
-    @property
-    def room(self) -> str:
-        """Of the run that is under way, or next."""
-        return room_of_run(self.ended)
+    def over(self, state: Mapping[str, int]) -> None:
+        """A call of `fit` came to its end.
 
-    def later(self, address: str) -> bool:
-        """A later run than this one is under way at the lighthouse."""
-        known = rooms(address) or []
-        return any(run_of_room(r.room) > self.ended and any(m.life == "up" for m in r.replicas) for r in known)
+        Args:
+            state: of its Manager; {} where it was passed over.
+        """
+        self.ended += 1
+        self._carried = dict(state)
+
+    def carried(self, group: int) -> dict[str, int]:
+        """What the next Manager begins with, {} for nothing: who passed over a run is behind those that made it.
+
+        Otherwise it could be the one whose model all begin the next run with, and what was trained would be lost.
+
+        Args:
+            group: number of this replica group. Each has a lineage of its own, as at the start of a job, so all take
+                the state of one: the script may have drawn a new model.
+        """
+        state = self._carried
+        if not self.ended or not state.get("step"):
+            return {}
+        return {**state, "lineage": fold_lineage(state["step"], group, 0, ())}
+
+    def room(self, first: str = DEFAULT_ROOM) -> str:
+        """Of the run that is under way, or next.
+
+        Args:
+            first: room of the first run.
+        """
+        return room_of_run(self.ended).replace(DEFAULT_ROOM, first, 1)
+
+    def later(self, address: str, first: str = DEFAULT_ROOM) -> bool:
+        """A later run than this one is under way at the lighthouse. `first`: as in `room`."""
+        for room in rooms(address) or []:
+            number = room.room.removeprefix(f"{first}.")
+            later = room.room != number and number.isdecimal() and int(number) - 1 > self.ended
+            if later and any(member.life == "up" for member in room.replicas):
+                return True
+        return False
 
 
 RUNS = Runs()

@@ -17,6 +17,7 @@ from torch.distributed import ReduceOp
 
 from ft_core import Manager
 from ft_core.errors import JobFinishedError, UsageError
+from ft_core.settings import DEFAULT_ROOM
 from ft_lightning import _compat, agreement
 from ft_lightning.adoption import start_patiently
 from ft_lightning.leader import Leadership
@@ -42,6 +43,8 @@ class Writing:
     _adoption: Any
     _leadership: Leadership | None = None
     _resume: Resume | None = None
+    first_step = 0
+    """The Manager's step when this call of `fit` began: more than 0 in a second call, and after resuming."""
     _passed: Callable[[], None] | None = None
     """Undoes what makes `fit` return at once."""
 
@@ -100,10 +103,11 @@ class Writing:
         Raises:
             SystemExit: (0) the job is finished.
         """
+        first = arguments.get("room_id", DEFAULT_ROOM)
         try:
-            return Manager(**{"room_id": RUNS.room, **arguments})
+            return Manager(**{**arguments, "room_id": RUNS.room(first)})
         except JobFinishedError as error:
-            if RUNS.later(self.lighthouse_address):
+            if RUNS.later(self.lighthouse_address, first):
                 log.warning("this call of fit is passed over, as the others are in a later one: %s", error)
                 self._passed = _compat.pass_over(self._trainer)
                 return None
@@ -113,6 +117,11 @@ class Writing:
         """The Manager was just constructed, the callbacks are set up."""
         self.leader.attach(manager)
         self.resume.into(manager)
+        this: Any = self
+        carried = RUNS.carried(this.replica_group)
+        if carried and not self.resume.given:
+            manager.load_state_dict(carried)
+        self.first_step = manager.current_step()
 
     def _opened(self) -> None:
         """After each start_quorum."""
@@ -148,15 +157,16 @@ class Writing:
             logger.save()
         with self._adoption.ending():
             agreement.stop_together(self.manager, self._opened)
+        state = self.manager.state_dict()
         self.manager.leave("finished", finished=True)
-        RUNS.ended += 1
+        RUNS.over(state)
 
     def _end_passed(self) -> None:
         """At the end of a call of `fit` that was passed over."""
         if self._passed is not None:
             restore, self._passed = self._passed, None
             restore()
-            RUNS.ended += 1
+            RUNS.over({})
 
     # ------------------------------------------------------------ Lightning's hooks
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pathlib
 import re
@@ -14,7 +15,8 @@ import torch
 from torch import nn
 
 from ft_core.lighthouse import LighthouseServer
-from ft_lightning.rooms import RUNS
+from ft_lightning.rooms import RUNS, Runs
+from ft_lightning.strategy import strategy_class
 from tests.chaos.test_ftrun import pid_of
 from tests.lightning.test_leader import alike, ends
 from tests.lightning.test_leader import wishes as wishes
@@ -105,10 +107,9 @@ def loader() -> torch.utils.data.DataLoader[Any]:
 
 
 def trainer(root: pathlib.Path, **options: Any) -> L.Trainer:
-    return L.Trainer(
-        strategy="fault_tolerant", accelerator="cpu", devices=1, max_epochs=1, default_root_dir=root, logger=False,
-        enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=False, **options,
-    )  # fmt: skip
+    quiet = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary", "enable_checkpointing"), False)
+    given = {"strategy": "fault_tolerant", "max_epochs": 1, **options}
+    return L.Trainer(accelerator="cpu", devices=1, default_root_dir=root, **quiet, **given)
 
 
 @pytest.fixture
@@ -142,6 +143,44 @@ def test_evaluation_needs_no_lighthouse(tmp_path: pathlib.Path, monkeypatch: pyt
         runner = trainer(tmp_path)
         assert runner.is_global_zero is leads
         assert "val" in runner.validate(Model(), loader(), verbose=False)[0]
+
+
+@pytest.mark.usefixtures("alone")
+def test_several_fits_in_a_room_of_the_users(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each has a room of its own then, too; and who comes back finds the one that is under way."""
+    monkeypatch.setattr(RUNS, "ended", 0)
+    strategy: dict[str, Any] = {"manager_kwargs": {"room_id": "mine"}}
+    address, found = os.environ["FT_LIGHTHOUSE"], []
+
+    class Asking(L.Callback):
+        def on_train_batch_end(self, *_: Any) -> None:
+            found.append((RUNS.room("mine"), Runs().later(address, "mine"), Runs().later(address)))
+
+    for _ in range(2):
+        runner = trainer(tmp_path, strategy=strategy_class()(**strategy), callbacks=[Asking()])
+        runner.fit(Model(), loader())
+        assert runner.global_step > 0
+    assert list(dict.fromkeys(found)) == [("mine", False, False), ("mine.2", True, False)]
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("fails", [False, True])
+def test_what_an_epoch_that_was_cut_short_left_unread(
+    tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture, fails: bool
+) -> None:
+    """Is told, unless something worse is: the others go on with that epoch, and a traceback follows."""
+
+    def missed(runner: L.Trainer, *_: Any) -> None:
+        strategy: Any = runner.strategy
+        strategy._adoption.unseen.count(1, 2)  # as if another group were away
+        if fails:
+            raise ValueError("mine")
+
+    callback = L.pytorch.callbacks.LambdaCallback(on_train_batch_end=missed)
+    runner = trainer(tmp_path, max_epochs=2, max_steps=2, callbacks=[callback])
+    with pytest.raises(ValueError, match="mine") if fails else contextlib.nullcontext():
+        runner.fit(Model(), loader())
+    assert ("was not read" in caplog.text) is not fails
 
 
 @pytest.mark.usefixtures("alone")

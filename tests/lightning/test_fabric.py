@@ -266,6 +266,22 @@ def test_checkpoints_hold_the_managers_step(alone: Callable[..., Any], tmp_path:
     assert saved["manager"]["step"] == 1
 
 
+def test_who_comes_when_all_is_done_ends_in_peace(alone: Callable[..., Any]) -> None:
+    """Without a traceback, and with status 0: whoever started it is not to start it again."""
+    one, late = alone(), alone()
+    for fabric in (one, late):
+        module = nn.Linear(2, 1)
+        optimizer = torch.optim.SGD(module.parameters(), lr=1.0)
+        if fabric is late:
+            with pytest.raises(SystemExit) as ended:
+                fabric.setup(module, optimizer)
+            assert ended.value.code == 0
+        else:
+            fabric.setup(module, optimizer)
+            fabric.strategy.open_step()
+            fabric.strategy.finish()
+
+
 def test_registering(alone: Callable[..., Any]) -> None:
     strategy: FabricFaultTolerance = alone().strategy
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)

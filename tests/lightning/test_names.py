@@ -15,11 +15,12 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+from lightning.fabric.accelerators import XLAAccelerator
 
 import ft_lightning
 from ft_core.errors import ConfigError
 from ft_lightning import _autoload, _compat
-from ft_lightning.arguments import DDP_ONLY, OUR_OPTIONS, OURS
+from ft_lightning.arguments import DDP_ONLY, OUR_OPTIONS, OURS, check_surroundings
 from ft_lightning.strategy import strategy_class
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*srun:UserWarning")  # Lightning's, where Slurm is installed
@@ -205,6 +206,9 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"min_replicas": True}, "min_replicas=True"),
     ({"timeout": -1}, "timeout=-1"),
     ({"timeout": timedelta(0)}, "timeout="),
+    ({"timeout": "30"}, "timeout='30' must be a timedelta or a number"),
+    ({"timeout": float("inf")}, "timeout=inf"),
+    ({"manager_kwargs": ["max_retries"]}, "manager_kwargs=.*must be a dict"),
     ({"lighthouse": "host"}, "lighthouse='host'.*host:port"),
     ({"manager_kwargs": {"max_retry": 1}}, "did you mean max_retries"),
     ({"ftrun_options": "--standby 1"}, r"\['--standby', '1'\]"),
@@ -221,6 +225,22 @@ BAD: list[tuple[dict[str, Any], str]] = [
 def test_bad_arguments_are_refused_by_the_constructor(tree: str, kwargs: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         strategy_class(tree)(**kwargs)
+
+
+@pytest.mark.parametrize("tree", ["lightning.pytorch", "lightning.fabric"])
+@pytest.mark.parametrize("name", ["DeepSpeedPrecision", "FSDPPrecision"])
+def test_plugins_for_other_strategies_are_refused_at_once(tree: str, name: str) -> None:
+    """Lightning takes them, and the first batch fails with an error about dtypes."""
+    trainer = tree == "lightning.pytorch"
+    host = getattr(importlib.import_module(tree), "Trainer" if trainer else "Fabric")
+    plugin = _compat.part(tree, f"plugins.{name}" if trainer else f"plugins.precision.{name}")
+    with pytest.raises(ConfigError, match=f"{name} cannot be used.*precision='bf16-mixed'"):
+        host(strategy="fault_tolerant", accelerator="cpu", devices=2, plugins=[plugin("bf16-mixed")])
+
+
+def test_tpus_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"XLAAccelerator cannot be used .* use CPUs or GPUs"):
+        check_surroundings(object.__new__(XLAAccelerator))  # to make one takes torch_xla
 
 
 # ---------------------------------------------------------------- LightningCLI

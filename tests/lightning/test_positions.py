@@ -35,5 +35,5 @@ def test_all_steps_are_made_at_the_same_batch(monkeypatch: pytest.MonkeyPatch, t
             (str(e), str(b)) for e in range(3) for b in range(6)
         ]
     ends = re.findall(r"\] done (.*)", running.text)
-    assert len(ends) == 2, running.text
+    assert len(ends) >= 2, running.text  # the killed one may be back in time
     assert len(set(ends)) == 1, ends

@@ -1,4 +1,7 @@
-"""Calls Lightning's `fit` twice; in the second one group 1 kills itself once. Lines: `fit N DIGEST STEPS`."""
+"""Calls Lightning's `fit` twice; in one of them (KILL: "<fit> <group>") a group kills itself once.
+
+Lines: `begins N DIGEST`, before the first batch, and `fit N DIGEST STEPS`.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ from torch.utils.data import DataLoader, TensorDataset  # noqa: E402
 
 GROUP = int(os.environ["FT_REPLICA_GROUP"])
 KILLED = pathlib.Path(os.environ["FOLDER"]) / "killed"
-LIMIT_S = 40.0
+KILL = tuple(map(int, os.environ["KILL"].split()))
 clock = threading.Event()
 
 
@@ -33,7 +36,9 @@ class Model(pl.LightningModule):
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         strategy: Any = self.trainer.strategy
-        if self.fits == 1 and batch_idx == 2 and GROUP == 1 and not KILLED.exists():
+        if batch_idx == 0 and self.trainer.global_step == 0:
+            print("begins", self.fits, digest(self), flush=True)
+        if batch_idx == 2 and (self.fits, GROUP) == KILL and not KILLED.exists():
             KILLED.touch()
             os.kill(os.getpid(), signal.SIGKILL)
         if self.fits == 1 and batch_idx > 4:  # a newcomer gets in between two steps
@@ -43,6 +48,10 @@ class Model(pl.LightningModule):
 
     def configure_optimizers(self) -> Any:
         return torch.optim.AdamW(self.parameters(), 1e-2)
+
+
+def digest(model: nn.Module) -> str:
+    return hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in model.parameters())).hexdigest()[:12]
 
 
 def main() -> None:
@@ -57,8 +66,7 @@ def main() -> None:
             enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
         )  # fmt: skip
         trainer.fit(model, DataLoader(TensorDataset(torch.arange(2400.0).view(800, 3) / 100), 1))
-        digest = hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in model.parameters())).hexdigest()[:12]
-        print("fit", n, digest, trainer.global_step, flush=True)
+        print("fit", n, digest(model), trainer.global_step, flush=True)
 
 
 if __name__ == "__main__":
