@@ -18,7 +18,7 @@ import time
 
 from benchmarks.common import BenchmarkError, Options, Row, machine, table
 
-FIGURES = ("step", "kill", "stop", "lighthouse", "heal", "scale", "ftrun", "lightning")
+FIGURES = ("step", "kill", "stop", "lighthouse", "heal", "scale", "ftrun", "lightning", "accelerate")
 RESULTS = pathlib.Path(__file__).parent / "results.json"
 
 

@@ -12,9 +12,16 @@ from typing import TYPE_CHECKING, Any
 
 import transformers
 from transformers.trainer_callback import CallbackHandler, TrainerState
-from transformers.trainer_utils import rotate_checkpoints
 
 from ft_core.errors import NotAvailableError
+
+try:
+    from transformers.trainer_utils import rotate_checkpoints
+except ImportError as error:  # before 5.3, whose loop is another one
+    raise NotAvailableError(
+        f"FaultTolerantTrainer does not know the training loop of transformers {transformers.__version__}: "
+        "pip install 'transformers>=5.3'"
+    ) from error
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -306,11 +306,11 @@ class FaultTolerantAccelerator(_compat.Accelerator):  # type: ignore[misc]
         save = functools.partial(super().save_state, safe_serialization=safe_serialization, **kwargs)
 
         def named(folder: str) -> None:
-            settings.automatic_checkpoint_naming = False
+            settings.automatic_checkpoint_naming, now = False, settings.iteration  # later than `iteration` if made good
             try:
                 save(folder)
             finally:
-                settings.automatic_checkpoint_naming, settings.iteration = automatic, iteration
+                settings.automatic_checkpoint_naming, settings.iteration = automatic, now
 
         def write() -> str:
             manager_state = run.manager.state_dict() if run.manager is not None else {}

@@ -2,8 +2,8 @@
 
 How it works. Accelerate's own `prepare_data_loader` divides the data, once among all processes of all groups and once
 among those of this group; `GroupDataLoader` holds both. Which it reads is decided when it is iterated: the first if a
-prepared model is in training mode and gradients are recorded, else the second, so that evaluation, and
-`gather_for_metrics` with it, is each group's own affair and sees all the data.
+prepared model is in training mode, or it was read for training before, and gradients are recorded; else the second, so
+that evaluation, and `gather_for_metrics` with it, is each group's own affair and sees all the data.
 
 While it trains, it asks for the window (`Run.before_batch`) before each batch is handed out. If the position has moved
 then (this replica took over the others' state, or was a batch behind), it opens its data there: in the sampler, so
@@ -27,6 +27,7 @@ import logging
 import re
 from typing import TYPE_CHECKING, Any
 
+import torch
 from accelerate.utils import send_to_device
 from torch.utils.data import BatchSampler, IterableDataset, RandomSampler, Sampler, SequentialSampler
 
@@ -53,6 +54,8 @@ class Position:
         self.batch = 0
         self.ahead = 0
         """Epochs that the run is ahead of this replica's script."""
+        self.trained = False
+        """The loader has been read for training."""
 
     def __repr__(self) -> str:
         return f"epoch {self.epoch}, batch {self.batch}"
@@ -97,7 +100,9 @@ class GroupDataLoader(_compat.DataLoaderShard):  # type: ignore[misc]
         return self._bases[0 if training else 1]
 
     def __iter__(self) -> Iterator[Any]:
-        self._trained = self._run.training
+        # What was trained on once may be opened before the loop says model.train() again.
+        self._trained = self._run.training or (self.position.trained and torch.is_grad_enabled())
+        self.position.trained = self.position.trained or self._trained
         return self._train() if self._trained else super().__iter__()
 
     def __len__(self) -> int:
@@ -127,10 +132,10 @@ class GroupDataLoader(_compat.DataLoaderShard):  # type: ignore[misc]
     # ------------------------------------------------------------ what a newcomer must know
 
     def progress(self) -> dict[str, int | None]:
-        """Position, and what its order depends on."""
+        """Position, what its order depends on, and whether it was ever read for training."""
         sampler = _compat.get_sampler(self._bases[0])
         seed = sampler.initial_seed if isinstance(sampler, _compat.SeedableRandomSampler) else None
-        return {"at": self.position.code, "seed": seed}
+        return {"at": self.position.code, "seed": seed, "trained": int(self.position.trained)}
 
     def go_on(self, progress: Mapping[str, int | None]) -> None:
         """Take over what `progress` of a peer returned; counts from the next batch that is read."""
@@ -167,7 +172,7 @@ class GroupDataLoader(_compat.DataLoaderShard):  # type: ignore[misc]
                 self._run.before_batch(position)
                 if self._run.stopped:
                     break
-                if position.batch == self._first:
+                if position.batch == 0:  # not `_first`, which may differ on a newcomer
                     self._run.divide_anew()
                 if position.code != at or source is None:
                     if source is not None and position.code == (self.iteration + 1) * EPOCH:

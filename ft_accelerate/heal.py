@@ -2,7 +2,8 @@
 
 How it works. `save` is called on a donor when a window opens; its tensors are live ones, which do not change before the
 next optimizer step. `load` puts it into a newcomer's objects, in the order in which they were prepared, and moves its
-loaders. Both see the accelerator as it is at that moment, so objects may be prepared in several calls.
+loaders (matched in order; those for evaluation may be missing). Both see the accelerator as it is at that moment, so
+objects may be prepared in several calls.
 
 Invariant: called by `Run` between two windows only, never between forward and backward. Threads: the training thread.
 """
@@ -57,10 +58,20 @@ def load(accelerator: Any, state: Mapping[str, Any]) -> None:
     accelerator.epoch = state["epoch"]
     accelerator.project_configuration.iteration = state["save_iteration"]
     accelerator._run.divide(state["groups"])
-    mine = loaders(accelerator)
-    _check("data loaders", mine, state["loaders"])
-    for loader, progress in zip(mine, state["loaders"], strict=True):
+    mine, theirs = loaders(accelerator), state["loaders"]
+    _check("data loaders", mine[: len(theirs)], theirs[: needed(len(mine), theirs)])
+    for loader, progress in zip(mine, theirs, strict=False):
         loader.go_on(progress)
+
+
+def needed(mine: int, theirs: Sequence[Mapping[str, int | None]]) -> int:
+    """How many of the others' loaders this replica must have: all that it has, and up to the last that they trained on.
+
+    Loaders that they have prepared meanwhile for evaluation are their own affair, and so are those of this replica that
+    they have not prepared yet.
+    """
+    trained = [index + 1 for index, progress in enumerate(theirs) if progress["trained"]]
+    return max([min(mine, len(theirs)), *trained])
 
 
 def _check(what: str, mine: Sequence[object], theirs: Sequence[object]) -> None:

@@ -64,10 +64,11 @@ class Leadership:
         assert manager is not None
         leads = manager.participating_rank() == 0
         before, self._leads = self._leads, leads
-        missed = [item for item in self._missed if item[2] == self._run.committed_steps]
-        self._missed.clear()
+        # Kept until a commit: the leader's death may show only in the step after this window was opened with it.
+        missed = self._missed = [item for item in self._missed if item[2] == self._run.committed_steps]
         if leads == bool(before):
             return
+        self._missed = []
         if leads:
             log.info("%s saves and logs from step %d on", manager.replica_id, manager.current_step())
         self._changed(leads)

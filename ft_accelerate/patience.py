@@ -56,6 +56,12 @@ def trains_already(address: str, besides: str) -> bool | None:
     )
 
 
+def nothing_left(error: JobFinishedError) -> SystemExit:
+    """What ends a replica that came after the others had finished: its work is done as well."""
+    log.warning("nothing left to train: %s", error)
+    return SystemExit(0)
+
+
 def start_patiently(manager: Manager, address: str, room: str) -> None:
     """`start_quorum`, for as long as the others are paused.
 
@@ -74,9 +80,8 @@ def start_patiently(manager: Manager, address: str, room: str) -> None:
             manager.start_quorum(room)
             return
         except JobFinishedError as error:
-            log.warning("nothing left to train: %s", error)
             manager.shutdown(wait=False)
-            raise SystemExit(0) from error
+            raise nothing_left(error) from error
         except QuorumTimeoutError:
             paused, trains = _others(manager, address)
             tries += not paused

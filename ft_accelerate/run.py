@@ -31,7 +31,7 @@ from torch.distributed import ReduceOp
 
 from ft_accelerate import store
 from ft_accelerate.data import groups_needed
-from ft_accelerate.patience import start_patiently
+from ft_accelerate.patience import nothing_left, start_patiently
 from ft_accelerate.wrapping import WrappedModel
 from ft_core import Manager, ProcessGroupGloo
 from ft_core.errors import ConfigError, FaultToleranceError, JobFinishedError, UsageError
@@ -131,21 +131,30 @@ class Run:
     # ------------------------------------------------------------ set-up
 
     def start_manager(self) -> Manager:
-        """The Manager; made when the first model is prepared, so that evaluation needs no lighthouse."""
+        """The Manager; made when the first model is prepared, so that evaluation needs no lighthouse.
+
+        Raises:
+            SystemExit: (0) the others have finished.
+            UsageError: training has ended.
+        """
         if self.manager is None:
             if self._ended:
                 raise UsageError(f"{self._why_ended}: call free_memory(), which begins another run, before prepare()")
             self._supersede()
-            self.manager = Manager(
-                pg=ProcessGroupGloo(),
-                use_async_quorum=False,
-                quorum_in_commit=False,
-                room_id=self._room,
-                rank=self.rank,
-                world_size=self.ranks,
-                **store.place(self.ranks, self.rank, self.plugin.address),
-                **self.plugin.for_manager(),
-            )
+            try:
+                self.manager = Manager(
+                    pg=ProcessGroupGloo(),
+                    use_async_quorum=False,
+                    quorum_in_commit=False,
+                    room_id=self._room,
+                    rank=self.rank,
+                    world_size=self.ranks,
+                    **store.place(self.ranks, self.rank, self.plugin.address),
+                    **self.plugin.for_manager(),
+                )
+            except JobFinishedError as error:
+                self._ended = True
+                raise nothing_left(error) from error
             load, save = self._functions
             self.manager.register_state_dict_fn(KEY, load, save)
         return self.manager
@@ -185,7 +194,7 @@ class Run:
     @property
     def training(self) -> bool:
         """The script is in a training loop, as far as one can tell: models are in training mode, gradients recorded."""
-        return torch.is_grad_enabled() and any(model.training for model in self.models)
+        return torch.is_grad_enabled() and any(model.in_training_mode for model in self.models)
 
     @property
     def silent(self) -> bool:

@@ -155,20 +155,6 @@ class FaultTolerantTrainerMixin(Base):  # type: ignore[misc]
         planned = epochs if self._ft_run is None else self._ft_planned
         return super()._init_training_state(max_steps, updates, planned, resume, trial)
 
-    def get_eval_dataloader(self, *args: Any, **kwargs: Any) -> Any:
-        """As Trainer's; a newcomer need not have it."""
-        return self._ft_forget(super().get_eval_dataloader(*args, **kwargs))
-
-    def get_test_dataloader(self, *args: Any, **kwargs: Any) -> Any:
-        """As Trainer's; a newcomer need not have it."""
-        return self._ft_forget(super().get_test_dataloader(*args, **kwargs))
-
-    def _ft_forget(self, loader: Any) -> Any:
-        prepared = self.accelerator._dataloaders
-        if self._ft_run is not None and prepared and prepared[-1] is loader:
-            prepared.pop()
-        return loader
-
     # ------------------------------------------------------------ the loop
 
     def _run_epoch(self, **call: Any) -> None:
@@ -270,15 +256,13 @@ class FaultTolerantTrainerMixin(Base):  # type: ignore[misc]
         run = self._ft_run
         if run is None:
             return super().evaluation_loop(*args, **kwargs)
-        wrapped = [(model, model.training) for model in run.models]
-        for model, _ in wrapped:
-            model.training = False  # Trainer says so to the model inside only
+        before = [(model, model.module.training) for model in run.models]
         try:
             with run.pause("evaluating"):
                 return super().evaluation_loop(*args, **kwargs)
         finally:
-            for model, training in wrapped:
-                model.training = training
+            for model, training in before:
+                model.module.train(training)  # Trainer's loop does so only after it has read the next batches
 
     # ------------------------------------------------------------ checkpoints
 

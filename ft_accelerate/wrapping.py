@@ -32,6 +32,8 @@ class WrappedModel(DistributedDataParallel):
     def __init__(self, run: Run, module: torch.nn.Module, **kwargs: Any) -> None:
         super().__init__(run.start_manager(), module, **kwargs)
         self._run: Run | None = run
+        self._switched = False
+        """The model inside has been in training mode: it is told."""
 
     def __getattr__(self, name: str) -> Any:
         # Accelerate leaves a model unwrapped in a job of one process, and scripts for that use its attributes.
@@ -42,9 +44,18 @@ class WrappedModel(DistributedDataParallel):
                 raise
             return getattr(self.module, name)
 
+    @property
+    def in_training_mode(self) -> bool:
+        """What the model inside says, which scripts may switch alone; one that was never told: what this wrapper says.
+
+        Pretrained models come in evaluation mode, and some scripts train them so.
+        """
+        self._switched = self._switched or self.module.training
+        return self.module.training if self._switched else self.training
+
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the model."""
-        if self._run is not None and self.training and torch.is_grad_enabled():
+        if self._run is not None and self.in_training_mode and torch.is_grad_enabled():
             self._run.before_forward()
             if self._run.silent:
                 with self.no_sync():

@@ -205,8 +205,8 @@ class Bucketer:
             attempt = self._manager.current_attempt()
             if attempt is None:
                 raise UsageError(
-                    "backward() on a DistributedDataParallel module, but no step was started: call "
-                    "optimizer.zero_grad() of ft_core's OptimizerWrapper, or manager.start_quorum(), before backward()"
+                    "backward() on a DistributedDataParallel module, but no step was started: call manager.start_quorum() "
+                    "or ft_core's optimizer.zero_grad() first; with ft_accelerate, put the model in train() mode"
                 )
             if started := self._start(attempt):
                 queue_callback(self._end_of_backward)

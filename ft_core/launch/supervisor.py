@@ -60,6 +60,8 @@ DRAIN_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 HOPELESS_CODES = (2, 126, 127)
 """A command line that the script refuses, a program that cannot be run: not worth a second try."""
 HOPELESS_ERRORS = re.compile(r"^(ImportError|ModuleNotFoundError|SyntaxError|NameError)\b")
+MISTAKES = re.compile(r"^[\w.]*\b(ConfigError|MisconfigurationException)\b")
+"""Errors that say that the settings cannot work, also where they come after the lighthouse was reached."""
 
 
 @dataclass
@@ -234,16 +236,17 @@ class Supervisor:
         self._say_about(name, f"started{' from a warm standby' if warm else ''} (pid {which})")
 
     def _on_failed(self, name: str, failure: Failure, known: bool) -> None:
-        """Every group fails at its start, before it reached the lighthouse: the script is at fault, once is enough."""
+        """Every group fails at its start, before it reached the lighthouse or by a mistake: once is enough."""
         group = self._named(name)
         if group is None or self._why:
             return
-        if known or failure.code < 0:
+        if (known and not MISTAKES.search(failure.error)) or failure.code < 0:
             self._began = True
         group.at_start = group.at_start or str(failure)
         if self._began or not all(g.at_start for g in self._groups.values()):
             return
-        if len(self._groups) < 2 and not (failure.code in HOPELESS_CODES or HOPELESS_ERRORS.search(failure.error)):
+        errors = HOPELESS_ERRORS.search(failure.error) or MISTAKES.search(failure.error)
+        if len(self._groups) < 2 and not (failure.code in HOPELESS_CODES or errors):
             return
         everywhere = f" in all {len(self._groups)} groups" if len(self._groups) > 1 else ""
         self._status = 1

@@ -1,7 +1,9 @@
 """A training script in the style of Accelerate's examples, for tests: with FT=1 the import is ours, else Accelerate's.
 
 Lines: `on GROUP EPOCH BATCH MEMBERS SHARDS SAMPLES` for each batch; `done DIGEST COMMITS LR EPOCHS` at the end.
-Options in the environment: see below. With END_FILE training ends in the epoch whose number that file holds.
+Options in the environment: see below. With END_FILE training ends in the epoch whose number that file holds. With SAVE
+state is saved there every SAVE_EVERY commits, with a line `saved GROUP NUMBER DIGEST`; the group that is to write
+number FUSE kills itself half-way. With EVALUATE a loader for that is prepared after each epoch.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ import hashlib
 import logging
 import os
 import pathlib
+import signal
 import threading
 import warnings
 from typing import Any
@@ -17,7 +20,7 @@ from typing import Any
 warnings.filterwarnings("ignore")
 import torch  # noqa: E402
 from accelerate import DataLoaderConfiguration  # noqa: E402
-from accelerate.utils import DistributedDataParallelKwargs, set_seed  # noqa: E402
+from accelerate.utils import DistributedDataParallelKwargs, ProjectConfiguration, set_seed  # noqa: E402
 from torch import nn  # noqa: E402
 from torch.nn import functional as F  # noqa: E402
 from torch.utils.data import DataLoader, TensorDataset  # noqa: E402
@@ -38,6 +41,9 @@ PRECISION = os.environ.get("PRECISION", "no")
 PACE_S = float(os.environ.get("PACE_S", "0"))
 SAMPLES = int(os.environ.get("SAMPLES", "200"))
 SAVE = os.environ.get("SAVE")
+SAVE_EVERY = 8
+FUSE = int(os.environ.get("FUSE", "-1"))
+EVALUATE = os.environ.get("EVALUATE") == "1"
 pause = threading.Event()
 
 
@@ -53,10 +59,33 @@ class Net(nn.Module):
         return out
 
 
+class Fuse:
+    """State that is saved late: after the models, optimizers, schedulers and loaders."""
+
+    lit = False
+
+    def state_dict(self) -> dict[str, Any]:
+        if self.lit:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """There is none."""
+
+
 def digest(model: nn.Module) -> str:
     """Of all parameters and buffers."""
     parts = [t.detach().contiguous().cpu().numpy().tobytes() for t in model.state_dict().values()]
     return hashlib.sha256(b"".join(parts)).hexdigest()[:12]
+
+
+def save(accelerator: Any, model: nn.Module, fuse: Fuse) -> None:
+    """Every so many commits."""
+    if accelerator.committed_steps % SAVE_EVERY == 0:
+        number = accelerator.save_iteration
+        fuse.lit = number == FUSE and accelerator.is_main_process
+        accelerator.save_state()
+        print("saved", GROUP, number, digest(accelerator.unwrap_model(model)), flush=True)
 
 
 def main() -> None:
@@ -74,11 +103,13 @@ def main() -> None:
         cpu=True,
         gradient_accumulation_steps=ACCUMULATE,
         mixed_precision=PRECISION,
-        project_dir=SAVE,
+        project_config=ProjectConfiguration(SAVE, automatic_checkpoint_naming=SAVE is not None),
         dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True),
         kwargs_handlers=[DistributedDataParallelKwargs(broadcast_buffers=os.environ.get("BUFFERS", "1") == "1")],
     )
     model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
+    fuse = Fuse()
+    accelerator.register_for_checkpointing(fuse)
     number = 10**6 if END else EPOCHS
     commits, ft = 0, accelerator if FT else None
     for epoch in ft.epochs(number) if ft is not None else range(number):
@@ -97,6 +128,8 @@ def main() -> None:
                 scheduler.step()
                 optimizer.zero_grad()
                 commits += accelerator.sync_gradients and not accelerator.optimizer_step_was_skipped
+            if ft is not None and SAVE and accelerator.sync_gradients and not accelerator.optimizer_step_was_skipped:
+                save(ft, model, fuse)
             if ft is not None and ft.manager is not None:
                 place: Any = loader.position
                 where = f"{place.epoch} {place.batch - 1} {len(ft.manager.members)} {ft.num_replica_groups}"
@@ -104,6 +137,11 @@ def main() -> None:
                 where = f"{epoch} {batch} 1 {accelerator.num_processes}"
             print("on", GROUP, where, *ids.tolist(), flush=True)
             pause.wait(PACE_S)
+        if EVALUATE:
+            model.eval()
+            rest = accelerator.prepare(DataLoader(TensorDataset(numbers, x), 50))
+            with torch.no_grad():
+                assert sum(len(model(inputs)) for _, inputs in rest) * accelerator.num_processes == SAMPLES
     if OUT and accelerator.process_index == 0:
         torch.save(accelerator.unwrap_model(model).state_dict(), f"{OUT}.{GROUP}")
     steps = ft.committed_steps if ft is not None else commits

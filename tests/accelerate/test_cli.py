@@ -231,7 +231,7 @@ def test_the_test_command_tries_accelerates_script_and_a_kill(
     tmp_path: pathlib.Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "ft.yaml"
-    file.write_text(HEAD + "  replicas: 2\n  standby: 1\n")
+    file.write_text(HEAD + "  replicas: 2\n  standby: 0\n")
     assert main(["test", "--config_file", str(file)]) == 0
     captured = capfd.readouterr()
     assert "Training yielded the same results on one CPU or distributed setup" in captured.out

@@ -1,10 +1,11 @@
 """A plain script under ftrun with real processes: kill, freeze, restart, late join; the data goes on without a gap and
-all replicas end bit-identical."""
+all replicas end bit-identical. Also where the leader dies while it saves, and one rank of several."""
 
 from __future__ import annotations
 
 import functools
 import itertools
+import json
 import os
 import pathlib
 import re
@@ -15,15 +16,19 @@ from typing import TYPE_CHECKING
 
 import pytest
 from accelerate.data_loader import BatchSamplerShard, SeedableRandomSampler
+from safetensors.torch import load_file
 from torch.utils.data import BatchSampler
 
+from ft_accelerate.checkpoints import MANAGER
 from ft_core.launch.remote import order_resize
+from tests.accelerate.script import SAVE_EVERY, Net
+from tests.accelerate.script import digest as digest_of
 from tests.launch.job import Job, job
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-pytestmark = [pytest.mark.process, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.process, pytest.mark.timeout(180), pytest.mark.usefixtures("forged_workers")]
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "tests/accelerate/script.py"
 SAMPLES, BATCH, ACCUMULATE = 336, 4, 2
@@ -59,8 +64,8 @@ def end(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> Callable[[Jo
     return end
 
 
-def pid_of(running: Job, name: str) -> int:
-    return next(g for g in running.supervisor._groups.values() if g.name == name).agent.pids()[0]
+def pid_of(running: Job, name: str, rank: int = 0) -> int:
+    return next(g for g in running.supervisor._groups.values() if g.name == name).agent.pids()[rank]
 
 
 @functools.cache
@@ -103,29 +108,33 @@ def check_ends(running: Job, ends: int) -> None:
     assert len(set(digests)) == 1, digests
 
 
-def test_a_kill_a_freeze_and_a_late_join(end: Callable[[Job], None]) -> None:
+def test_a_kill_a_freeze_and_a_late_join(end: Callable[[Job], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Loaders that are prepared for evaluation meanwhile keep nobody out."""
+    monkeypatch.setenv("EVALUATE", "1")
     stopped: list[int] = []
 
     def kill(_: re.Match[str]) -> None:
         os.kill(pid_of(running, "replica-0"), signal.SIGKILL)
-        running.when(r"replica-0/0\] on 0 \d+ \d+ 2 ", grow)
 
     def grow(_: re.Match[str]) -> None:
         order_resize(3, "accelerating")
-        running.when(r"replica-2/0\] on 2 \d+ \d+ 3 ", stop)
 
     def stop(_: re.Match[str]) -> None:
         stopped.append(pid_of(running, "replica-1"))
         os.kill(stopped[0], signal.SIGSTOP)
-        running.when(r"replica-0/0\] on 0 \d+ \d+ 2 ", lambda _: running.when(r"replica-0/0\] on 0 \d+ 6 2 ", go_on))
 
     def go_on(_: re.Match[str]) -> None:
         os.kill(stopped[0], signal.SIGCONT)
-        running.when(r"replica-1/0\] on 1 \d+ \d+ 3 ", lambda _: end(running))
 
-    options = ("--replicas", "2:3", "--run-id", "accelerating", "--timeout", "20")
+    options = ("--replicas", "2:3", "--run-id", "accelerating", "--timeout", "20", "--standby", "0")
     with job(SCRIPT, *options) as running:
-        running.when(r"replica-1/0\] on 1 1 13 2 ", kill)
+        story = [r"replica-1/0\] on 1 1 13 2 ", r"\[replica-0\] started", r"replica-0/0\] on 0 \d+ \d+ 2 "]
+        running.when(story[0], kill)
+        running.when(story[-1], grow, after=story[:-1])
+        running.when(r"replica-2/0\] on 2 \d+ \d+ 3 ", stop)
+        story = [r"2/0\] on 2 \d+ \d+ 3 ", *(rf"0/0\] on 0 \d+ {place}" for place in (r"\d+ 3 ", r"\d+ 2 ", "6 2 "))]
+        running.when(story[-1], go_on, after=story[:-1])
+        running.when(r"replica-1/0\] on 1 \d+ \d+ 3 ", lambda _: end(running), after=story)
         assert running.run() == 0, running.text
     check_ends(running, 3)
     told = lives(running)
@@ -139,3 +148,48 @@ def test_a_kill_a_freeze_and_a_late_join(end: Callable[[Job], None]) -> None:
         assert life[0].batch % ACCUMULATE == 0
     assert len({group[-1][-1] for group in told.values()}) == 1
     assert [told[0][0][0].shards, *{group[-1][-1].shards for group in told.values()}] == [2, 3]
+
+
+def test_the_leader_dies_while_it_saves(
+    end: Callable[[Job], None], monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path
+) -> None:
+    """The next leader saves the same again before it goes on, and what is in place is always whole."""
+    for name, value in {"SAVE": str(tmp_path), "FUSE": "1"}.items():
+        monkeypatch.setenv(name, value)
+    with job(SCRIPT, "--replicas", "2", "--timeout", "20", "--standby", "0") as running:
+        back = [r"was ended by SIGKILL", r"0/0\] on 0 \d+ \d+ 2 "]
+        running.when(back[-1], lambda _: end(running), after=back[:-1])
+        assert running.run() == 0, running.text
+    check_ends(running, 2)
+    assert running.count("was ended by SIGKILL") == 1
+    told: dict[int, set[str]] = defaultdict(set)
+    for number, digest in re.findall(r"\] saved \d (\d+) (\w+)", running.text):
+        told[int(number)].add(digest)
+    assert len(told) > 2
+    assert running.count(r"0/0\] saved 0 1 ") == 0  # it died there
+    folders = {int(path.name.rpartition("_")[2]): path for path in (tmp_path / "checkpoints").iterdir()}
+    assert folders.keys() == told.keys()
+    assert not list(tmp_path.glob(".*partial"))
+    names = {tuple(sorted(path.name for path in folder.iterdir())) for folder in folders.values()}
+    assert len(names) == 1, names
+    for number, folder in folders.items():
+        model = Net()
+        model.load_state_dict(load_file(folder / "model.safetensors"))
+        assert told[number] == {digest_of(model)}
+        assert json.loads((folder / MANAGER).read_text())["step"] == (number + 1) * SAVE_EVERY
+
+
+def test_one_rank_of_a_group_of_two_dies(end: Callable[[Job], None]) -> None:
+    def kill(_: re.Match[str]) -> None:
+        os.kill(pid_of(running, "replica-0", 1), signal.SIGKILL)
+
+    with job(SCRIPT, "--replicas", "2", "--nproc-per-replica", "2", "--timeout", "20", "--standby", "0") as running:
+        story = [r"1/1\] on 1 1 6 2 ", r"\[replica-0\] started", *(rf"{g}/1\] on {g} \d+ \d+ 2 " for g in (0, 1))]
+        running.when(story[0], kill)
+        running.when(story[-1], lambda _: end(running), after=story[:-1])
+        assert running.run() == 0, running.text
+    check_ends(running, 4)
+    assert running.count("was ended by SIGKILL") == 1
+    assert running.count(r"\[replica-0\] started") == 2
+    assert running.count(r"\[replica-1\] started") == 1
+    assert running.count(r"1/\d\] on 1 \d+ \d+ 1 ")  # the others went on alone

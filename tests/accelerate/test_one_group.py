@@ -17,7 +17,7 @@ from accelerate.utils import DistributedDataParallelKwargs, ProjectConfiguration
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
-from ft_accelerate import FaultTolerantAccelerator
+from ft_accelerate import FaultTolerantAccelerator, heal
 from ft_accelerate.data import GroupDataLoader, groups_needed
 from ft_core.errors import ConfigError, NotAvailableError, UsageError
 from ft_core.lighthouse import LighthouseServer
@@ -142,7 +142,7 @@ def test_save_and_load(tmp_path: pathlib.Path) -> None:
     torch.testing.assert_close(torch.cat([p.detach().flatten() for p in model.parameters()]), saved, rtol=0, atol=0)
 
 
-class Notes(GeneralTracker):  # type: ignore[misc]
+class Notes(GeneralTracker):
     name, requires_logging_directory = "notes", False
     tracker = None
 
@@ -211,12 +211,72 @@ def test_loaders_for_training_and_evaluation(monkeypatch: pytest.MonkeyPatch) ->
     assert len(s.data) == 2
     assert len([*s.data]) == 2
     s.model.eval()
-    assert len([*s.data]) == 8
-    assert len(s.accelerator.skip_first_batches(s.data, 3)) == 5
+    with torch.no_grad():
+        assert len([*s.data]) == 8
+        assert len(s.accelerator.skip_first_batches(s.data, 3)) == 5
+    assert len([*s.data]) == 2  # a loop that says model.train() only inside
     s.model.train()
     rest = s.accelerator.skip_first_batches(s.data, 1)
     assert len([*rest]) == 1
     s.accelerator.end_training()
+
+
+def test_the_mode_is_that_of_the_model_inside() -> None:
+    s = Setup()
+    run, inside = s.accelerator._run, s.accelerator.unwrap_model(s.model)
+    assert run.training
+    inside.eval()
+    assert not run.training
+    inside.train()
+    assert run.training
+    s.accelerator.end_training()
+    s.accelerator.free_memory()
+    pretrained = s.accelerator.prepare(nn.Linear(2, 1).eval())  # and nobody says train()
+    assert run.training
+    pretrained.train()
+    pretrained.eval()
+    assert not run.training
+    s.accelerator.end_training()
+
+
+def test_only_the_beginning_of_an_epoch_divides_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    s = Setup()
+    divided: list[int] = []
+    monkeypatch.setattr(s.accelerator._run, "divide_anew", lambda: divided.append(s.data.position.code))
+    for (x,) in s.accelerator.skip_first_batches(s.data, 3):  # resumed in mid-epoch: others may read the plain loader
+        s.step(x)
+    assert divided == []
+    s.train(2)
+    assert divided == [s.data.position.epoch << 32]
+    s.accelerator.end_training()
+
+
+def test_a_newcomer_needs_the_loaders_that_are_trained_on() -> None:
+    s = Setup()
+    s.train(3)
+    with torch.no_grad():
+        assert len([*s.accelerator.prepare(DataLoader(TensorDataset(torch.ones(4, 1))))]) == 4
+    donated = heal.save(s.accelerator)
+    assert [loader["trained"] for loader in donated["loaders"]] == [1, 0]
+    s.accelerator._dataloaders.pop()  # the newcomer is not there yet
+    s.data.position.moved_to(0)
+    heal.load(s.accelerator, donated)
+    assert s.data.position.batch == 3
+    donated["loaders"][1]["trained"] = 1
+    with pytest.raises(ConfigError, match="prepared or registered 1 data loaders, the others 2"):
+        heal.load(s.accelerator, donated)
+    s.accelerator.end_training()
+
+
+def test_who_comes_after_the_end_has_nothing_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ft_accelerate.run._current", None)  # the first run of this lighthouse
+    s = Setup()
+    s.train(1)
+    s.accelerator.end_training()
+    monkeypatch.setattr("ft_accelerate.run._current", None)  # as another process
+    with pytest.raises(SystemExit) as ended:
+        Setup().train(1)
+    assert ended.value.code == 0
 
 
 class Stream(IterableDataset[torch.Tensor]):

@@ -9,8 +9,8 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
-import subprocess
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,14 +24,18 @@ from transformers.trainer_callback import CallbackHandler
 from ft_accelerate import FaultTolerantTrainer, FaultTolerantTrainerMixin
 from ft_accelerate._compat_trainer import METHODS, check
 from ft_core.errors import ConfigError, NotAvailableError
-from tests.accelerate.trainer_job import Text, tiny_model
+from tests.accelerate.processes import elastic, outputs, store
+from tests.accelerate.trainer_job import FREEZE_AT, THAW_AT, Text, reported, tiny_model
 from tests.launch.job import job
 from tests.process_group.ranks import wait_until
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-WAIT_S = 90.0
+    from tests.forge import Forge
+
+WAIT_S = 60.0
+STEPS = 90
 SCRIPT = Path(__file__).with_name("trainer_job.py")
 
 
@@ -40,15 +44,11 @@ def ends(folder: Path, which: str) -> list[dict[str, Any]]:
     return [json.loads(path.read_text()) for path in sorted(folder.glob(f"end-{which}-*.json"))]
 
 
-def plain(folder: Path, processes: int, *words: str) -> list[dict[str, Any]]:
-    """Plain Trainer on the same script, under torchrun for several processes."""
-    how = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)] if processes > 1 else []
-    environ = {name: text for name, text in os.environ.items() if not name.startswith(("FT_", "ACCELERATE_"))}
-    done = subprocess.run(
-        [sys.executable, *how, str(SCRIPT), str(folder), "--plain", *words],
-        env={**environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=55, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
+def plain(forge: Forge, folder: Path, processes: int, *words: str) -> list[dict[str, Any]]:
+    """Plain Trainer on the same script; several processes as torchrun starts them."""
+    held = store()
+    environ = [elastic(rank, processes, held.port) if processes > 1 else {} for rank in range(processes)]
+    outputs(forge, folder, SCRIPT, [([str(folder), "--plain", *words], env) for env in environ], WAIT_S)
     return ends(folder, "plain")
 
 
@@ -63,13 +63,14 @@ def _no_accelerator_stays() -> Iterator[None]:
 
 @pytest.mark.process
 @pytest.mark.timeout(150)
-def test_two_groups_are_ddp_of_two_to_the_bit(tmp_path: Path) -> None:
+@pytest.mark.usefixtures("forged_workers")
+def test_two_groups_are_ddp_of_two_to_the_bit(forge: Forge, tmp_path: Path) -> None:
     """With accumulation (the last update of an epoch is shorter), clipping, a schedule and uneven token counts."""
     words = ["--ragged", "--accumulate", "3", "--samples", "70", "--save", "8", "--evaluate", "4"]
     one, two = tmp_path / "plain", tmp_path / "groups"
     for folder in (one, two):
         folder.mkdir()
-    expected = plain(one, 2, *words)[0]
+    expected = plain(forge, one, 2, *words)[0]
     with job(f"{SCRIPT} {two} {' '.join(words)}", "--replicas", "2", "--max-restarts", "0") as run:
         assert run.run() == 0, run.text
     found = ends(two, "[01]")
@@ -89,61 +90,53 @@ def test_two_groups_are_ddp_of_two_to_the_bit(tmp_path: Path) -> None:
 
 @pytest.mark.process
 @pytest.mark.timeout(150)
+@pytest.mark.usefixtures("forged_workers")
 def test_kill_of_the_leader_freeze_and_vetoes_then_plain_trainer_resumes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    forge: Forge, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FT_LIVENESS_S", "1")
-    words = "--steps 180 --accumulate 2 --samples 50 --save 30 --pace 0.03 --kill 0:20 --veto 5,8"
-    with job(f"{SCRIPT} {tmp_path} {words}", "--replicas", "2", "--standby", "1", "--timeout", "20") as run:
-        frozen: list[bool] = []
+    words = f"--steps {STEPS} --accumulate 2 --samples 50 --save 30 --together --kill 0:20 --veto 5,8"
+    with job(f"{SCRIPT} {tmp_path} {words}", "--replicas", "2", "--timeout", "20") as run:
 
         def freeze(match: re.Match[str]) -> None:
-            """Of the group that lives, after the other one is back."""
+            """Of the group that lives, when the other one has been back for a while."""
             pid = int(match[1])
-            assert wait_until((tmp_path / "back").exists, WAIT_S)
-            at = step_of(tmp_path, 0)
-            assert wait_until(lambda: step_of(tmp_path, 0) >= at + 5, WAIT_S)
+            assert wait_until(lambda: reported(tmp_path, "0") >= FREEZE_AT, WAIT_S)
+            (tmp_path / "alone").touch()
             os.kill(pid, signal.SIGSTOP)
-            on = wait_until(lambda: step_of(tmp_path, 0) >= at + 20, WAIT_S)  # the other one goes on alone
-            os.kill(pid, signal.SIGCONT)
-            frozen.append(on)
+            try:
+                (tmp_path / "frozen").touch()
+                assert wait_until(lambda: reported(tmp_path, "0") >= THAW_AT, WAIT_S)
+            finally:
+                os.kill(pid, signal.SIGCONT)
+                (tmp_path / "alone").unlink()
 
         run.when(r"\[replica-1\] started \(pid (\d+)\)", freeze)
         assert run.run() == 0, run.text
-    assert frozen == [True]
     assert run.count("was ended by SIGKILL") == 1
     assert run.count(r"\[replica-0\] started") == 2
     found = ends(tmp_path, "[01]")
     assert len(found) == 2
     assert found[0]["digest"] == found[1]["digest"]
     for end in found:
-        assert end["step"] == end["max"] == 180
+        assert end["step"] == end["max"] == STEPS
         steps, first = end["steps"], end["steps"][0]
         assert sorted(set(steps)) == steps  # none twice, none back
-        assert steps[-1] == 180
+        assert steps[-1] == STEPS
         rates = {int(step): rate for step, rate in end["rates"].items() if int(step) >= max(first, 3)}
         for step, rate in rates.items():  # linear from 1e-2 after 2 steps of warm-up; logged one step behind
-            assert rate == pytest.approx(1e-2 * (180 - step + 1) / 178, rel=1e-6), step
+            assert rate == pytest.approx(1e-2 * (STEPS - step + 1) / (STEPS - 2), rel=1e-6), step
     assert found[1]["steps"][:30] == list(range(1, 31))
     assert len({json.dumps(end["log"]) for end in found}) == 1  # the newcomer has the whole story
 
-    assert sorted(os.listdir(tmp_path / "out")) == ["checkpoint-150", "checkpoint-180"]
-    for name in os.listdir(tmp_path / "out/checkpoint-180"):
-        (tmp_path / "out/checkpoint-180" / name).unlink()
-    (tmp_path / "out/checkpoint-180").rmdir()
+    assert sorted(os.listdir(tmp_path / "out")) == ["checkpoint-60", "checkpoint-90"]
+    shutil.rmtree(tmp_path / "out/checkpoint-90")
     # The same global batch in one process: only the order of summation differs.
-    resumed = plain(tmp_path, 1, "--resume", "--steps", "180", "--accumulate", "4", "--samples", "50", "--save", "30")[
-        0
-    ]
-    assert resumed["steps"] == list(range(151, 181))
+    words = f"--resume --steps {STEPS} --accumulate 4 --samples 50 --save 30"
+    resumed = plain(forge, tmp_path, 1, *words.split())[0]
+    assert resumed["steps"] == list(range(61, STEPS + 1))
     assert [entry["step"] for entry in resumed["log"]] == [entry["step"] for entry in found[0]["log"]]
-    assert resumed["log"][:100] == found[0]["log"][:100]
-
-
-def step_of(folder: Path, group: int) -> int:
-    """The last step that a group has reported."""
-    path = folder / f"at-{group}"
-    return int(path.read_text() or 0) if path.exists() else 0
+    assert resumed["log"][:60] == found[0]["log"][:60]
 
 
 # ---------------------------------------------------------------- without replica groups

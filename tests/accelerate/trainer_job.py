@@ -14,16 +14,25 @@ import os
 import signal
 import sys
 import threading
+import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils.data import Dataset
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
 WORDS = 61
-AWAY_S = 0.25
-"""Per step while the group that was killed is away, so that the others do not end without it."""
+WAIT_S = 60.0
+"""For another process."""
+JOIN_S = 0.2
+"""Per step while the other group joins, so that this one does not end without it."""
+FREEZE_AT, THAW_AT = 40, 65
+"""Steps at which group 0 waits for the test: until it has stopped group 1 (FOLDER/frozen), and lets it go on (no more
+FOLDER/alone)."""
 
 
 class Text(Dataset[dict[str, torch.Tensor]]):
@@ -52,11 +61,11 @@ def tiny_model() -> LlamaForCausalLM:
     return LlamaForCausalLM(config)
 
 
-class Probe(TrainerCallback):  # type: ignore[misc]
-    """Kills its own process once, slows steps down, and notes what callbacks are told."""
+class Probe(TrainerCallback):
+    """Kills its own process once, keeps in step with the other of two groups, and notes what callbacks are told."""
 
-    def __init__(self, folder: Path, kill: str, veto: str, pace_s: float) -> None:
-        self.folder, self.pace_s = folder, pace_s
+    def __init__(self, folder: Path, kill: str, veto: str, together: bool) -> None:
+        self.folder, self.together = folder, together
         self.veto_at = [int(step) for step in veto.split(",") if step]
         group, _, step = kill.partition(":")
         self.kill_at = int(step) if group == os.environ.get("FT_REPLICA_GROUP", "none") else -1
@@ -71,19 +80,65 @@ class Probe(TrainerCallback):  # type: ignore[misc]
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.steps.append(state.global_step)
-        (self.folder / f"at-{os.environ.get('FT_REPLICA_GROUP', 'plain')}").write_text(str(state.global_step))
-        marker, back = self.folder / "killed", self.folder / "back"
-        if self.kill_at >= 0 and marker.exists():
-            back.touch()
-        away = marker.exists() and not back.exists()
-        threading.Event().wait(AWAY_S if away else self.pace_s)  # as long as a step of a real model takes
+        if self.together:
+            report(self.folder, os.environ["FT_REPLICA_GROUP"], state.global_step)
+        marker = self.folder / "killed"
         if 0 <= self.kill_at <= state.global_step and not marker.exists():
             marker.touch()
             os.kill(os.getpid(), signal.SIGKILL)
+        if self.together:
+            self.keep_in_step(state.global_step)
+
+    def keep_in_step(self, step: int) -> None:
+        """Wait for the other group, unless it is to be alone: nothing here may depend on how fast anybody is."""
+        other = "1" if os.environ["FT_REPLICA_GROUP"] == "0" else "0"
+        alone = self.folder / "alone"
+        if other == "1" and step == FREEZE_AT:
+            hold((self.folder / "frozen").exists)
+        if other == "1" and step == THAW_AT:
+            hold(lambda: not alone.exists())
+
+        def near() -> bool:
+            return alone.exists() or reported(self.folder, other) >= step - 1
+
+        hold(lambda: near() or comes(f"replica-{other}"))
+        deadline = time.monotonic() + JOIN_S
+        hold(lambda: near() or time.monotonic() > deadline)  # it fetches state between our steps
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float] | None = None, **kwargs: Any) -> None:
         if logs and "learning_rate" in logs:
             self.rates[state.global_step] = logs["learning_rate"]
+
+
+def report(folder: Path, group: str, step: int) -> None:
+    """Say how far this group is."""
+    partial = folder / f".at-{group}"
+    partial.write_text(str(step))
+    partial.rename(folder / f"at-{group}")
+
+
+def reported(folder: Path, group: str) -> int:
+    """The last step that a group has said."""
+    path = folder / f"at-{group}"
+    return int(path.read_text()) if path.exists() else 0
+
+
+def hold(ready: Callable[[], bool]) -> None:
+    """Until it is so."""
+    deadline, pause = time.monotonic() + WAIT_S, threading.Event()
+    while not ready():
+        assert time.monotonic() < deadline, "the other group does not come"
+        pause.wait(0.01)
+
+
+def comes(name: str) -> bool:
+    """Whether a replica has begun to join."""
+    from ft_accelerate.patience import rooms
+
+    known = rooms(os.environ["FT_LIGHTHOUSE"]) or []
+    return any(
+        r.life == "up" and not r.member and r.replica_id.startswith(f"{name}:") for room in known for r in room.replicas
+    )
 
 
 def main() -> None:
@@ -95,7 +150,7 @@ def main() -> None:
     parser.add_argument("--accumulate", type=int, default=2)
     parser.add_argument("--kill", default="")
     parser.add_argument("--veto", default="")
-    parser.add_argument("--pace", type=float, default=0.0)
+    parser.add_argument("--together", action="store_true")
     parser.add_argument("--resume", action="store_true")
     parser.add_argument("--evaluate", type=int, default=0)
     parser.add_argument("--ragged", action="store_true")
@@ -118,7 +173,7 @@ def main() -> None:
         disable_tqdm=True, max_grad_norm=0.5, data_seed=11, save_total_limit=2, dataloader_pin_memory=False,
         load_best_model_at_end=bool(a.evaluate and a.save), metric_for_best_model="loss" if a.evaluate else None,
     )  # fmt: skip
-    probe = Probe(a.folder, a.kill, a.veto, a.pace)
+    probe = Probe(a.folder, a.kill, a.veto, a.together)
     trainer = trainer_class(
         tiny_model(), arguments, train_dataset=Text(a.samples, a.ragged), eval_dataset=Text(10), callbacks=[probe]
     )

@@ -322,6 +322,14 @@ def test_a_script_that_fails_everywhere_is_reported_once(write: Any) -> None:
     assert running.count(r"the same error as \[replica-\d/0\]") >= 1
 
 
+def test_a_setting_that_cannot_work_is_reported_once(write: Any) -> None:
+    script = write("class ConfigError(Exception): ...\nraise ConfigError('LBFGS cannot be used')")
+    with job(script, "--replicas", "1") as running:
+        assert running.run() == 1
+    assert running.count(r"\] started") == 1
+    assert running.count("fails at its start .*ConfigError: LBFGS cannot be used") == 1
+
+
 def test_what_ftrun_gives_to_workers_is_what_torchrun_gives(write: Any, tmp_path: pathlib.Path) -> None:
     """Cold or from a standby: the same environment, and torchrun's for what torchrun sets."""
     script = write(

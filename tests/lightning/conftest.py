@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.lightning.forge import Forge
+from tests.lightning.forge import IMPORTS, Forge
 from tests.lightning.surroundings import bare
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ def surroundings() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def forge() -> Iterator[Forge]:
     """Starts processes that have imported Lightning already."""
-    forge = Forge()
+    forge = Forge(IMPORTS)
     yield forge
     forge.close()
 

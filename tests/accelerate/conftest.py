@@ -1,0 +1,33 @@
+"""One forge (`tests.forge`) for all tests that want workers which have imported Accelerate and transformers already."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.forge import Forge
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+IMPORTS = (
+    "accelerate", "accelerate.test_utils", "accelerate.test_utils.training", "accelerate.tracking", "transformers",
+    "transformers.trainer", "transformers.models.llama.modeling_llama", "ft_accelerate.accelerator",
+    "ft_accelerate.trainer",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="session")
+def forge() -> Iterator[Forge]:
+    """Starts processes."""
+    forge = Forge(IMPORTS)
+    yield forge
+    forge.close()
+
+
+@pytest.fixture
+def forged_workers(forge: Forge) -> Iterator[None]:
+    """ftrun's workers come from the forge."""
+    with forge.serves_ftrun():
+        yield
