@@ -205,7 +205,7 @@ class Bucketer:
             attempt = self._manager.current_attempt()
             if attempt is None:
                 raise UsageError(
-                    "backward() on a DistributedDataParallel module, but no step was started: call manager.start_quorum() "
+                    "backward() on a DistributedDataParallel module, but no step was started: call start_quorum() "
                     "or ft_core's optimizer.zero_grad() first; with ft_accelerate, put the model in train() mode"
                 )
             if started := self._start(attempt):
