@@ -18,7 +18,19 @@ import time
 
 from benchmarks.common import BenchmarkError, Options, Row, machine, table
 
-FIGURES = ("step", "kill", "stop", "lighthouse", "heal", "scale", "ftrun", "lightning", "accelerate")
+FIGURES = (
+    "step",
+    "kill",
+    "stop",
+    "lighthouse",
+    "heal",
+    "scale",
+    "ftrun",
+    "lightning",
+    "lightning_kill",
+    "accelerate",
+    "elastic_data",
+)
 RESULTS = pathlib.Path(__file__).parent / "results.json"
 
 

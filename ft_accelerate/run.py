@@ -86,6 +86,7 @@ class Run:
     ) -> None:
         self.plugin = plugin
         self.group = plugin.group
+        self._address = plugin.address  # once: it reads the environment, and each step would
         self.groups = plugin.groups
         """By how many the data is divided, and the schedules are advanced; equal on all members."""
         self.ranks, self.rank = ranks, rank
@@ -248,7 +249,7 @@ class Run:
     def _start(self, position: Position | None) -> None:
         manager = self.start_manager()
         self._pauses.close()
-        start_patiently(manager, self.plugin.address, self._room)
+        start_patiently(manager, self._address, self._room)
         self._open, self.lost, self._verdict, self._votes = True, False, None, 0
         self._division_due = True
         if manager.quorum_id != self._agreed_in:
