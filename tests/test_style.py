@@ -13,7 +13,7 @@ MAX_LINES = 450
 LONGER: dict[str, int] = {
     "ft_core/manager.py": 630,
     "ft_core/membership.py": 660,
-    "ft_core/process_group/incarnation.py": 495,
+    "ft_core/process_group/incarnation.py": 490,
     "ft_core/step.py": 650,
 }
 """Files over MAX_LINES with the length they may have until they are split. Entries only shrink."""

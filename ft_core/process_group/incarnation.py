@@ -24,7 +24,6 @@ import ctypes
 import logging
 import math
 import os
-import re
 import sys
 import threading
 import time
@@ -42,6 +41,7 @@ from torch.distributed import DistError
 from ft_core.errors import CollectiveError, ConfigError, FaultToleranceError
 from ft_core.process_group import reaper as reaping
 from ft_core.process_group import sockets
+from ft_core.process_group.complaints import first_line, wrap
 from ft_core.process_group.fork import close_in_child
 from ft_core.process_group.rendezvous import RendezvousStore
 from ft_core.process_group.store import StoreClient, parse_store_addr, pool
@@ -67,10 +67,10 @@ PRUNE_OUTCOMES_ABOVE = 64
 MAX_TRACKED_WORKS = 4096
 EXIT_WAIT_S = 2.0
 
-_GLOO_NOISE = re.compile(r"^\[[^\]]*:\d+\] |\. This is typically caused by a remote worker.*$")
-
 _live: set[Incarnation] = set()
 _forming = threading.BoundedSemaphore(MAX_FORMING)
+_exiting = False
+"""No group is formed any more: a thread in Gloo that wants the GIL of an ended interpreter aborts the process."""
 _warned_cannot_abort = False
 
 
@@ -126,9 +126,17 @@ class Incarnation:
         """Form the group; raises ConfigError or PeerError, also if `abort` comes first. Bounded by the timeout."""
         if not _forming.acquire(blocking=False):
             raise CollectiveError(f"{MAX_FORMING} groups are still forming or stuck in forming; not starting another")
-        self._thread = threading.Thread(target=self._form_on_thread, name="ft-gloo-form", daemon=True)
+        thread = threading.Thread(target=self._form_on_thread, name="ft-gloo-form", daemon=True)
         _live.add(self)
-        self._thread.start()
+        with self._lock:  # either it starts, or an abort came first: an exiting interpreter ends all that it finds
+            if not (self.aborted or _exiting):
+                thread.start()
+                self._thread = thread
+        if self._thread is None:
+            _forming.release()
+            _live.discard(self)
+            self.abort(CollectiveError("the process is exiting"))
+            raise self.refusal()
         timeout_s = self.spec.timeout.total_seconds()
         # The thread itself gives up at the deadline; this is for one that is stuck in a call.
         if not self._settled.wait(timeout_s + STUCK_S):
@@ -136,7 +144,7 @@ class Incarnation:
         if self._problem is not None and not self.aborted:
             problem = self._problem
             wrapped = (
-                problem if isinstance(problem, FaultToleranceError) else _wrap(f"{self._who()} did not form", problem)
+                problem if isinstance(problem, FaultToleranceError) else wrap(f"{self._who()} did not form", problem)
             )
             self.abort(wrapped)
         if self.aborted:
@@ -258,7 +266,7 @@ class Incarnation:
         waits: on a ring the failure stops at the first rank that has nothing to do with the dead one. So the first
         failure ends this group's connections, and reaches everybody within milliseconds.
         """
-        error = _wrap(f"{name} on {self._who()} failed", cause)
+        error = wrap(f"{name} on {self._who()} failed", cause)
         if not ended:
             return error
         with self._lock:
@@ -441,20 +449,7 @@ def _device(kind: str, value: str) -> Any:
     try:
         return TorchGloo.create_device(**{kind: value})
     except RuntimeError as error:
-        raise ConfigError(f"{kind}={value!r}: Gloo cannot listen there: {_first_line(error)}") from error
-
-
-def _wrap(what: str, cause: Exception) -> CollectiveError:
-    if isinstance(cause, CollectiveError):
-        return cause
-    error = CollectiveError(f"{what}: {_first_line(cause)}")
-    error.__cause__ = cause
-    return error
-
-
-def _first_line(error: BaseException) -> str:
-    line = (str(error).splitlines() or [type(error).__name__])[0]
-    return _GLOO_NOISE.sub("", line)
+        raise ConfigError(f"{kind}={value!r}: Gloo cannot listen there: {first_line(error)}") from error
 
 
 def _fds_of_all() -> list[int]:
@@ -472,6 +467,8 @@ def _after_fork_in_child() -> None:
 
 def _end_all_at_exit() -> None:
     """End what is left before the interpreter tears objects down: Gloo's destructor would wait for works in flight."""
+    global _exiting
+    _exiting = True
     deadline = time.monotonic() + EXIT_WAIT_S
     left = list(_live)
     for incarnation in left:

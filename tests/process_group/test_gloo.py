@@ -400,3 +400,13 @@ def test_threads_that_abort_and_configure_at_once_do_no_harm(store: Store) -> No
     in_threads(2, lambda rank: pending(groups[rank]).wait())
     for group in groups:
         group.shutdown()
+
+
+def test_nothing_is_formed_while_the_process_exits(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread that is about to form when the interpreter ends would abort the process from inside Gloo."""
+    monkeypatch.setattr(incarnation, "_exiting", True)
+    before = set(threading.enumerate())
+    group = ProcessGroupGloo(timedelta(seconds=5))
+    with pytest.raises(CollectiveError, match="the process is exiting"):
+        group.configure(store.fresh(), "replica0", 0, 2)
+    assert not [t for t in set(threading.enumerate()) - before if t.name == "ft-gloo-form"]
