@@ -3,40 +3,23 @@
 How it works. `start_patiently` is `Manager.start_quorum` for those who come while the others validate or save:
 that forming a quorum takes longer than `quorum_timeout` then is no error.
 
-Threads: the training thread; at most STATUS_S per call of the lighthouse, twice.
+Threads: the training thread; `ft_core.lighthouse_client.rooms` bounds what the lighthouse may take.
 """
 
 from __future__ import annotations
 
 import logging
-from datetime import timedelta
 from typing import TYPE_CHECKING
 
-from ft_core.errors import FaultToleranceError, JobFinishedError, QuorumTimeoutError
-from ft_core.lighthouse_client import LighthouseClient
+from ft_core.errors import JobFinishedError, QuorumTimeoutError
+from ft_core.lighthouse_client import rooms
 
 if TYPE_CHECKING:
     from ft_core import Manager
-    from ft_core._pb import coordination_pb2 as pb
 
 log = logging.getLogger("ft_accelerate")
-STATUS_S = timedelta(seconds=5)
-"""How long the lighthouse may take to be reached, and to answer."""
 TRIES = 3
 """How often a quorum that trains, unpaused, may fail to take this replica in within `quorum_timeout`."""
-
-
-def rooms(address: str) -> list[pb.RoomStatus] | None:
-    """All rooms; None if the lighthouse at `address` cannot be asked."""
-    try:
-        client = LighthouseClient(address, STATUS_S)
-        try:
-            return list(client.status(STATUS_S).rooms)
-        finally:
-            client.close()
-    except FaultToleranceError as error:
-        log.info("the lighthouse could not be asked who trains: %s", error)
-        return None
 
 
 def trains_already(address: str, besides: str) -> bool | None:

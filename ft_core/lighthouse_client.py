@@ -6,6 +6,7 @@ the error that names it.
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 import time
@@ -30,7 +31,10 @@ from ft_core.wire import pb
 if TYPE_CHECKING:
     from ft_core.quorum import Quorum as PureQuorum
 
+_log = logging.getLogger("ft_core")
 HEARTBEAT_S = timedelta(seconds=5)
+ROOMS_S = timedelta(seconds=5)
+"""How long `rooms` waits to reach the lighthouse, and again for its answer."""
 TOOL_S = 5.0
 """How long a tool's call may take."""
 
@@ -211,3 +215,16 @@ class LighthouseClient:
             raise kind(explain(error)) from None
         except ValueError:
             raise UsageError("this LighthouseClient has been closed") from None
+
+
+def rooms(address: str) -> list[pb.RoomStatus] | None:
+    """All rooms of the lighthouse at `address`; None if it cannot be asked within ROOMS_S."""
+    try:
+        client = LighthouseClient(address, ROOMS_S)
+        try:
+            return list(client.status(ROOMS_S).rooms)
+        finally:
+            client.close()
+    except FaultToleranceError as error:
+        _log.info("the lighthouse could not be asked who trains: %s", error)
+        return None

@@ -38,10 +38,10 @@ import torch
 from torch.distributed import ReduceOp
 
 from ft_core.errors import ConfigError, QuorumTimeoutError
+from ft_core.lighthouse_client import rooms
 from ft_lightning import _compat
 from ft_lightning import _compat_position as _position
 from ft_lightning.data import Unseen, groups_needed
-from ft_lightning.rooms import rooms
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping

@@ -30,8 +30,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.distributed import ReduceOp
 
+from ft_core.lighthouse_client import rooms
 from ft_lightning import _compat_writers as writers
-from ft_lightning.rooms import rooms
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
