@@ -9,6 +9,7 @@ step was vetoed: `scaler.update(None if optimizer.committed else scaler.get_scal
 
 from __future__ import annotations
 
+import contextlib
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol, SupportsIndex, cast
 
 import torch
@@ -19,11 +20,25 @@ from ft_core.errors import ConfigError, UsageError
 from ft_core.join import JoinMember, joining_of, notify
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
+    from ft_core.data.scaling import LearningRateScaling
     from ft_core.manager import Manager
 
-__all__ = ["CommitManager", "Optimizer", "OptimizerWrapper"]
+__all__ = ["CommitManager", "Optimizer", "OptimizerWrapper", "learning_rates_times"]
+
+
+@contextlib.contextmanager
+def learning_rates_times(optimizer: TorchOptimizer, factor: float) -> Iterator[None]:
+    """Inside, every learning rate of `optimizer` is multiplied by `factor`; after it schedulers see the old ones."""
+    groups = [(group, group["lr"]) for group in optimizer.param_groups if "lr" in group]
+    for group, rate in groups:
+        group["lr"] = rate * factor
+    try:
+        yield
+    finally:
+        for group, rate in groups:
+            group["lr"] = rate
 
 
 class CommitManager(Protocol):
@@ -34,6 +49,10 @@ class CommitManager(Protocol):
 
     def should_commit(self) -> bool:
         """End the step: True if all members apply it."""
+
+    @property
+    def last_commit_weight(self) -> int:
+        """Sum of the weights in the last committed step."""
 
     def report_torn_state(self, error: BaseException) -> None:
         """The local state is neither the old nor the new version: it must not be given to anyone (R13)."""
@@ -51,12 +70,16 @@ class OptimizerWrapper(TorchOptimizer, JoinMember):
     Args:
         manager: the `Manager` of this rank.
         optim: the optimizer that holds the parameters.
+        lr_scaling: multiply its learning rates in each step by a factor that follows the step's committed weight;
+            `lr_factor` tells the last one.
     """
 
     # GradScaler then always calls step(), having set `found_inf` and `grad_scale`, instead of skipping the vote.
     _step_supports_amp_scaling = True
 
-    def __init__(self, manager: CommitManager, optim: TorchOptimizer) -> None:
+    def __init__(
+        self, manager: CommitManager, optim: TorchOptimizer, lr_scaling: LearningRateScaling | None = None
+    ) -> None:
         # TorchOptimizer.__init__ is not called on purpose: it would build a second state next to the inner one's.
         # What it would have set is found on the inner optimizer by __getattr__.
         if not isinstance(optim, TorchOptimizer):
@@ -68,6 +91,9 @@ class OptimizerWrapper(TorchOptimizer, JoinMember):
         self.optim = optim
         self.committed = False
         """Outcome of the last `step`."""
+        self.lr_scaling = lr_scaling
+        self.lr_factor = 1.0
+        """What learning rates were multiplied with in the last committed step."""
 
     def __getattr__(self, name: str) -> Any:
         if name == "optim":  # not constructed: without this the next line would recurse
@@ -126,6 +152,15 @@ class OptimizerWrapper(TorchOptimizer, JoinMember):
         return self.manager
 
     def _apply(self) -> None:
+        """Run the inner step, with the learning rates that the step's weight calls for."""
+        if self.lr_scaling is None:
+            self._apply_inner()
+            return
+        self.lr_factor = self.lr_scaling.factor(self.manager.last_commit_weight)
+        with learning_rates_times(self.optim, self.lr_factor):
+            self._apply_inner()
+
+    def _apply_inner(self) -> None:
         """Run the inner step; with a GradScaler in charge, as the scaler itself would have done."""
         found_inf = cast("torch.Tensor | None", self.__dict__.get("found_inf"))
         grad_scale = cast("torch.Tensor | None", self.__dict__.get("grad_scale"))

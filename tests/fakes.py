@@ -15,6 +15,7 @@ class FakeManager:
         self.votes = list(votes)
         self.calls: list[str] = []
         self.torn: list[BaseException] = []
+        self.last_commit_weight = 0
 
     def start_quorum(self) -> None:
         self.calls.append("start_quorum")

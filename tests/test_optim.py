@@ -12,6 +12,7 @@ from torch.amp.grad_scaler import GradScaler
 from torch.optim import SGD, AdamW
 from torch.optim.lr_scheduler import LambdaLR, StepLR
 
+from ft_core.data import LearningRateScaling
 from ft_core.errors import ConfigError, UsageError
 from ft_core.optim import Optimizer, OptimizerWrapper
 from tests.fakes import FakeManager
@@ -172,3 +173,46 @@ class TestGradScaler:
     @pytest.mark.parametrize("grad", [0.25, float("inf")])
     def test_a_veto_keeps_parameters_and_scale(self, grad: float) -> None:
         assert self.run(FakeManager([False]), grad) == ([1.0, 1.0], 8.0, False)
+
+
+def test_learning_rates_follow_the_weight_of_the_committed_step() -> None:
+    """Only inside the step: a scheduler reads and writes the unscaled ones."""
+    manager = FakeManager()
+    parameter = nn.Parameter(torch.zeros(1))
+    optimizer = OptimizerWrapper(manager, SGD([parameter], lr=0.5), lr_scaling=LearningRateScaling("linear", 32))
+    scheduler = LambdaLR(optimizer.optim, lambda step: 1.0 / (step + 1))
+    for weight, expected in ((32, -0.5), (16, -0.625), (64, -0.625 - 2 * 0.5 / 3)):
+        manager.last_commit_weight = weight
+        parameter.grad = torch.ones(1)
+        optimizer.step()
+        scheduler.step()
+        assert parameter.item() == pytest.approx(expected)
+        assert optimizer.lr_factor == weight / 32
+    assert optimizer.param_groups[0]["lr"] == 0.125
+    manager.votes = [False]
+    optimizer.step()
+    assert optimizer.lr_factor == 2.0
+    assert optimizer.param_groups[0]["lr"] == 0.125
+
+
+def test_learning_rates_are_put_back_when_the_step_fails() -> None:
+    class Failing(SGD):
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            raise RuntimeError("out of memory")
+
+    manager = FakeManager()
+    manager.last_commit_weight = 8
+    inner = Failing([nn.Parameter(torch.ones(1))], lr=0.1)
+    optimizer = OptimizerWrapper(manager, inner, lr_scaling=LearningRateScaling("sqrt", 2))
+    with pytest.raises(RuntimeError, match="out of memory"):
+        optimizer.step()
+    assert inner.param_groups[0]["lr"] == 0.1
+
+
+@pytest.mark.parametrize(
+    ("rule", "reference", "words"),
+    [("cubic", 8, "'linear' or 'sqrt'"), ("linear", 0, "reference=0"), ("sqrt", 1.5, "reference must be an int")],
+)
+def test_a_rule_that_cannot_be(rule: str, reference: Any, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        LearningRateScaling(rule, reference)

@@ -5,14 +5,15 @@
 data that is read forward.
 """
 
+from ft_core.data.conversion import elastic_loader
 from ft_core.data.distributed import DistributedSampler
 from ft_core.data.loader import ElasticDataLoader
 from ft_core.data.port import DataListener, DataManager
 from ft_core.data.sampler import ElasticSampler
-from ft_core.data.scaling import learning_rate_factor
+from ft_core.data.scaling import LearningRateScaling, learning_rate_factor
 from ft_core.data.stream import IndexedStream, ReplayedStream
 
 __all__ = [
     "DataListener", "DataManager", "DistributedSampler", "ElasticDataLoader", "ElasticSampler", "IndexedStream",
-    "ReplayedStream", "learning_rate_factor",
+    "LearningRateScaling", "ReplayedStream", "elastic_loader", "learning_rate_factor",
 ]  # fmt: skip

@@ -184,6 +184,11 @@ class ElasticDataLoader:
         return self.sampler.last_micro_batch
 
     @property
+    def batches_left(self) -> int:
+        """See `ElasticSampler.batches_left`."""
+        return self.sampler.batches_left
+
+    @property
     def step_samples(self) -> int:
         """Samples of the step over all replicas."""
         return self.sampler.step_samples

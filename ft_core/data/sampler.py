@@ -151,6 +151,19 @@ class ElasticSampler(Sampler[list[int]]):
         number = 0 if reader.number is None else reader.number
         return self.batching.epoch_batches(self.cursor.length, reader.readers, number)
 
+    @property
+    def batches_left(self) -> int:
+        """Micro-batches that this rank is still to be handed in this epoch, if nothing changes.
+
+        Between two steps, before the next is opened: with the membership of the last one.
+        """
+        reader, left = self._reader, self.cursor.left
+        if reader.number is None:  # one filler in each step
+            batches = -(-left // self.batching.step_size(reader.readers))
+        else:
+            batches = self.batching.epoch_batches(left, reader.readers, reader.number)
+        return batches - (self._open.handed_out if self._open is not None else 0)
+
     # ------------------------------------------------------------ the Manager's side
 
     def attach(self, manager: DataManager) -> None:

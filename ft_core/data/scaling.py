@@ -3,10 +3,39 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 from ft_core.errors import ConfigError
 
-__all__ = ["learning_rate_factor"]
+__all__ = ["LearningRateScaling", "learning_rate_factor"]
+
+
+@dataclass(frozen=True, slots=True)
+class LearningRateScaling:
+    """Learning rates follow the weight of each committed step: what the gradients were divided by.
+
+    With the elastic loader, or `Manager.set_batch_weight`, that is the number of samples in the step; else the number
+    of replicas.
+
+    Args:
+        rule: "linear" or "sqrt", see `learning_rate_factor`.
+        reference: the weight of a step for which the learning rates were chosen.
+
+    Raises:
+        ConfigError: another rule, or a reference below 1.
+    """
+
+    rule: str
+    reference: int
+
+    def __post_init__(self) -> None:
+        if isinstance(self.reference, bool) or not isinstance(self.reference, int):
+            raise ConfigError(f"reference must be an int, got {self.reference!r}: samples in the step the rate is for")
+        learning_rate_factor(1, self.reference, self.rule)
+
+    def factor(self, weight: int) -> float:
+        """What learning rates are multiplied with in a step of this weight."""
+        return learning_rate_factor(weight, self.reference, self.rule)
 
 
 def learning_rate_factor(samples: int, reference: int, rule: str) -> float:
