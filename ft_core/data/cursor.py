@@ -68,7 +68,8 @@ class Cursor:
     @property
     def left(self) -> int:
         """Positions of this epoch that no committed step contains; at least 1."""
-        return self.length - self.taken + size_of(self.returned)
+        left = self.length - self.taken
+        return left + size_of(self.returned) if self.returned else left
 
     @property
     def sound(self) -> bool:
@@ -80,12 +81,19 @@ class Cursor:
 
     def ahead(self, count: int) -> Ranges:
         """The next `count` positions, or all that are left: what was returned first."""
+        if not self.returned:  # nearly always: this runs several times per batch
+            start, stop = self.taken, min(self.length, self.taken + count)
+            return ((start, stop),) if stop > start else ()
         back = part(self.returned, 0, count)
         fresh = min(self.length, self.taken + count - size_of(back))
         return merged(back) + (((self.taken, fresh),) if fresh > self.taken else ())
 
     def after(self, count: int, missing: Ranges = ()) -> Cursor:
         """The cursor once a step of the next `count` positions, all except `missing`, was committed."""
+        if not self.returned and not missing:
+            if self.taken + count >= self.length:
+                return self.at_epoch(self.epoch + 1)
+            return Cursor(self.length, self.epoch, self.taken + count, (), self.steps + 1)
         back = size_of(part(self.returned, 0, count))
         taken = min(self.length, self.taken + count - back)
         kept = part(self.returned, back, size_of(self.returned))

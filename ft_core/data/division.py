@@ -168,19 +168,19 @@ class StepPlan:
         A reader whose share is empty, and a member that does not participate (None), get a *filler*: the first samples
         of the step, with weight zero. They have to take part in the collectives, and a loop needs a batch for that.
         """
-        total, batching = self.samples, self.batching
+        total, batching, epoch = self.samples, self.batching, self.cursor.epoch
         positions = self.cursor.ahead(total)
         first, last = (0, 0) if reader is None else batching.share(total, self.readers, reader)
-        cuts = [(0, min(total, batching.batch_size))] if reader is None else batching.cuts(total, self.readers, reader)
+        counts = last > first
+        size = batching.batch_size
+        if not counts:
+            last = min(total, size)  # a filler
         return tuple(
-            MicroBatch(
-                epoch=self.cursor.epoch,
-                ranges=part(positions, low, high),
-                weight=high - low if last > first else 0,
-                number=low // batching.batch_size,
-                last=high == cuts[-1][1],
-            )
-            for low, high in cuts
+            [
+                MicroBatch(epoch, part(positions, low, high), high - low if counts else 0, low // size, high == last)
+                for low in range(first if counts else 0, last, size)
+                for high in (min(last, low + size),)
+            ]
         )
 
     def after(self, contributed: Collection[int] | None = None) -> Cursor:

@@ -90,6 +90,11 @@ class Pipeline:
             forecast: what will be wanted after it if nothing changes.
         """
         key, issued = wanted.key, self._feed.issued
+        if not self.ahead and not issued:  # nobody works ahead: there is nothing to forecast, and no time to lose
+            self._feed.follow(iter((wanted,)))
+            if self._batches is None:
+                self._batches = iter(self.loader)
+            return self._receive()
         if key in self._aside:
             return self._aside.pop(key)
         keep: frozenset[Key] = frozenset()
