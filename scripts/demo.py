@@ -14,6 +14,7 @@ import itertools
 import os
 import pathlib
 import re
+import shutil
 import signal
 import socket
 import statistics
@@ -263,9 +264,12 @@ def main() -> int:
         demo.start_lighthouse()
         demo.train(args.steps // 20)
         demo.kill_replica(2)
-        return demo.finish()
+        status = demo.finish()
     finally:
         demo.end()
+    if status == 0:  # else its logs are wanted
+        shutil.rmtree(demo.folder)
+    return status
 
 
 if __name__ == "__main__":
