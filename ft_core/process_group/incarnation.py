@@ -2,11 +2,10 @@
 
 How it works: `form` runs Gloo's constructor on a thread of its own and waits for it or for `abort`, whichever is
 first. Every incarnation has a Gloo device of its own, that is, a listening port that nothing else uses; through the
-rendezvous each rank learns all ranks' ports. So "the sockets of this group" are exactly the connections whose local
-end is my port or whose remote end is a peer's, and `abort` shuts those down: Gloo fails every pending work here, and
-on the peers, within milliseconds (its own abort does not). The same rule finds the sockets that a forked child has to
-drop. If several ranks of one group live in one process (tests), one rank's abort also ends connections between the
-others: their endpoints are the same; the group is broken for them in any case.
+rendezvous each rank learns all ranks' ports. So "the sockets of this group" are the connections whose local end is my
+port or whose remote end is a peer's; once formed, only those it was formed with: the port of a peer that is gone may
+be anybody's. `abort` shuts them down: Gloo fails every pending work here, and on the peers, within milliseconds (its
+own abort does not). A forked child drops the same. Ranks of one group in one process (tests) end each other's.
 
 Invariants: `backend` is what collectives may be launched on: set once, when formed; None before, after an abort, and
 in a forked child. `_held` keeps the backend referenced until all works have ended, and only the reaper drops it.
@@ -104,7 +103,7 @@ class Incarnation:
         self._aborted_at = math.inf
         self._works: deque[Work] = deque(maxlen=MAX_TRACKED_WORKS)
         self._outcomes: list[Outcome] = []
-        self._connections: tuple[tuple[int, Connection], ...] = ()
+        self._connections: tuple[tuple[int, Connection], ...] | None = None  # None: not formed yet
         self._lock = threading.Lock()
         self._settled = threading.Event()  # formed, failed or aborted: wakes form()
         self._thread: threading.Thread | None = None
@@ -393,10 +392,13 @@ class Incarnation:
         return True
 
     def _is_mine(self, connection: Connection) -> bool:
+        if self._connections is not None:
+            return any(connection == known for _, known in self._connections)
         rendezvous = self._rendezvous
-        if rendezvous is None or rendezvous.listening is None:
+        if rendezvous is None or not (connection.local == rendezvous.listening or connection.peer in rendezvous.peers):
             return False
-        return connection.local == rendezvous.listening or connection.peer in rendezvous.peers
+        others = [other for other in list(_live) if other.spec.store_addr != self.spec.store_addr]
+        return not any(connection == known for other in others for _, known in other._connections or ())
 
     def _fds(self) -> Iterable[int]:
         mine = self.listening

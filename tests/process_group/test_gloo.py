@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import socket
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -215,6 +216,24 @@ def test_an_abort_ends_work_also_where_gloo_loses_a_send(store: Store, by: str) 
 
 
 # ------------------------------------------------------------------------------------------------------------- forming
+
+
+def test_a_port_that_a_peer_gave_back_may_be_anybodys(store: Store) -> None:
+    """Found by a lost step: what waited for its end (a work lost as above) kept ending connections on a reused port."""
+    with gloo_groups(2, store) as (ours, theirs):
+        old = mine(ours)
+        assert old._rendezvous is not None
+        (peer,) = old._rendezvous.peers
+        theirs.shutdown()
+        assert wait_until(lambda: peer not in [local for _, local in sockets.listeners()])
+        with (
+            socket.create_server((peer.host, peer.port)) as server,
+            socket.create_connection((peer.host, peer.port), 5) as one,
+            server.accept()[0] as other,
+        ):
+            old.end_connections()
+            one.sendall(b"?")
+            assert other.recv(1) == b"?"
 
 
 def test_abort_ends_a_configure_that_waits_for_a_rank(store: Store) -> None:
