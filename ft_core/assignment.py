@@ -3,7 +3,8 @@
 `plan(quorum, replica_id, ...)` is the only function. The truth is the newest version (DESIGN 3.5); among several
 lineages at that version, the one most groups hold, then the one of the lowest rank. Everybody else heals from groups
 that hold exactly the truth. At step 0 with `init_sync` every random initialisation is its own lineage, so all heal from
-one group, and since that happens before anything is launched, all of them participate in the first step.
+one group, and since that happens before anything is launched, all of them participate in the first step. Whose last
+heal failed (`heals_late`) is not counted on before it is healed.
 
 Invariant: the plan depends only on its arguments, never on who computes it, except for the fields that say "mine".
 """
@@ -107,7 +108,7 @@ def plan(
     healing = tuple(behind) if heal_allowed else ()
 
     initial = target.step == 0
-    first = [r for r in healing if initial or members[r].heals_before_forward]
+    first = [r for r in healing if (initial or members[r].heals_before_forward) and not members[r].heals_late]
     late = [r for r in healing if r not in first]
     now = sorted(holders + first)
     after = sorted(holders + list(healing))

@@ -25,6 +25,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Protocol
 
+from ft_core.fence import FENCE_SLOTS
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -32,8 +34,7 @@ if TYPE_CHECKING:
 
     from ft_core.layout import Layout
 
-FENCE_SLOTS = 16
-"""Number of float32 elements the Manager may use in a fence."""
+__all__ = ["FENCE_SLOTS", "AllreducePort", "Attempt", "Carrier", "ManagerPort", "PendingWork"]
 
 
 class PendingWork(Protocol):

@@ -16,6 +16,7 @@ import time
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from ft_core.data_port import contributed
 from ft_core.drain import DrainedError
 from ft_core.errors import HealError, UsageError
 from ft_core.parity import digest
@@ -23,6 +24,7 @@ from ft_core.quorum import Version
 from ft_core.step import Heal, MustAsk, Outcome, Phase, Verdict
 
 if TYPE_CHECKING:
+    from collections.abc import Collection
     from datetime import timedelta
 
     from ft_core.attempt import StepAttempt
@@ -44,8 +46,10 @@ class Commit:
     _attempt: StepAttempt | None
     _carriers: list[Carrier]
     _config: Config
+    _contributed: Collection[int] | None
     _healing: Healing
     _last_commit: tuple[int, int] | None
+    _last_missing: tuple[int, ...] = ()
     _live: LiveState
     _parity: ParityCheck
     _riding: bool
@@ -75,6 +79,31 @@ class Commit:
         """Number of the step being worked on: how many were committed on this replica's lineage."""
         step = self._step
         return max(0, step.version.step if step.plan is None else step.base.step)
+
+    @property
+    def last_commit_weight(self) -> int:
+        """Sum of all weights (`set_batch_weight`; 1 without) in the commit that made the state this replica holds.
+
+        That is what its gradients were divided by. Equal states have equal ones, on all members: a replica that was
+        healed has been told the donor's. 0 before the first commit, and after a checkpoint was loaded until the next.
+        In a group of several ranks, each of which has a ring, it is that of rank 0's ring, on all ranks.
+        """
+        return self._step.commit_weight
+
+    def require_all_contributions(self) -> None:
+        """From the first step on: a step commits only if the share of every planned participant is in it.
+
+        Otherwise everybody skips the step alike. On all replica groups or on none: compared before a quorum is formed.
+        A participant is planned to contribute unless it is known to be behind. One whose heal failed costs the others
+        a step: it is not counted on again before it is healed, because a bad member cannot hold the others (R11). So a
+        step is whole with respect to its participants; who they are changes with the membership.
+
+        Raises:
+            UsageError: after the first start_quorum.
+        """
+        if self._step.plan is not None or self._round is not None:
+            raise UsageError("require_all_contributions after the first start_quorum: call it before")
+        self._step.whole_steps = True
 
     @property
     def quorum_lost(self) -> bool:
@@ -118,15 +147,18 @@ class Commit:
         if verdict.outcome is not Outcome.BROKEN and step.heal is Heal.READY:
             self._apply_heal()
         if verdict.outcome is Outcome.COMMIT:
-            self._rescale(attempt, verdict)
+            self._rescale(attempt)
         self._healing.close()
         with session.lock:
             key = (verdict.quorum_id, verdict.attempt)
+            places = len(step.participants)
             commit = step.settle(verdict)
             buffers = commit and not step.source_lost
             if commit:
                 # Where the buffers' source was out of data all keep theirs: of that, a peer's gradients tell nothing.
                 self._last_commit = key if buffers else None
+                self._last_missing = verdict.missing
+                self._contributed = contributed(places, verdict.missing)
             again = step.phase is Phase.BROKEN
             gave_up = step.gave_up()
         for carrier in self._carriers:
@@ -143,7 +175,7 @@ class Commit:
         self._quorum_lost = verdict.outcome is Outcome.BROKEN
         if again and not self._shut_down and not session.draining:
             if self._config.quorum_in_commit:
-                commit = self._recover()
+                commit = self._recover(places)
             else:
                 session.lanes.abort()  # the others may be waiting for this rank in a collective
         self._new_attempt()
@@ -175,7 +207,7 @@ class Commit:
         with session.lock:
             verdict = step.vote()
         if self._config.world_size > 1:
-            verdict = replace(session.control.vote(verdict, limit_s), weight=verdict.weight)  # of this rank's ring
+            verdict = session.control.vote(verdict, limit_s)
             if verdict.outcome is Outcome.BROKEN:
                 session.lanes.abort()
         return verdict
@@ -205,12 +237,14 @@ class Commit:
                 if found.mine:
                     step.tear()
 
-    def _rescale(self, attempt: StepAttempt, verdict: Verdict) -> None:
+    def _rescale(self, attempt: StepAttempt) -> None:
         """R10: gradients whose fence did not ride with them, and what the user averaged."""
-        attempt.rescale(verdict.weight)
-        if verdict.weight != attempt.participants:
+        assert attempt.verdict is not None
+        weight = attempt.verdict.weight  # of this rank's ring
+        attempt.rescale(weight)
+        if weight != attempt.participants:
             for tensor in attempt.averaged:
-                tensor.mul_(attempt.participants / verdict.weight)
+                tensor.mul_(attempt.participants / weight)
 
     def _apply_heal(self) -> None:
         """Training thread: load the received state. A failure here leaves the state VOID and the quorum broken."""
@@ -231,14 +265,18 @@ class Commit:
             told = received.state["manager"]
             step.heal_applied(Version(told["round_step"], told["round_epoch"]) if told["round_step"] >= 0 else None)
             step.batches_committed = int(told["batches_committed"])
+            step.commit_weight = int(told["commit_weight"])
         round_.received = round_.in_place = None
         log.info(
             "%s: healed to step %d: %.1f MB in %.3f s from %d donors",
             self.replica_id, step.version.step, received.bytes / 1e6, received.seconds, len(received.donors),
         )  # fmt: skip
 
-    def _recover(self) -> bool:
+    def _recover(self, places: int) -> bool:
         """Ask from inside should_commit; R5: if only the reduced gradients were missed, fetch and apply them.
+
+        Args:
+            places: participants of the attempt.
 
         Returns True if this attempt turned out to be committed by others and was completed here.
         """
@@ -261,7 +299,7 @@ class Commit:
             return False
         try:
             carrier = self._carriers[0]
-            *buckets, batches = self._healing.receive_buckets(plan, old_quorum, kept)
+            *buckets, told = self._healing.receive_buckets(plan, old_quorum, kept)
             carrier.adopt_reduced(buckets)
             carrier.committed()
         except BaseException as error:
@@ -272,8 +310,9 @@ class Commit:
             return False
         with session.lock:
             step.finished(plan)
-            step.batches_committed = int(batches)
-            self._last_commit = (old_quorum, kept)
+            step.batches_committed, step.commit_weight, *missing = told.tolist()
+            self._last_commit, self._last_missing = (old_quorum, kept), tuple(missing)
+            self._contributed = contributed(places, missing)
         round_.healed.set()
         log.info("%s: finished step %d with the gradients of a peer", self.replica_id, step.version.step)
         return True

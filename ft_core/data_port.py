@@ -30,8 +30,8 @@ class DataListener(Protocol):
         """This replica holds the next version.
 
         Args:
-            contributed: places among the participants, as in `participating_rank`, whose gradient is in the sum (those
-                with weight zero may be left out); None: all.
+            contributed: places among the participants, as in `participating_rank`, whose share of the step is in the
+                sum (a share may be empty); None: all. The same on all replicas that hold the next version.
         """
         ...
 
@@ -44,11 +44,18 @@ class DataListener(Protocol):
         ...
 
 
+def contributed(places: int, missing: Collection[int]) -> Collection[int] | None:
+    """Places among the participants whose share is in the sum, as `DataListener.committed` is told: None: all."""
+    return frozenset(range(places)).difference(missing) if missing else None
+
+
 class DataPort:
     """Mixed into `Manager`."""
 
     _step: Step
     _data: DataListener | None = None
+    _contributed: Collection[int] | None = None
+    """Of the attempt that was committed last."""
     _divided = False
     """Samples were divided for the attempt that is open."""
 
@@ -101,4 +108,4 @@ class DataPort:
         if self._data is None or not self._divided or not (committed or final):
             return
         self._divided = False
-        self._data.committed(None) if committed else self._data.vetoed()
+        self._data.committed(self._contributed) if committed else self._data.vetoed()

@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 from ft_core.quorum import VOID, Ask
 from ft_core.step import Outcome, Verdict
 
+UNEVEN = "a group contributed on some of its ranks only: a rank of it could not be healed"
 MAX_OPEN_VOTES = 8
 """Votes remembered: ranks are at most one attempt apart, so a handful covers every retry."""
 
@@ -56,6 +57,7 @@ def merge_asks(asks: dict[int, Ask], world_size: int) -> Ask | Mismatch | None:
         heal_addresses=tuple(address for ask in ordered for address in ask.heal_addresses[:1]),
         open_attempt=-1 if world_size > 1 else first.open_attempt,
         heals_before_forward=all(ask.heals_before_forward for ask in ordered),
+        heals_late=any(ask.heals_late for ask in ordered),
     )
 
 
@@ -65,7 +67,15 @@ def _mixture(lineages: list[int]) -> int:
 
 
 def merge_votes(votes: dict[int, Verdict], world_size: int) -> Verdict | None:
-    """The group's verdict, once every rank has voted; None before (a broken vote decides at once)."""
+    """The group's verdict, once every rank has voted; None before (a broken vote decides at once).
+
+    If a group's share is in the rings of some ranks only (the heal of one of its ranks failed), nobody commits: its
+    samples are neither trained on nor not, and what its other ranks gave was computed with that rank's foreign state.
+    All groups decide that alike, because every group has a rank in each ring and each ring tells all its members the
+    same. It cannot hold the others for ever (R11): whoever's heal failed in an agreed attempt asks from then on not to
+    be counted on before it is healed (`Ask.heals_late`), and a group does if one of its ranks does. So it has no share
+    in the next quorum, and costs the others this one attempt.
+    """
     broken = next((vote for _, vote in sorted(votes.items()) if vote.outcome is Outcome.BROKEN), None)
     if broken is not None:
         return broken
@@ -74,6 +84,8 @@ def merge_votes(votes: dict[int, Verdict], world_size: int) -> Verdict | None:
     ordered = [votes[rank] for rank in range(world_size)]
     vetoes = [vote for vote in ordered if vote.outcome is Outcome.VETO]
     lead = vetoes[0] if vetoes else ordered[0]
+    if not vetoes and any(vote.missing != lead.missing for vote in ordered):
+        lead = replace(lead, outcome=Outcome.VETO, reason=UNEVEN)
     return replace(
         lead,
         change=any(vote.change for vote in ordered),

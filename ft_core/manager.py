@@ -47,6 +47,7 @@ from ft_core.live_state import DEFAULT_KEY, LiveState
 from ft_core.parity import ParityCheck
 from ft_core.process_group import ProcessGroup
 from ft_core.quorum import VOID, Version
+from ft_core.room_layout import WHOLE_STEPS
 from ft_core.rounds import QuorumWorker, Round
 from ft_core.settings import DEFAULT_ROOM
 from ft_core.step import Go, Heal, MustAsk, Outcome, Phase, Step, fold_lineage
@@ -328,6 +329,8 @@ class Manager(DataPort, Commit, Agreement, Weighted, Exhaustion):
         if fresh:
             self._riding = len(self._carriers) == 1
             step.layout = setup.hash_layouts([c.layout.digest for c in self._carriers], self._data)
+            if step.whole_steps:
+                step.layout = fold_lineage(step.layout, 0, 0, (WHOLE_STEPS,))
         with session.lock:
             usable = step.version >= Version(0, 0)
             version = step.version
@@ -361,7 +364,7 @@ class Manager(DataPort, Commit, Agreement, Weighted, Exhaustion):
             self._end_drained()
         if round_.error is not None:
             raise round_.error
-        if round_.plan is not None and round_.plan.heals_first:
+        if round_.plan is not None and round_.plan.heals:  # also late, if its last heal failed
             round_.wait_healed()
             self._apply_heal()
         if self._session.draining and self._config.world_size == 1:
@@ -384,7 +387,7 @@ class Manager(DataPort, Commit, Agreement, Weighted, Exhaustion):
     def _whole_state(self) -> dict[str, Any]:
         """What a healing replica receives."""
         ended = self._step.round_ended or VOID
-        told = {"round_step": ended.step, "round_epoch": ended.epoch}
+        told = {"round_step": ended.step, "round_epoch": ended.epoch, "commit_weight": self._step.commit_weight}
         return {"user": self._collect(), "manager": self.state_dict() | told}
 
     def _volatile(self) -> set[int]:
@@ -398,7 +401,8 @@ class Manager(DataPort, Commit, Agreement, Weighted, Exhaustion):
         buckets = self._carriers[0].reduced()
         if buckets is None:
             return None
-        return (*self._last_commit, [*(b.clone() for b in buckets), torch.tensor(self._step.batches_committed)])
+        told = torch.tensor([self._step.batches_committed, self._step.commit_weight, *self._last_missing])
+        return (*self._last_commit, [*(b.clone() for b in buckets), told])
 
     def _hello(self) -> Hello:
         """Lease thread: what to present."""
@@ -408,6 +412,7 @@ class Manager(DataPort, Commit, Agreement, Weighted, Exhaustion):
 
     def _layout_lines(self) -> tuple[str, ...]:
         lines = tuple(line for carrier in self._carriers for line in carrier.layout.describe())
+        lines = (WHOLE_STEPS, *lines) if self._step.whole_steps else lines
         return lines if self._data is None else (*lines, self._data.describe())
 
     # ------------------------------------------------------------ collectives

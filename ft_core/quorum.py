@@ -62,6 +62,8 @@ class Ask:
     allow_heal: bool = True
     shrink_only: bool = False
     heals_before_forward: bool = False
+    heals_late: bool = False
+    """Its last heal failed when the others counted on it: they do not, until it holds their state (R11)."""
     open_attempt: int = -1
     """The attempt of `quorum_id` whose outcome this group could not follow, its reduced gradients kept (R5); or -1."""
     commit_failures: int = 0
@@ -83,6 +85,7 @@ class Member:
     allow_heal: bool = True
     shrink_only: bool = False
     heals_before_forward: bool = False
+    heals_late: bool = False
     previous_quorum_id: int = 0
     open_attempt: int = -1
     commit_failures: int = 0
@@ -96,7 +99,7 @@ class Member:
             group_world_size=ask.group_world_size, heal_addresses=ask.heal_addresses,
             store_address=ask.store_address, address=ask.address, init_sync=ask.init_sync,
             allow_heal=ask.allow_heal, shrink_only=ask.shrink_only,
-            heals_before_forward=ask.heals_before_forward, previous_quorum_id=ask.quorum_id,
+            heals_before_forward=ask.heals_before_forward, heals_late=ask.heals_late, previous_quorum_id=ask.quorum_id,
             open_attempt=ask.open_attempt, commit_failures=ask.commit_failures, data=ask.data,
         )  # fmt: skip
 
@@ -312,8 +315,8 @@ def _booting(view: View, candidates: Mapping[str, Seen]) -> NotReady | None:
         return NotReady("the lighthouse has just started and waits for running groups to reconnect", view.boot_until)
     if fresh and view.expected and not everyone and view.now < view.restart_until:
         return NotReady(
-            f"{len(candidates)} of {view.expected} groups are here, all of them untrained, and the lighthouse started "
-            f"less than {view.orphan_s:g} s ago: groups with trained state may still be out there",
+            f"waiting for {view.expected - len(candidates)} of {view.expected} groups: those that are here are all "
+            f"untrained, the others may hold trained state (until {view.orphan_s:g} s after the lighthouse's start)",
             view.restart_until,
         )
     return None

@@ -7,10 +7,9 @@ member that cannot follow it is *broken* (R0): it launches nothing more in this 
 tells it to the group, `settle` applies the group's answer. Between attempts `boundary` says whether to go on in the
 quorum or to ask for the next.
 
-The fence is FENCE_SLOTS float32 numbers; every slot is a small integer (at most 16 bits), so sums over up to 256
-members are exact. Slots carry: the weight of the gradient in two digits, who contributed, the flags, the number of
-members and a 64-bit tag of everything that has to be equal (version, lineage, quorum, attempt, layout, user
-collectives) in four pieces. A tag sum other than n times mine means that somebody is in another attempt: broken.
+What a fence carries is in `fence`: the weight of the gradient, whose share of the step is in the sum, the flags, the
+number of members and a tag of everything that has to be equal (version, lineage, quorum, attempt, layout, user
+collectives). A tag sum other than n times mine means that somebody is in another attempt: broken.
 
 A *round* of data ends when every member is out of it, or one ends it for all. Members that apply no commits meanwhile
 (`trails`) are first healed, in a quorum that all ask for. Who missed the end learns it from those who passed it.
@@ -31,20 +30,16 @@ from enum import Enum
 from typing import TYPE_CHECKING, Any
 
 from ft_core.assignment import Plan, WorldSizeMode, plan
+from ft_core.fence import NO_LEASE, FenceInput, decode, encode, places_missing, tag_of
 from ft_core.quorum import VOID, Ask, Quorum, Version
+from ft_core.verdict import Outcome, Verdict
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-FENCE_SLOTS = 16
-(
-    WEIGHT_LOW, WEIGHT_HIGH, FAILED, CHANGE, NO_LEASE, EXHAUSTED, READY, STOP, TAG0, TAG1, TAG2, TAG3, COUNT,
-    CONTRIBUTED, ENDS_AND_SOURCE, LAGS_AND_PASSED,
-) = range(FENCE_SLOTS)  # fmt: skip
-DIGIT = 1 << 16
-MAX_WEIGHT = DIGIT * DIGIT - 1
-COUNTS = 1 << 9
-"""Two flags in one slot: the second counts from here on."""
+__all__ = [  # with the verdicts it comes to
+    "Go", "Heal", "MemberRules", "MustAsk", "Outcome", "Phase", "Step", "StepSettings", "Verdict", "fold_lineage",
+]  # fmt: skip
 
 
 class Phase(Enum):
@@ -69,41 +64,6 @@ class Heal(Enum):
     READY = "ready"
     """Received and verified, not applied yet."""
     ABANDONED = "abandoned"
-
-
-class Outcome(Enum):
-    """What a fence decided."""
-
-    COMMIT = "commit"
-    VETO = "veto"
-    """Everybody skips the step; nothing is rebuilt."""
-    BROKEN = "broken"
-    """This member cannot follow the verdict; it leaves the quorum and asks for another."""
-
-
-@dataclass(frozen=True, slots=True)
-class Verdict:
-    """What this rank learnt from the fence of one attempt."""
-
-    quorum_id: int
-    attempt: int
-    outcome: Outcome
-    reason: str = ""
-    weight: int = 0
-    """Sum of the weights of all gradients in the sum: the divisor (R10)."""
-    contributors: int = 0
-    change: bool = False
-    """Everybody asks for a new quorum at the next boundary."""
-    healed: bool = False
-    """All planned heals were ready: roles switch at the next attempt (R10)."""
-    exhausted: bool = False
-    """The round of data is over: every member is out of it (R16), or one of them ends it for all."""
-    stop: bool = False
-    """Some member asked everybody to stop at this step."""
-    behind: bool = False
-    """A rank of this group lacks the state that a commit builds on: no rank of the group applies it (R12)."""
-    drain: bool = False
-    """A rank of this group is to drain: all of them leave at the next boundary."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +91,9 @@ class MemberRules:
     r10_divisor: bool = True
     r10_ready: bool = True
     r11_no_veto: bool = True
+    r12_alike: bool = True
     r15_stale: bool = True
+    r17_shares: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,6 +130,8 @@ class Step:
         self.lineage = lineage
         self.stable = VOID
         self.batches_committed = 0
+        self.commit_weight = 0
+        """Sum of weights in the commit that made `version`; 0: unknown (none was made, or a checkpoint was loaded)."""
         self.phase = Phase.OUTSIDE
         self.plan: Plan | None = None
         self.attempt = 0
@@ -176,6 +140,11 @@ class Step:
         self.heal = Heal.NONE
         self.roles_switched = False
         self.layout = 0
+        self.whole_steps = False
+        """A step commits only if every participant's share is in it; the same on all members."""
+        self.heals_late = False
+        """Its last heal failed: it asks not to be counted on before it holds the state, so that a member that never
+        heals costs the others one step at most (R11)."""
         self.broken_reason = ""
         self.soft_error = ""
         self.change_wanted = ""
@@ -209,6 +178,10 @@ class Step:
         self._error_sent = self._voted = False
         """The soft error was there when the fence's slots were taken; the latched verdict was told to the group:
         whatever fails from now on belongs to the next attempt."""
+        self._lost_since = ""
+        """Why the quorum cannot go on, heard since this rank voted."""
+        self._goes_on = False
+        """The ranks of this group agreed to stay in the quorum, and none of them has launched anything since."""
         self._early: dict[str, tuple[int, str]] = {}
         """Pushes about a quorum that is announced but not entered yet: newest id per kind."""
 
@@ -254,6 +227,11 @@ class Step:
         return self.phase is Phase.BROKEN
 
     @property
+    def _alike(self) -> bool:
+        """Other ranks of this group decide with this one whether to go on (R12)."""
+        return self.settings.group_world_size > 1 and self.settings.rules.r12_alike
+
+    @property
     def behind(self) -> bool:
         """This member does not hold the state the attempt builds on."""
         return self.version != self.base or self.lineage != self.base_lineage
@@ -267,13 +245,24 @@ class Step:
             return self.heal is not Heal.READY
         return not self.participating and self.plan.replica_rank not in self.plan.participants_healed
 
+    @property
+    def _has_no_share(self) -> bool:
+        """It takes part, and has no data: nothing of it can be missing. (Who leaves gives up the share it had.)"""
+        return self.participating and self.exhausted and not self.leaving
+
     # ------------------------------------------------------------ boundary
 
     def boundary(self) -> Go | MustAsk:
-        """At a step boundary (start_quorum): stay in the quorum, or ask for the next one."""
+        """At a step boundary (start_quorum): stay in the quorum, or ask for the next one.
+
+        The ranks of a group decide alike (R12), or one would wait in a collective of the group's for another that asks:
+        what broke on one of them since they voted is told in their next vote, and nothing is launched there until then.
+        """
         self.soft_error = ""
         if self.plan is None:
             return MustAsk("joining", failed=False)
+        if self._goes_on and self.phase is Phase.BROKEN:
+            return Go()
         if self.settings.rules.r4_aligned:
             if self.phase is Phase.LAUNCHED:
                 self.break_("start_quorum was called while collectives of the last attempt had no completed fence")
@@ -299,6 +288,7 @@ class Step:
             quorum_id=self.plan.quorum_id if self.plan else 0, failed=why.failed, reason=why.reason,
             min_replicas=self.settings.min_replicas, group_world_size=self.settings.group_world_size,
             layout=self.layout, open_attempt=self.open_attempt if why.failed else -1, commit_failures=self.vetoes,
+            heals_late=self.heals_late,
         )  # fmt: skip
 
     def enter(self, quorum: Quorum) -> Plan:
@@ -319,13 +309,15 @@ class Step:
         self.attempt = 0
         self.base, self.base_lineage = new.target, new.target_lineage
         self.heal = Heal.PENDING if new.heals else Heal.NONE
+        self.heals_late &= new.heals
         if not new.heals and not new.excluded:
             self.lineage = new.target_lineage  # differs only at step 0 without init_sync, where lineages mean nothing
         self.roles_switched = False
         self.ask_next = self.change_wanted = self.broken_reason = ""
         # soft_error stays: it may have been reported while this quorum was still being formed.
         self.verdict = None
-        self._voted = False
+        self._voted = self._goes_on = False
+        self._lost_since = ""
         self.user_ops = self.source_shift = self.vetoes = 0
         early, self._early = self._early, {}
         if "change" in early:
@@ -367,7 +359,10 @@ class Step:
             self._remember("lost", quorum_id, reason)
             return False
         if self.phase is Phase.FENCED and self.settings.rules.r0_verdict:
-            self.ask_next = self.ask_next or reason
+            if self._alike and self._voted:
+                self._lost_since = reason  # too late to ask together for it
+            else:
+                self.ask_next = self.ask_next or reason
             return False
         if self.phase is Phase.OPEN and self.ask_next:
             # Nothing is launched, and the next boundary asks: an abort could only hurt who is still receiving.
@@ -409,7 +404,8 @@ class Step:
         assert self.plan is not None
         if self.phase is Phase.FENCED and self.verdict is not None:
             self._voted = self.settings.rules.r0_verdict
-            return replace(self.verdict, drain=self.drain_wanted)
+            change = self.verdict.change or (self._alike and bool(self.ask_next))
+            return replace(self.verdict, drain=self.drain_wanted, change=change)
         reason = self.broken_reason or "the fence has not completed"
         return Verdict(self.plan.quorum_id, self.attempt, Outcome.BROKEN, reason)
 
@@ -425,7 +421,7 @@ class Step:
         assert self.heal is Heal.READY
         self.heal = Heal.NONE
         self.version, self.lineage = self.base, self.base_lineage
-        self.open_attempt = -1
+        self.open_attempt, self.heals_late = -1, False
         if round_ended != self.round_ended:
             self.rounds, self.round_ended = self.rounds + 1, round_ended
 
@@ -453,6 +449,7 @@ class Step:
 
         Several backward passes in one attempt launch several rounds, each with a fence; the last one counts.
         """
+        self._goes_on = False
         if self.phase in (Phase.OPEN, Phase.FENCED):
             self.phase = Phase.LAUNCHED
             self.verdict = None
@@ -469,40 +466,38 @@ class Step:
     def tag(self) -> int:
         """64 bits over everything that has to be equal on all members of this attempt."""
         assert self.plan is not None
-        text = struct.pack(
-            "<qQQQqQQ",
-            self.base.step, self.base.epoch, self.base_lineage & (2**64 - 1), self.plan.quorum_id, self.attempt,
-            self.layout & (2**64 - 1), self.user_ops,
-        )  # fmt: skip
-        return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
+        base = self.base
+        return tag_of(
+            base.step, base.epoch, self.base_lineage, self.plan.quorum_id, self.attempt, self.layout, self.user_ops
+        )
 
     def slots(self, now: float) -> list[float]:
         """What this member puts into the fence."""
-        weight = (1 if self.weight is None else self.weight) if self.contributes else 0
-        tag = self.tag()
-        out = [0.0] * FENCE_SLOTS
-        out[WEIGHT_LOW], out[WEIGHT_HIGH] = float(weight % DIGIT), float(weight // DIGIT)
+        plan, contributes, behind, heal = self.plan, self.contributes, self.behind, self.heal
+        assert plan is not None
         self._error_sent = bool(self.soft_error)
-        failing = bool(self.soft_error) and not (self.settings.rules.r11_no_veto and self.behind)
-        if not self.settings.rules.r11_no_veto and self.heal is Heal.ABANDONED:
+        failing = bool(self.soft_error) and not (self.settings.rules.r11_no_veto and behind)
+        if not self.settings.rules.r11_no_veto and heal is Heal.ABANDONED:
             failing = True
-        out[FAILED] = float(failing)
-        out[CHANGE] = float(bool(self.change_wanted or self.ask_next) or self.leaving)
-        out[NO_LEASE] = float(now - self.lease_acked_at > self.settings.autonomy_s)
-        trails = self.trails and self.heal is not Heal.ABANDONED  # R11: one that cannot heal holds nobody
-        out[EXHAUSTED] = float((self.exhausted or self._adds_nothing) + COUNTS * trails)
-        ready = self.plan is not None and self.plan.heals and not self.plan.heals_first and not self.roles_switched
-        out[READY] = float(ready and self.heal is not Heal.PENDING and self.heal is not Heal.ABANDONED)
-        out[STOP] = float(self.stop_wanted)
-        for piece in range(4):
-            out[TAG0 + piece] = float((tag >> (16 * piece)) & 0xFFFF)
-        out[COUNT] = 1.0
-        out[CONTRIBUTED] = float(weight > 0)
-        lost = self.plan is not None and self.plan.replica_rank == self.source and not self.contributes
-        out[ENDS_AND_SOURCE] = float(self.ends_round + COUNTS * lost)
-        lags = self.behind and self.heal is Heal.NONE and self.plan is not None and not self.plan.excluded
-        out[LAGS_AND_PASSED] = float(lags + COUNTS * (self.round_ended == self.base and not self.behind))
-        return out
+        ready = plan.heals and not plan.heals_first and not self.roles_switched
+        return encode(
+            FenceInput(
+                tag=self.tag(),
+                weight=(1 if self.weight is None else self.weight) if contributes else 0,
+                share_of=plan.replica_rank if contributes or self._has_no_share else -1,
+                failed=failing,
+                change=bool(self.change_wanted or self.ask_next) or self.leaving,
+                no_lease=now - self.lease_acked_at > self.settings.autonomy_s,
+                out=self.exhausted or self._adds_nothing,
+                trails=self.trails and heal is not Heal.ABANDONED,  # R11: one that cannot heal holds nobody
+                ready=ready and heal is not Heal.PENDING and heal is not Heal.ABANDONED,
+                stop=self.stop_wanted,
+                ends=self.ends_round,
+                source_lost=plan.replica_rank == self.source and not contributes,
+                lags=behind and heal is Heal.NONE and not plan.excluded,
+                passed=self.round_ended == self.base and not behind,
+            )
+        )
 
     def judge(self, sums: Sequence[float], now: float) -> Verdict:
         """The fence has completed with these sums: reach the verdict and latch it."""
@@ -535,40 +530,40 @@ class Step:
             assert self.plan is not None
             return Verdict(self.plan.quorum_id, self.attempt, outcome, reason, **more)  # type: ignore[arg-type]
 
-        values = [round(s) if s == s and abs(s) < 2**53 else -1 for s in sums]
-        tag = self.tag()
-        mine = [n * ((tag >> (16 * piece)) & 0xFFFF) for piece in range(4)]
-        if rules.r0_tag and (values[COUNT] != n or values[TAG0 : TAG3 + 1] != mine):
+        told = decode(sums, n)
+        if rules.r0_tag and not told.is_of(n, self.tag()):
             return verdict(Outcome.BROKEN, "the fence shows that a member is in another attempt or holds another state")
         lapsed = now - self.lease_acked_at > self.settings.autonomy_s
         if rules.r3_autonomy:
             margin = self.settings.orphan_s - self.settings.autonomy_s
             if lapsed and now - self.launched_at > margin:
                 return verdict(Outcome.BROKEN, f"no lighthouse for too long, and the fence took over {margin:g} s")
-            if values[NO_LEASE] == n:
+            if told.no_lease == n:
                 reason = f"no member has had a lease for autonomy_s={self.settings.autonomy_s:g} s"
-                return verdict(Outcome.VETO, f"{reason}: waiting for a lighthouse", change=values[CHANGE] > 0)
-        weight = values[WEIGHT_LOW] + values[WEIGHT_HIGH] * DIGIT
-        sources_lost, ends = divmod(values[ENDS_AND_SOURCE], COUNTS)
-        passed, lagging = divmod(values[LAGS_AND_PASSED], COUNTS)
-        trailing, out = divmod(values[EXHAUSTED], COUNTS)
-        self.source_lost, self.everyone_out = sources_lost > 0, out == n
-        self._ends_now = (self.everyone_out or ends > 0) and not lagging
-        missed = passed > 0 and not self.behind and self.round_ended != self.base
+                return verdict(Outcome.VETO, f"{reason}: waiting for a lighthouse", change=told.change > 0)
+        self.source_lost, self.everyone_out = told.sources_lost > 0, told.out == n
+        self._ends_now = (self.everyone_out or told.ends > 0) and not told.lagging
+        lag_ends = told.lagging > 0 and (self.everyone_out or told.ends + told.stop > 0)
+        missed = told.passed > 0 and not self.behind and self.round_ended != self.base
+        ranks = self.participants
+        missing = places_missing(ranks, told.shares) if rules.r17_shares else ()
         more: dict[str, Any] = {
-            "weight": weight, "contributors": values[CONTRIBUTED], "stop": values[STOP] > 0 and not lagging,
-            "change": values[CHANGE] > 0 or (lagging > 0 and (self.everyone_out or ends + values[STOP] > 0)),
-            "healed": values[READY] == self.plan.ready_expected or not rules.r10_ready,
-            "exhausted": self._ends_now or missed, "behind": self.behind and self.heal is not Heal.READY,
+            "weight": told.weight, "contributors": told.contributed, "missing": missing,
+            "stop": told.stop > 0 and not told.lagging, "change": told.change > 0 or lag_ends,
+            "exhausted": self._ends_now or missed,
+            "healed": told.ready == self.plan.ready_expected or not rules.r10_ready,
+            "behind": self.behind and self.heal is not Heal.READY,
         }  # fmt: skip
-        if values[FAILED]:
-            reason = self.soft_error or f"{values[FAILED]} of {n} members failed in this step"
-            return verdict(Outcome.VETO, reason, **more)
-        if weight == 0:
+        if told.failed:
+            return verdict(Outcome.VETO, self.soft_error or f"{told.failed} of {n} members failed in this step", **more)
+        if told.weight == 0:
             reason = "every member is out of data" if self.everyone_out else "no member contributed a gradient"
             return verdict(Outcome.VETO, reason, **more)
-        if trailing and (ends or values[STOP]):
+        if told.trailing and (told.ends or told.stop):
             return verdict(Outcome.VETO, "training stops at the state that members without data are healed to", **more)
+        if missing and self.whole_steps:
+            names = ", ".join(self.plan.quorum.ids[ranks[place]] for place in missing)
+            return verdict(Outcome.VETO, f"every step has to be whole, and {names} contributed nothing", **more)
         return verdict(Outcome.COMMIT, **more)
 
     def settle(self, verdict: Verdict) -> bool:
@@ -576,7 +571,7 @@ class Step:
 
         A healing member must have called `heal_applied` before (commit or veto), unless its heal was abandoned.
         """
-        self._voted = False
+        self._voted = self._goes_on = False
         if verdict.outcome is Outcome.BROKEN:
             self.break_(verdict.reason)
         elif verdict.outcome is Outcome.COMMIT and not self.settings.rules.r0_verdict and self._late_error:
@@ -585,6 +580,7 @@ class Step:
             self.own_failures += 1
             self.soft_error = ""
             return False
+        self.heals_late |= self.heal is Heal.ABANDONED
         commit = verdict.outcome is Outcome.COMMIT
         current = not self.behind and not verdict.behind and not self.trails
         ended_at = self.base
@@ -594,6 +590,7 @@ class Step:
             if current:
                 self.version, self.lineage = self.base, self.base_lineage
                 self.batches_committed += verdict.contributors
+                self.commit_weight = verdict.weight
             elif not self.plan.excluded and not self.trails:  # they stay: others would wait for their asks
                 self.ask_next = self.ask_next or "left behind by a commit"
                 if self.heal is Heal.PENDING:
@@ -613,6 +610,10 @@ class Step:
         self.soft_error = ""
         self.verdict = None
         self.phase = Phase.OPEN
+        self._goes_on = self._alike and not self.ask_next
+        if self._lost_since:
+            self.break_(self._lost_since)
+            self._lost_since = ""
         return commit and current
 
     def _count_failures(self, *, useful: bool, current: bool) -> None:

@@ -22,7 +22,7 @@ import torch
 from torch.utils._pytree import tree_map
 
 from ft_core.errors import ConfigError, UsageError
-from ft_core.step import MAX_WEIGHT
+from ft_core.fence import MAX_WEIGHT
 
 if TYPE_CHECKING:
     from ft_core.attempt import StepAttempt

@@ -15,7 +15,7 @@ class Version(_message.Message):
     def __init__(self, step: _Optional[int] = ..., epoch: _Optional[int] = ...) -> None: ...
 
 class Ask(_message.Message):
-    __slots__ = ("replica_id", "seq", "version", "lineage", "quorum_id", "failed", "reason", "min_replicas", "group_world_size", "heal_addresses", "store_address", "address", "layout", "init_sync", "allow_heal", "shrink_only", "heals_before_forward", "open_attempt", "commit_failures", "data", "layout_lines")
+    __slots__ = ("replica_id", "seq", "version", "lineage", "quorum_id", "failed", "reason", "min_replicas", "group_world_size", "heal_addresses", "store_address", "address", "layout", "init_sync", "allow_heal", "shrink_only", "heals_before_forward", "open_attempt", "commit_failures", "data", "layout_lines", "heals_late")
     REPLICA_ID_FIELD_NUMBER: _ClassVar[int]
     SEQ_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
@@ -37,6 +37,7 @@ class Ask(_message.Message):
     COMMIT_FAILURES_FIELD_NUMBER: _ClassVar[int]
     DATA_FIELD_NUMBER: _ClassVar[int]
     LAYOUT_LINES_FIELD_NUMBER: _ClassVar[int]
+    HEALS_LATE_FIELD_NUMBER: _ClassVar[int]
     replica_id: str
     seq: int
     version: Version
@@ -58,10 +59,11 @@ class Ask(_message.Message):
     commit_failures: int
     data: str
     layout_lines: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, replica_id: _Optional[str] = ..., seq: _Optional[int] = ..., version: _Optional[_Union[Version, _Mapping]] = ..., lineage: _Optional[int] = ..., quorum_id: _Optional[int] = ..., failed: bool = ..., reason: _Optional[str] = ..., min_replicas: _Optional[int] = ..., group_world_size: _Optional[int] = ..., heal_addresses: _Optional[_Iterable[str]] = ..., store_address: _Optional[str] = ..., address: _Optional[str] = ..., layout: _Optional[int] = ..., init_sync: bool = ..., allow_heal: bool = ..., shrink_only: bool = ..., heals_before_forward: bool = ..., open_attempt: _Optional[int] = ..., commit_failures: _Optional[int] = ..., data: _Optional[str] = ..., layout_lines: _Optional[_Iterable[str]] = ...) -> None: ...
+    heals_late: bool
+    def __init__(self, replica_id: _Optional[str] = ..., seq: _Optional[int] = ..., version: _Optional[_Union[Version, _Mapping]] = ..., lineage: _Optional[int] = ..., quorum_id: _Optional[int] = ..., failed: bool = ..., reason: _Optional[str] = ..., min_replicas: _Optional[int] = ..., group_world_size: _Optional[int] = ..., heal_addresses: _Optional[_Iterable[str]] = ..., store_address: _Optional[str] = ..., address: _Optional[str] = ..., layout: _Optional[int] = ..., init_sync: bool = ..., allow_heal: bool = ..., shrink_only: bool = ..., heals_before_forward: bool = ..., open_attempt: _Optional[int] = ..., commit_failures: _Optional[int] = ..., data: _Optional[str] = ..., layout_lines: _Optional[_Iterable[str]] = ..., heals_late: bool = ...) -> None: ...
 
 class Member(_message.Message):
-    __slots__ = ("replica_id", "version", "lineage", "group_world_size", "heal_addresses", "store_address", "address", "init_sync", "allow_heal", "shrink_only", "heals_before_forward", "previous_quorum_id", "open_attempt", "commit_failures", "data")
+    __slots__ = ("replica_id", "version", "lineage", "group_world_size", "heal_addresses", "store_address", "address", "init_sync", "allow_heal", "shrink_only", "heals_before_forward", "previous_quorum_id", "open_attempt", "commit_failures", "data", "heals_late")
     REPLICA_ID_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     LINEAGE_FIELD_NUMBER: _ClassVar[int]
@@ -77,6 +79,7 @@ class Member(_message.Message):
     OPEN_ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     COMMIT_FAILURES_FIELD_NUMBER: _ClassVar[int]
     DATA_FIELD_NUMBER: _ClassVar[int]
+    HEALS_LATE_FIELD_NUMBER: _ClassVar[int]
     replica_id: str
     version: Version
     lineage: int
@@ -92,7 +95,8 @@ class Member(_message.Message):
     open_attempt: int
     commit_failures: int
     data: str
-    def __init__(self, replica_id: _Optional[str] = ..., version: _Optional[_Union[Version, _Mapping]] = ..., lineage: _Optional[int] = ..., group_world_size: _Optional[int] = ..., heal_addresses: _Optional[_Iterable[str]] = ..., store_address: _Optional[str] = ..., address: _Optional[str] = ..., init_sync: bool = ..., allow_heal: bool = ..., shrink_only: bool = ..., heals_before_forward: bool = ..., previous_quorum_id: _Optional[int] = ..., open_attempt: _Optional[int] = ..., commit_failures: _Optional[int] = ..., data: _Optional[str] = ...) -> None: ...
+    heals_late: bool
+    def __init__(self, replica_id: _Optional[str] = ..., version: _Optional[_Union[Version, _Mapping]] = ..., lineage: _Optional[int] = ..., group_world_size: _Optional[int] = ..., heal_addresses: _Optional[_Iterable[str]] = ..., store_address: _Optional[str] = ..., address: _Optional[str] = ..., init_sync: bool = ..., allow_heal: bool = ..., shrink_only: bool = ..., heals_before_forward: bool = ..., previous_quorum_id: _Optional[int] = ..., open_attempt: _Optional[int] = ..., commit_failures: _Optional[int] = ..., data: _Optional[str] = ..., heals_late: bool = ...) -> None: ...
 
 class QuorumInfo(_message.Message):
     __slots__ = ("quorum_id", "members", "created_ms")
@@ -481,7 +485,7 @@ class JoinRequest(_message.Message):
     def __init__(self, protocol_version: _Optional[int] = ..., release: _Optional[str] = ..., replica_id: _Optional[str] = ..., rank: _Optional[int] = ..., world_size: _Optional[int] = ..., incarnation: _Optional[int] = ...) -> None: ...
 
 class Verdict(_message.Message):
-    __slots__ = ("quorum_id", "attempt", "outcome", "reason", "weight", "contributors", "change", "healed", "exhausted", "stop", "behind", "drain")
+    __slots__ = ("quorum_id", "attempt", "outcome", "reason", "weight", "contributors", "change", "healed", "exhausted", "stop", "behind", "drain", "missing")
     class Outcome(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         OUTCOME_UNSPECIFIED: _ClassVar[Verdict.Outcome]
@@ -504,6 +508,7 @@ class Verdict(_message.Message):
     STOP_FIELD_NUMBER: _ClassVar[int]
     BEHIND_FIELD_NUMBER: _ClassVar[int]
     DRAIN_FIELD_NUMBER: _ClassVar[int]
+    MISSING_FIELD_NUMBER: _ClassVar[int]
     quorum_id: int
     attempt: int
     outcome: Verdict.Outcome
@@ -516,7 +521,8 @@ class Verdict(_message.Message):
     stop: bool
     behind: bool
     drain: bool
-    def __init__(self, quorum_id: _Optional[int] = ..., attempt: _Optional[int] = ..., outcome: _Optional[_Union[Verdict.Outcome, str]] = ..., reason: _Optional[str] = ..., weight: _Optional[int] = ..., contributors: _Optional[int] = ..., change: bool = ..., healed: bool = ..., exhausted: bool = ..., stop: bool = ..., behind: bool = ..., drain: bool = ...) -> None: ...
+    missing: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, quorum_id: _Optional[int] = ..., attempt: _Optional[int] = ..., outcome: _Optional[_Union[Verdict.Outcome, str]] = ..., reason: _Optional[str] = ..., weight: _Optional[int] = ..., contributors: _Optional[int] = ..., change: bool = ..., healed: bool = ..., exhausted: bool = ..., stop: bool = ..., behind: bool = ..., drain: bool = ..., missing: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Break(_message.Message):
     __slots__ = ("quorum_id", "reason")

@@ -73,7 +73,7 @@ def pb_ask(ask: Ask) -> pb.Ask:
         group_world_size=ask.group_world_size, heal_addresses=ask.heal_addresses, store_address=ask.store_address,
         address=ask.address, layout=ask.layout, layout_lines=fit_layout_lines(ask.layout_lines),
         init_sync=ask.init_sync, allow_heal=ask.allow_heal, shrink_only=ask.shrink_only,
-        heals_before_forward=ask.heals_before_forward, open_attempt=ask.open_attempt,
+        heals_before_forward=ask.heals_before_forward, heals_late=ask.heals_late, open_attempt=ask.open_attempt,
         commit_failures=ask.commit_failures, data=ask.data,
     )  # fmt: skip
     _check_ask(message, Check(ConfigError, "Ask"))
@@ -90,7 +90,7 @@ def read_ask(m: pb.Ask) -> Ask:
         group_world_size=m.group_world_size, heal_addresses=tuple(m.heal_addresses), store_address=m.store_address,
         address=m.address, layout=m.layout, layout_lines=tuple(m.layout_lines),
         init_sync=m.init_sync, allow_heal=m.allow_heal, shrink_only=m.shrink_only,
-        heals_before_forward=m.heals_before_forward, open_attempt=m.open_attempt,
+        heals_before_forward=m.heals_before_forward, heals_late=m.heals_late, open_attempt=m.open_attempt,
         commit_failures=m.commit_failures, data=m.data,
     )  # fmt: skip
 
@@ -120,8 +120,9 @@ def pb_quorum(quorum: Quorum) -> pb.QuorumInfo:
             replica_id=m.replica_id, version=pb_version(m.version), lineage=m.lineage,
             group_world_size=m.group_world_size, heal_addresses=m.heal_addresses, store_address=m.store_address,
             address=m.address, init_sync=m.init_sync, allow_heal=m.allow_heal, shrink_only=m.shrink_only,
-            heals_before_forward=m.heals_before_forward, previous_quorum_id=m.previous_quorum_id,
-            open_attempt=m.open_attempt, commit_failures=m.commit_failures, data=m.data,
+            heals_before_forward=m.heals_before_forward, heals_late=m.heals_late,
+            previous_quorum_id=m.previous_quorum_id, open_attempt=m.open_attempt,
+            commit_failures=m.commit_failures, data=m.data,
         )  # fmt: skip
     _check_quorum(message, Check(ConfigError, "Quorum"))
     return message
@@ -138,7 +139,7 @@ def read_quorum(m: pb.QuorumInfo) -> Quorum:
                 replica_id=x.replica_id, version=read_version(x.version, check, "members.version"), lineage=x.lineage,
                 group_world_size=x.group_world_size, heal_addresses=tuple(x.heal_addresses),
                 store_address=x.store_address, address=x.address, init_sync=x.init_sync, allow_heal=x.allow_heal,
-                shrink_only=x.shrink_only, heals_before_forward=x.heals_before_forward,
+                shrink_only=x.shrink_only, heals_before_forward=x.heals_before_forward, heals_late=x.heals_late,
                 previous_quorum_id=x.previous_quorum_id, open_attempt=x.open_attempt,
                 commit_failures=x.commit_failures, data=x.data,
             )
@@ -240,7 +241,7 @@ def pb_verdict(v: Verdict) -> pb.Verdict:
     return pb.Verdict(
         quorum_id=v.quorum_id, attempt=v.attempt, outcome=_OUTCOMES[v.outcome], reason=clip(v.reason), weight=v.weight,
         contributors=v.contributors, change=v.change, healed=v.healed, exhausted=v.exhausted, stop=v.stop,
-        behind=v.behind, drain=v.drain,
+        behind=v.behind, drain=v.drain, missing=v.missing,
     )  # fmt: skip
 
 
@@ -253,7 +254,9 @@ def read_verdict(m: pb.Verdict) -> Verdict:
     check.number("quorum_id", m.quorum_id, 0, INT64)
     check.number("attempt", m.attempt, 0, INT64)
     check.number("contributors", m.contributors, 0, MAX_REPLICAS)
+    check.number("missing", len(m.missing), 0, MAX_REPLICAS)
+    check.number("missing", max(m.missing, default=0), 0, MAX_REPLICAS - 1)
     return Verdict(
-        m.quorum_id, m.attempt, outcome, clip(m.reason), m.weight, m.contributors, m.change, m.healed, m.exhausted,
-        m.stop, m.behind, m.drain,
+        m.quorum_id, m.attempt, outcome, clip(m.reason), m.weight, m.contributors, tuple(m.missing), m.change, m.healed,
+        m.exhausted, m.stop, m.behind, m.drain,
     )  # fmt: skip

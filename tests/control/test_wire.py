@@ -26,7 +26,9 @@ ADDRESSES = st.lists(TEXTS, max_size=4).map(tuple)
 VERSIONS = st.just(VOID) | st.builds(Version, INT64, INT64)
 U64 = st.integers(0, 2**64 - 1)
 MILLIS = st.integers(0, 10**9).map(lambda ms: ms / 1000)
-FLAGS = {name: st.booleans() for name in ("init_sync", "allow_heal", "shrink_only", "heals_before_forward")}
+FLAGS = {
+    name: st.booleans() for name in ("init_sync", "allow_heal", "shrink_only", "heals_before_forward", "heals_late")
+}
 ASKS = st.builds(
     Ask, NAMES, INT64, VERSIONS, U64, INT64, st.booleans(), TEXTS, min_replicas=st.integers(1, 256),
     group_world_size=st.integers(1, 4096), heal_addresses=ADDRESSES, store_address=TEXTS, address=TEXTS, layout=U64,
@@ -46,7 +48,8 @@ HELLOS = st.builds(
     orphan_s=MILLIS | st.just(math.inf), heal_addresses=ADDRESSES,
 )  # fmt: skip
 VERDICTS = st.builds(
-    Verdict, INT64, st.integers(0, 2**40), st.sampled_from(Outcome), TEXTS, U64, st.integers(0, 256), st.booleans(),
+    Verdict, INT64, st.integers(0, 2**40), st.sampled_from(Outcome), TEXTS, U64, st.integers(0, 256),
+    st.sets(st.integers(0, 255), max_size=4).map(lambda places: tuple(sorted(places))), st.booleans(),
     st.booleans(), st.booleans(), st.booleans(), st.booleans(), st.booleans(),
 )  # fmt: skip
 PROGRESSES = st.builds(Progress, st.just("me"), st.just(7), INT64, NAMES, VERSIONS, MILLIS, ADDRESSES)

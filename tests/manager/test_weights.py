@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ft_core import DistributedDataParallel
 from ft_core.errors import ConfigError, UsageError
-from ft_core.step import MAX_WEIGHT
+from ft_core.fence import MAX_WEIGHT
 from ft_core.weights import BatchWeights, unweigh_inputs, weigh_outputs
 from tests.manager.harness import CLASSES, FEATURES, Cluster, Replica, adamw, crash, mlp, sgd, soft_error
 
@@ -54,7 +54,7 @@ class Weighing(Replica):
         return self.part(step, *last)
 
     def at(self, point: str) -> None:
-        if point == "backward":  # what a script clips
+        if point == "backward" and self.manager.errored() is None:  # what a script clips (a break may still be finished)
             total = torch.cat([p.grad.flatten() for p in self.model.parameters() if p.grad is not None])
             self.norms[self.manager.current_step()] = float(total.norm())
         super().at(point)

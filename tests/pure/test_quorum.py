@@ -152,8 +152,8 @@ SENTENCES: list[tuple[View, str]] = [
     ),
     (
         View(NOW, {"a": asks("a", asked_at=0.0)}, None, expected=3, restart_until=500.0),
-        "1 of 3 groups are here, all of them untrained, and the lighthouse started less than 900 s ago: groups with "
-        "trained state may still be out there",
+        "waiting for 2 of 3 groups: those that are here are all untrained, the others may hold trained state (until "
+        "900 s after the lighthouse's start)",
     ),
     (
         View(NOW, {"a": asks("a")}, None, boot_until=100.4),

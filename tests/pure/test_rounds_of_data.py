@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from ft_core.fence import COUNTS, ENDS_AND_SOURCE, EXHAUSTED, LAGS_AND_PASSED
 from ft_core.quorum import Version
-from ft_core.step import COUNTS, ENDS_AND_SOURCE, EXHAUSTED, LAGS_AND_PASSED, Go, Heal, MustAsk, Outcome, Step
+from ft_core.step import Go, Heal, MustAsk, Outcome, Step
 from tests.pure.rig import Rig, new_step
 
 

@@ -10,8 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ft_core.assignment import WorldSizeMode
-from ft_core.quorum import VOID, Version
-from ft_core.step import (
+from ft_core.fence import (
     CONTRIBUTED,
     COUNT,
     EXHAUSTED,
@@ -21,14 +20,9 @@ from ft_core.step import (
     TAG0,
     WEIGHT_HIGH,
     WEIGHT_LOW,
-    Go,
-    Heal,
-    MustAsk,
-    Outcome,
-    Phase,
-    Verdict,
-    fold_lineage,
 )
+from ft_core.quorum import VOID, Version
+from ft_core.step import Go, Heal, MustAsk, Outcome, Phase, Verdict, fold_lineage
 from tests.pure.rig import Rig, new_step
 
 

@@ -14,7 +14,9 @@ to commit again within a bound. `history` checks DESIGN 4's invariants at each e
 
 from __future__ import annotations
 
+import functools
 import heapq
+import operator
 import random
 from collections import deque
 from dataclasses import dataclass, field
@@ -22,12 +24,14 @@ from typing import TYPE_CHECKING, Any
 
 from ft_core import membership as room_events
 from ft_core.assignment import WorldSizeMode
+from ft_core.fence import FENCE_SLOTS
 from ft_core.group import Mismatch, Votes, merge_asks
 from ft_core.membership import QuorumIds, Room
 from ft_core.quorum import VOID, Ask, NotReady, Quorum, Rules, Version, View, decide
 from ft_core.settings import LighthouseSettings
-from ft_core.step import FENCE_SLOTS, Go, Heal, MemberRules, Outcome, Phase, Step, StepSettings, Verdict
+from ft_core.step import Go, Heal, MemberRules, Outcome, Phase, Step, StepSettings, Verdict
 from tests.simulation.history import History, Violation
+from tests.simulation.samples import Samples
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -74,6 +78,10 @@ class Config:
     supervised: bool = True
     bad_group: int = -1
     """A group whose heals never succeed."""
+    bad_rank: int = -1
+    """Only those of this rank of it; -1: of all."""
+    data: bool = True
+    """Check that no sample is lost or comes twice; not where data run out by another rule."""
     member_rules: MemberRules = field(default_factory=MemberRules)
     room_rules: Rules = field(default_factory=Rules)
     unique_ids: bool = True
@@ -726,6 +734,9 @@ class Group:
         if merged is None:
             return
         self._open_ask = merged
+        if merged.version == VOID:  # some of its ranks were healed, some not: as good as torn
+            for rank in self.ranks:
+                rank.was_torn = True
         self.world.say(
             "%s asks (seq %d) at %s, leaving %#x%s: %s", self.rid, merged.seq, merged.version, merged.quorum_id,
             ", failed" if merged.failed else "", merged.reason,
@@ -770,6 +781,22 @@ class Group:
 # ---------------------------------------------------------------- a rank
 
 
+Gradients = tuple[tuple[int, int], ...]
+"""(who gave it, the state it was taken at) each."""
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """Reduced gradients of the last commit, and what a donor tells of it (R5)."""
+
+    version: Version
+    """After the commit."""
+    gradients: Gradients
+    divisor: int
+    samples: int
+    missing: tuple[int, ...]
+
+
 class Rank:
     """One rank's training loop around a real Step."""
 
@@ -780,6 +807,10 @@ class Rank:
         self.step = step
         self.name = group.rid if group.world.config.ranks == 1 else f"{group.rid}/{index}"
         self.state = hash((1, group.key, index))
+        self.samples = Samples()
+        self.places = 0
+        """Participants of the attempt that was launched last."""
+        self.received_samples = self.samples
         self.received: int | None = None
         self.received_round: Version | None = None
         self.ring: Ring | None = None
@@ -787,12 +818,17 @@ class Rank:
         """Which training-thread activity is current: a timer with an older one is void."""
         self.waiting_to_launch = self.waiting_for_heal = False
         self.asking = False
-        self.kept: tuple[int, int, Version, Any, int, int] | None = None
-        """Reduced gradients of the last commit: quorum, attempt, version after, gradients, divisor, state after."""
-        self.pending: tuple[tuple[tuple[int, int], ...], int] | None = None
+        self.kept: Kept | None = None
+        self.pending: tuple[Gradients, int, int] | None = None
+        """Gradients of a completed fence, their divisor, and the samples in them."""
         self.last_step = 0
         self.was_torn = False
         self.vetoes_in_a_row = 0
+
+    @property
+    def _never_heals(self) -> bool:
+        config = self.world.config
+        return self.group.number == config.bad_group and config.bad_rank in (-1, self.index)
 
     @property
     def quorum_id(self) -> int:
@@ -942,7 +978,7 @@ class Rank:
         usable = (
             donor.alive and not donor.frozen and world.connected(self.group, donor) and theirs is not None
             and theirs.plan is not None and theirs.plan.quorum_id == quorum_id and theirs.version == plan.target
-            and "heal" not in self.group.injected and self.group.number != world.config.bad_group
+            and "heal" not in self.group.injected and not self._never_heals
         )  # fmt: skip
         if "heal" in self.group.injected and world.rng.random() < 0.5:
             self.group.injected.discard("heal")
@@ -952,19 +988,22 @@ class Rank:
         source = donor.ranks[self.index]
         if finish:
             kept = source.kept
-            if kept is None or kept[2] != plan.target:
+            if kept is None or kept.version != plan.target:
                 world.at(0.01, self.group, self._try_donor, quorum_id, position + 1, finish)
                 return
-            before = self.state
-            self.state = hash((3, before, kept[3], kept[4]))
+            before, samples = self.state, self.samples
+            self.state = hash((3, before, kept.gradients, kept.divisor))
+            self.samples = samples.after(kept.samples, self.places, len(self.group.ranks), kept.missing)
             self.step.finished(plan)
             self.kept = kept
             world.history.finishes += 1
             world.say("%s finishes the step it could not follow with %s's gradients", self.name, donor_id)
             self.group.commits += not self.index
-            world.history.committed(self, before, kept[3], kept[4], finished=True)
+            world.history.committed(self, before, kept.gradients, kept.divisor, finished=True)
+            world.history.read(self, samples, kept.samples)
         else:
             self.received, self.received_round = source.state, source.step.round_ended
+            self.received_samples = source.samples
             self.step.healed(quorum_id)
         self._heal_over(quorum_id)
 
@@ -984,6 +1023,7 @@ class Rank:
         if self.step.heal is Heal.READY:
             assert self.received is not None
             self.state, self.received = self.received, None
+            self.samples = self.received_samples
             self.step.heal_applied(self.received_round)
             self.world.history.heals += 1
             self.world.history.holds(self, self.step.version, self.state)
@@ -1018,7 +1058,7 @@ class Rank:
             return
         payload = (
             step.slots(world.now), self.group.key, self.state if step.contributes else None,
-            (step.attempt, step.base),
+            (step.attempt, step.base), self._share(),
         )  # fmt: skip
         op = self.ring.launch(self, payload)
         self._watchdog(token, op)
@@ -1030,6 +1070,15 @@ class Rank:
             self.group.injected.discard("late")
             late = self._late_bucket if world.rng.random() < 0.6 else self._late_soft
             world.at(world.between(0.0, 0.05), self.group, late, token, step.attempt)
+
+    def _share(self) -> int:
+        """The samples in this rank's gradient; zeros have none."""
+        step, ranks = self.step, len(self.group.ranks)
+        self.places = len(step.participants)
+        if not step.contributes or step.plan is None:
+            return 0
+        place = step.participants.index(step.plan.replica_rank)
+        return self.samples.share(place * ranks + self.index, self.places * ranks)
 
     def _skip(self, token: int) -> None:
         if token == self.token and self.step.phase is Phase.LAUNCHED:
@@ -1108,8 +1157,9 @@ class Rank:
             return
         if self.group.stable() >= step.base:
             world.history.publish(self.group.ranks[0])
-        gradients = tuple((key, state) for _, key, state, _ in op.payloads() if state is not None)
-        self.pending = (gradients, step.divisor(verdict))
+        payloads = op.payloads()
+        gradients = tuple((key, state) for _, key, state, *_ in payloads if state is not None)
+        self.pending = gradients, step.divisor(verdict), functools.reduce(operator.or_, (p[4] for p in payloads))
         if verdict.outcome is Outcome.COMMIT:
             world.history.check_roles(self, op, verdict)
         if world.rng.random() < 0.2:
@@ -1132,15 +1182,17 @@ class Rank:
         if step.phase is Phase.FENCED and verdict.outcome is not Outcome.BROKEN:
             self._apply()
         broken_before = step.phase is Phase.BROKEN
-        attempt, before = step.attempt, self.state
+        before, samples = self.state, self.samples
         if step.settle(verdict):
             assert self.pending is not None
-            gradients, divisor = self.pending
+            gradients, divisor, got = self.pending
             self.state = hash((3, before, gradients, divisor))
-            self.kept = (verdict.quorum_id, attempt, step.version, gradients, divisor, self.state)
+            self.samples = samples.after(got, self.places, len(self.group.ranks), verdict.missing)
+            self.kept = Kept(step.version, gradients, divisor, got, verdict.missing)
             self.group.commits += not self.index
             world.say("%s commits %s (%d gradients)", self.name, step.version, len(gradients))
             world.history.committed(self, before, gradients, divisor)
+            world.history.read(self, samples, got)
         if broken_before:
             return
         if step.phase is Phase.BROKEN:
@@ -1167,7 +1219,7 @@ class Rank:
 # ---------------------------------------------------------------- the data plane
 
 
-Payload = tuple[list[float], int, "int | None", tuple[int, Version]]
+Payload = tuple[list[float], int, "int | None", tuple[int, Version], int]
 
 
 class Op:

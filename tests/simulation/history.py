@@ -6,16 +6,22 @@ Every check runs at the event that could break it, so a violation is found at on
 
 from __future__ import annotations
 
+import functools
+import operator
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from ft_core.fence import EXHAUSTED
 from ft_core.quorum import VOID, Quorum, Version
-from ft_core.step import EXHAUSTED, Heal, Verdict
+from ft_core.step import Heal, Verdict
+from tests.simulation.samples import accounted
 
 if TYPE_CHECKING:
+    from ft_core.data.cursor import Cursor
     from ft_core.membership import Room
     from tests.simulation.cluster import Group, Op, Rank, World
+    from tests.simulation.samples import Samples
 
 
 LOSSY = frozenset({"freeze", "duplicate", "cut_lighthouse", "cut_peers", "cut_all", "blip", "turbulence"})
@@ -58,6 +64,10 @@ class History:
     """What DESIGN documents as not prevented: counted, never a failure."""
     rounds: dict[tuple[int, int, int], tuple[Version | None, str]] = field(default_factory=dict)
     """(quorum, attempt, group rank) -> where the last round of data ended, as the first to settle sees it."""
+    reads: dict[Version, dict[int, tuple[Cursor, Cursor, int]]] = field(default_factory=dict)
+    """version -> group rank -> the cursor before and after that commit, and the epoch's samples through its ring."""
+    returned: int = 0
+    """Commits without the share of a participant."""
     commits: int = 0
     finishes: int = 0
     ended: int = 0
@@ -147,6 +157,32 @@ class History:
         rank.last_step = step.version.step
         rank.was_torn = False
 
+    def read(self, rank: Rank, before: Samples, got: int) -> None:
+        """A replica applied a committed step with the samples `got`: none comes twice, none is lost (I8)."""
+        config, version = self.world.config, rank.step.version
+        if not config.data or config.rounds or config.finish_at:
+            return
+        if before.taken & got:
+            raise Violation("I8", f"{rank.name} trains on samples {positions(before.taken & got)} again")
+        mine = before.cursor, rank.samples.cursor, before.taken | got
+        known = self.reads.setdefault(version, {})
+        first = rank.index not in known
+        if known.setdefault(rank.index, mine) != mine:
+            raise Violation("I8", f"{rank.name} has read other samples at {version} than others")
+        if not first or len(known) < len(rank.group.ranks):
+            return
+        if len({(old, new) for old, new, _ in known.values()}) > 1:
+            raise Violation("I8", f"the ranks of {rank.group.rid} go on at different places in the data")
+        rings = [taken for *_, taken in known.values()]
+        taken = functools.reduce(operator.or_, rings)
+        if taken.bit_count() < sum(ring.bit_count() for ring in rings):
+            raise Violation("I8", f"the ranks of {rank.group.rid} train on the same samples")
+        claimed = accounted(before.cursor, rank.samples.cursor)
+        self.returned += bool(rank.samples.cursor.returned)
+        if claimed != taken:
+            lost, twice = positions(claimed & ~taken), positions(taken & ~claimed)
+            raise Violation("I8", f"at {version}, {rank.name} will lose samples {lost}, and get {twice} again")
+
     def settled(self, rank: Rank, verdict: Verdict) -> None:
         """A replica settled an attempt: those that hold its base agree on the rounds of data, and end them together."""
         step = rank.step
@@ -223,3 +259,8 @@ class History:
             link = self.parent.get(at)
             at = link[0] if link else None
         return False
+
+
+def positions(bitmap: int) -> list[int]:
+    """The bits that are set."""
+    return [n for n in range(bitmap.bit_length()) if bitmap >> n & 1]

@@ -18,6 +18,7 @@ Which rule is shown necessary where (seeds needed until the first violation when
 | R10 divisor | MemberRules.r10_divisor | 1 | I5 the divisor is not the number of gradients |
 | R11 no veto by a healing member | MemberRules.r11_no_veto | 2 | I7 a member that cannot heal stops the others |
 | R14 answers are repeated only in force | Rules.r14_in_force | 80 | I3 two quorums commit side by side |
+| R17 shares | MemberRules.r17_shares | 1 | I8 samples of a replica that could not be healed are lost |
 
 R5, R6, R10 (ready), R12, R13, R15 and R16 change what is lost or how long something takes, not what is true, so they
 have directed tests: tests/pure/test_rules.py.
@@ -69,7 +70,7 @@ def test_every_invariant_holds(start: int, record_property: Callable[[str, objec
 
 PLAIN: dict[str, Any] = {
     "ranks": 1, "fixed_with_spares": False, "finish_at": 0, "fault_every_s": 0.5, "min_replicas": 1, "expected": 0,
-    "rounds": False,
+    "rounds": False, "data": False,
 }  # fmt: skip
 NECESSARY: dict[str, tuple[int, str, dict[str, Any]]] = {
     "R0": (20, "I1", {"faults": ("late",), "member_rules": MemberRules(r0_verdict=False, r0_tag=False)}),
@@ -97,6 +98,13 @@ NECESSARY: dict[str, tuple[int, str, dict[str, Any]]] = {
     "R9": (1500, "I3", {"groups": 2, "faults": ("lighthouse", "kill"), "room_rules": Rules(r9_boot=False)}),
     "R10": (60, "I5", {"faults": ("heal", "kill"), "member_rules": MemberRules(r10_divisor=False)}),
     "R11": (20, "I7", {"faults": ("kill",), "bad_group": 0, "member_rules": MemberRules(r11_no_veto=False)}),
+    "R17": (
+        60, "I8",
+        {
+            "groups": 4, "faults": ("heal", "kill"), "heals_before_forward": True, "data": True,
+            "member_rules": MemberRules(r17_shares=False),
+        },
+    ),
     "R14": (
         200, "I3", {"faults": ("cut_all", "cut_lighthouse", "freeze"), "room_rules": Rules(r14_in_force=False)},
     ),
@@ -143,8 +151,23 @@ def test_a_run_is_a_function_of_its_seed() -> None:
     assert first.events == second.events
 
 
-def test_a_member_that_never_heals_does_not_hold_the_others() -> None:
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("bad_rank", [-1, 1])
+def test_a_member_that_never_heals_does_not_hold_the_others(ranks: int, bad_rank: int) -> None:
     for seed in range(60):
-        result = simulate(seed, Config.draw(seed, bad_group=0))
+        fixed = {"bad_group": 0, "bad_rank": bad_rank, "ranks": ranks}
+        result = simulate(seed, Config.draw(seed, heals_before_forward=seed % 2 == 0, **fixed))
         if result.violation:
             pytest.fail(story(result), pytrace=False)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_no_sample_is_lost_or_comes_twice_when_heals_of_participants_fail(ranks: int) -> None:
+    returned = 0
+    for seed in range(100):
+        fixed = {"rounds": False, "finish_at": 0, "ranks": ranks, "fault_every_s": 0.5}
+        result = simulate(seed, Config.draw(seed, heals_before_forward=True, faults=("heal", "kill", "late"), **fixed))
+        if result.violation:
+            pytest.fail(story(result), pytrace=False)
+        returned += result.world.history.returned
+    assert returned > 10
