@@ -39,6 +39,7 @@ from ft_core.quorum import (
     late,
 )
 from ft_core.quorum_ids import QuorumIds
+from ft_core.refusals import Refusals, of_sizes
 from ft_core.room_events import (
     Announce,
     Asked,
@@ -60,7 +61,6 @@ from ft_core.room_events import (
     Tick,
     Turbulence,
 )
-from ft_core.room_layout import RoomLayout, difference
 from ft_core.room_record import Record
 from ft_core.settings import MAX_REPLICAS, LighthouseSettings
 
@@ -100,7 +100,7 @@ class Room:
         self._boot_until = boot_at + settings.boot_window_s
         self._turbulent_until = boot_at
         """Until then no closed connection counts as a death (R15)."""
-        self._layout: RoomLayout | None = None
+        self._refusals = Refusals()
         self._failed = 0
         """The quorum that a member last reported as broken."""
         self._pending: frozenset[str] = frozenset()
@@ -170,7 +170,7 @@ class Room:
         same = record is not None and record.hello.incarnation == hello.incarnation
         if same and record is not None and hello.generation < record.generation:
             return  # an older stream of the same process, overtaken on its way here (R15)
-        refusal = self._refusal(hello, record)
+        refusal = self._refusals.of_hello(hello, self.records, self.closed)
         if refusal:
             out.append(refusal)
             return
@@ -200,6 +200,8 @@ class Room:
         record.word_until = 0.0
         self._push_again(hello.replica_id)
         self._present(hello, record, now, out)
+        if hello.leased:
+            self._refuse_sizes(hello.replica_id, hello.group_world_size, out)
         answer = record.answered[1].quorum_id if record.answered else 0
         if answer > hello.quorum_id and record.ask is None and not self._in_force(answer):
             # It may be about to enter a quorum whose whole life it slept through (its answer lay in a socket's buffer).
@@ -216,39 +218,14 @@ class Room:
             if record is not None and not record.agreed:
                 record.told_lost = False
 
-    def _refusal(self, hello: Hello, record: Record | None) -> Refuse | None:
-        if self.closed and (record is None or record.life is Life.GONE) and hello.quorum_id == 0:
-            return Refuse(hello.replica_id, self.closed, finished=True)
-        other = record is not None and record.generation >= 0 and record.hello.incarnation != hello.incarnation
-        if other and record is not None and record.life is Life.MISSED:
-            return Refuse(
-                hello.replica_id,
-                f"an earlier process called {hello.replica_id!r} went silent and may still be training: give the new "
-                "one its own replica_id, or report the end of the old one",
-            )
-        if record is not None and record.hello.incarnation != hello.incarnation and record.life is Life.UP:
-            return Refuse(
-                hello.replica_id,
-                f"two live processes call themselves {hello.replica_id!r}: give every replica group its own "
-                "replica_id (FT_REPLICA_ID)",
-            )
-        return self._layout_refusal(hello.replica_id, hello.layout, hello.layout_lines)
-
-    def _layout_refusal(self, replica_id: str, layout: int, lines: tuple[str, ...]) -> Refuse | None:
-        """R4: a room trains one model. The first layout seen stands while anybody who has it is there."""
-        if not layout:
-            return None
-        known = self._layout
-        if known is not None and layout != known.digest:
-            if any(
-                r.life is Life.UP and r.hello.layout == known.digest and i != replica_id
-                for i, r in self.records.items()
-            ):
-                return Refuse(replica_id, difference(replica_id, lines, known))
-            known = None
-        if known is None or (lines and not known.lines):
-            self._layout = RoomLayout(layout, lines, replica_id)
-        return None
+    def _refuse_sizes(self, replica_id: str, size: int, out: list[Effect]) -> bool:
+        """Refuse who has a group of another size. True if that is `replica_id` itself."""
+        members = self._current.members if self._current else ()
+        refused = of_sizes(replica_id, size, self.records, members)
+        for refusal in refused:
+            self.records[refusal.to].ask = None
+        out += refused
+        return any(refusal.to == replica_id for refusal in refused)
 
     def _present(self, hello: Hello, record: Record, now: float, out: list[Effect]) -> None:
         """R9: adopt the newest quorum anybody presents; tell holders of older ones that they are over."""
@@ -327,10 +304,14 @@ class Room:
         if record.life is not Life.UP:
             return
         record.heard_at = now
-        refusal = self._layout_refusal(ask.replica_id, ask.layout, ask.layout_lines)
+        refusal = self._refusals.of_ask(ask, self.records)
         if refusal:
             out.append(refusal)
             return
+        if self._refuse_sizes(ask.replica_id, ask.group_world_size, out):
+            return
+        if record.hello.group_world_size != ask.group_world_size:
+            record.hello = replace(record.hello, group_world_size=ask.group_world_size)
         if ask.layout_lines:
             record.hello = replace(record.hello, layout=ask.layout, layout_lines=ask.layout_lines)
         if record.answered and record.answered[0] == ask.seq and self._in_force(record.answered[1].quorum_id):

@@ -29,9 +29,10 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
-from ft_core.assignment import Plan, WorldSizeMode, plan
+from ft_core.assignment import Plan, plan
 from ft_core.fence import NO_LEASE, FenceInput, decode, encode, places_missing, tag_of
 from ft_core.quorum import VOID, Ask, Quorum, Version
+from ft_core.step_settings import MemberRules, StepSettings
 from ft_core.verdict import Outcome, Verdict
 
 if TYPE_CHECKING:
@@ -77,38 +78,6 @@ class MustAsk:
 
     reason: str
     failed: bool
-
-
-@dataclass(frozen=True, slots=True)
-class MemberRules:
-    """Switches for the simulation: each rule of DESIGN 3.9 that lives here can be turned off to show its need."""
-
-    r0_verdict: bool = True
-    r0_tag: bool = True
-    r3_autonomy: bool = True
-    r4_aligned: bool = True
-    r7_void: bool = True
-    r10_divisor: bool = True
-    r10_ready: bool = True
-    r11_no_veto: bool = True
-    r12_alike: bool = True
-    r15_stale: bool = True
-    r17_shares: bool = True
-
-
-@dataclass(frozen=True, slots=True)
-class StepSettings:
-    """What a rank's steps are run with. Durations in seconds."""
-
-    replica_id: str
-    group_rank: int = 0
-    group_world_size: int = 1
-    min_replicas: int = 1
-    mode: WorldSizeMode = WorldSizeMode.DYNAMIC
-    autonomy_s: float = 600.0
-    orphan_s: float = 900.0
-    max_retries: int | None = None
-    rules: MemberRules = MemberRules()
 
 
 RETRY_SLACK = 2

@@ -11,10 +11,10 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 MAX_LINES = 450
 LONGER: dict[str, int] = {
-    "ft_core/manager.py": 630,
-    "ft_core/membership.py": 660,
+    "ft_core/manager.py": 612,
+    "ft_core/membership.py": 637,
     "ft_core/process_group/incarnation.py": 490,
-    "ft_core/step.py": 650,
+    "ft_core/step.py": 620,
 }
 """Files over MAX_LINES with the length they may have until they are split. Entries only shrink."""
 

@@ -100,6 +100,7 @@ class Replica:
     ) -> None:
         presented = Hello(replica_id, replica_id.rpartition(":")[0] or replica_id, 0, 0, join_s=2.0, **hello)
         self.replica_id = replica_id
+        self.size = presented.group_world_size
         self.recorder = Recorder(presented)
         self.lease = LeaseClient(LeaseSettings(address, replica_id, BUDGET, room=room, token=token), self.recorder)
         self.seq = 0
@@ -110,7 +111,9 @@ class Replica:
         """Ask for the next quorum; returns the seq."""
         self.seq += 1
         left = self.recorder.quorum.quorum_id if self.recorder.quorum else 0
-        wish = Ask(self.replica_id, self.seq, Version(step, left if step else 0), quorum_id=left, failed=failed, **ask)
+        version = Version(step, left if step else 0)
+        ask = {"quorum_id": left, "failed": failed, "group_world_size": self.size} | ask
+        wish = Ask(self.replica_id, self.seq, version, **ask)
         self.lease.ask(wish, room=room)
         return self.seq
 

@@ -64,7 +64,7 @@ class Group:
         assert quorum is not None
 
         def one(rank: int) -> Verdict:
-            flags = {"change": rank == 1, "stop": rank == 2}
+            flags: dict[str, Any] = {"change": rank == 1, "stop": rank == 2}
             vote = Verdict(quorum.quorum_id, attempt, outcomes[rank], f"rank {rank}", 2, 2, **flags)
             return self.controls[rank].vote(vote, timeout_s)
 
@@ -107,7 +107,7 @@ def test_all_ranks_ask_as_one(group: Group) -> None:
 def test_again_with_another_state_on_one_rank_heals_the_whole_group(
     group: Group, replica: Callable[..., Replica]
 ) -> None:
-    other = replica("h:1")
+    other = replica("h:1", group_world_size=SIZE)
     other.lease.wait_connected(5)
     other.ask(step=4)
     for rank in range(SIZE):
@@ -199,7 +199,7 @@ def test_a_vote_that_nobody_joins_is_broken_at_the_timeout(group: Group) -> None
 
 
 def test_the_lighthouses_pushes_reach_every_rank(group: Group, replica: Callable[..., Replica]) -> None:
-    other = replica("h:1")
+    other = replica("h:1", group_world_size=SIZE)
     other.lease.wait_connected(5)
     other.ask()
     for recorder in group.recorders:
@@ -216,7 +216,7 @@ def test_the_lighthouses_pushes_reach_every_rank(group: Group, replica: Callable
 
 
 def test_a_pause_of_any_rank_is_the_groups(group: Group, replica: Callable[..., Replica]) -> None:
-    other = replica("h:1")
+    other = replica("h:1", group_world_size=SIZE)
     other.lease.wait_connected(5)
     other.ask()
     for rank in range(SIZE):
@@ -346,7 +346,7 @@ def test_a_rank_without_its_leader_drains_alone(group: Group) -> None:
 def test_a_group_that_drains_asks_no_more(lighthouse: LighthouseServer, replica: Callable[..., Replica]) -> None:
     """Otherwise one rank could give up waiting, and another still enter the quorum."""
     group = Group(lighthouse.address(), drains=True).start()
-    other = replica("h:1", expected=2)
+    other = replica("h:1", expected=2, group_world_size=SIZE)
     other.lease.wait_connected(5)
     for rank in range(SIZE):
         group.ask(rank)

@@ -532,6 +532,42 @@ def test_a_restarted_lighthouse_adopts_the_highest_quorum_and_stays_above_it() -
     assert new.room.current.quorum_id >> 32 == 501
 
 
+OTHER_SIZE = (
+    "refuse b: the replica group b has 2 ranks, but a has 4: all groups of a job need the same number of ranks "
+    "(world_size; ftrun --nproc-per-replica). Start b with 4 ranks; for a job of another size, end all groups of this "
+    "one first, or use another lighthouse or room"
+)
+
+
+def test_a_group_of_another_size_is_refused_before_it_trains() -> None:
+    script = Script(expected=2)
+    script.hello("a", group_world_size=4)
+    assert script.hello("b", group_world_size=2) == [], "nobody has asked yet"
+    script.ask("a", group_world_size=4)
+    assert OTHER_SIZE in script.ask("b", group_world_size=2)
+    assert script.ask("b", group_world_size=4)[0] == "quorum a, b -> a#1, b#2"
+
+
+def test_a_newcomer_of_another_size_is_refused_at_its_hello() -> None:
+    script = Script()
+    script.hello("a", group_world_size=4)
+    assert script.ask("a", group_world_size=4) == ["quorum a -> a#1", "# quorum of 1 at step 0: a"]
+    assert OTHER_SIZE in script.hello("b", group_world_size=2)
+    script.do(Left("a", script.generation["a"], "finished", False, VOID, True))
+    assert script.hello("c", group_world_size=2) == [], "everybody of that size is gone"
+
+
+def test_a_running_group_is_not_refused_because_of_a_newcomer() -> None:
+    """A lighthouse that has just started hears the newcomer first."""
+    script = Script(boot_window_s=5.0)
+    script.hello("b", group_world_size=2)
+    script.ask("b", group_world_size=2)
+    out = script.hello("a", group_world_size=4, quorum_id=9 << 32, members=("a",))
+    assert OTHER_SIZE in out
+    assert not [text for text in out if text.startswith("refuse a")]
+    assert script.room.records["b"].ask is None
+
+
 def test_another_model_is_refused_with_the_first_differing_parameter() -> None:
     script = Script()
     script.hello("a", layout=1, layout_lines=("w float32 3x4", "b float32 4"))

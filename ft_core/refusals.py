@@ -1,0 +1,110 @@
+"""Whom a room does not take, and the sentence that says whose fault it is and what to do. Pure.
+
+How it works. A newcomer is compared with the replicas of the room that are not certainly gone: its id may not be that
+of another live process, its model, data and rules may not be other ones (R4), and its group has to have as many ranks
+as theirs, because rank i of every group trains with rank i of all others. Who asked first defines both; when everybody
+who has it is gone, another one is as good.
+
+Invariant: a replica that is in a quorum is never refused because of one that is in none; then the latter is.
+Ownership: `membership.Room` only.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ft_core.quorum import Life
+from ft_core.room_events import Refuse
+from ft_core.room_layout import RoomLayout, difference
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Mapping
+
+    from ft_core.quorum import Ask
+    from ft_core.room_events import Hello
+    from ft_core.room_record import Record
+
+
+class Refusals:
+    """What the replicas of one room have in common."""
+
+    def __init__(self) -> None:
+        self._layout: RoomLayout | None = None
+
+    def __repr__(self) -> str:
+        return f"Refusals({self._layout.holder if self._layout else 'no layout known'})"
+
+    def of_hello(self, hello: Hello, records: Mapping[str, Record], closed: str) -> Refuse | None:
+        """Why a lease is not given; `closed`: why the room is."""
+        record = records.get(hello.replica_id)
+        if closed and (record is None or record.life is Life.GONE) and hello.quorum_id == 0:
+            return Refuse(hello.replica_id, closed, finished=True)
+        other = record is not None and record.generation >= 0 and record.hello.incarnation != hello.incarnation
+        if other and record is not None and record.life is Life.MISSED:
+            return Refuse(
+                hello.replica_id,
+                f"an earlier process called {hello.replica_id!r} went silent and may still be training: give the new "
+                "one its own replica_id, or report the end of the old one",
+            )
+        if record is not None and record.hello.incarnation != hello.incarnation and record.life is Life.UP:
+            return Refuse(
+                hello.replica_id,
+                f"two live processes call themselves {hello.replica_id!r}: give every replica group its own "
+                "replica_id (FT_REPLICA_ID)",
+            )
+        return self._of_layout(hello.replica_id, hello.layout, hello.layout_lines, records)
+
+    def of_ask(self, ask: Ask, records: Mapping[str, Record]) -> Refuse | None:
+        """Why an ask is not taken."""
+        return self._of_layout(ask.replica_id, ask.layout, ask.layout_lines, records)
+
+    def _of_layout(
+        self, replica_id: str, layout: int, lines: tuple[str, ...], records: Mapping[str, Record]
+    ) -> Refuse | None:
+        """R4: a room trains one model. The first layout seen stands while anybody who has it is there."""
+        if not layout:
+            return None
+        known = self._layout
+        if known is not None and layout != known.digest:
+            if any(
+                r.life is Life.UP and r.hello.layout == known.digest and i != replica_id for i, r in records.items()
+            ):
+                return Refuse(replica_id, difference(replica_id, lines, known))
+            known = None
+        if known is None or (lines and not known.lines):
+            self._layout = RoomLayout(layout, lines, replica_id)
+        return None
+
+
+def of_sizes(replica_id: str, size: int, records: Mapping[str, Record], members: Collection[str]) -> list[Refuse]:
+    """Who cannot stay in the room, now that a group of `size` ranks is there.
+
+    Args:
+        replica_id: that group.
+        size: its number of ranks.
+        records: of the room.
+        members: of the quorum in force.
+    """
+    others = {
+        i: r.hello.group_world_size
+        for i, r in records.items()
+        if i != replica_id and r.life is not Life.GONE and (r.ask is not None or i in members)
+    }
+    differing = sorted(i for i, other in others.items() if other != size)
+    if not differing:
+        return []
+    if replica_id not in members:
+        return [Refuse(replica_id, _other_size(replica_id, size, differing[0], others[differing[0]]))]
+    return [Refuse(i, _other_size(i, others[i], replica_id, size)) for i in differing if i not in members]
+
+
+def _other_size(replica_id: str, size: int, other_id: str, other: int) -> str:
+    return (
+        f"the replica group {replica_id} has {_ranks(size)}, but {other_id} has {other}: all groups of a job need the "
+        f"same number of ranks (world_size; ftrun --nproc-per-replica). Start {replica_id} with {_ranks(other)}; for a "
+        "job of another size, end all groups of this one first, or use another lighthouse or room"
+    )
+
+
+def _ranks(count: int) -> str:
+    return f"{count} rank{'' if count == 1 else 's'}"

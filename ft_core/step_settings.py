@@ -1,0 +1,39 @@
+"""What a rank's steps are run with, and which rules of the protocol (the simulation turns single ones off). Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ft_core.assignment import WorldSizeMode
+
+
+@dataclass(frozen=True, slots=True)
+class MemberRules:
+    """Switches for the simulation: each rule of DESIGN 3.9 that lives here can be turned off to show its need."""
+
+    r0_verdict: bool = True
+    r0_tag: bool = True
+    r3_autonomy: bool = True
+    r4_aligned: bool = True
+    r7_void: bool = True
+    r10_divisor: bool = True
+    r10_ready: bool = True
+    r11_no_veto: bool = True
+    r12_alike: bool = True
+    r15_stale: bool = True
+    r17_shares: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class StepSettings:
+    """What a rank's steps are run with. Durations in seconds."""
+
+    replica_id: str
+    group_rank: int = 0
+    group_world_size: int = 1
+    min_replicas: int = 1
+    mode: WorldSizeMode = WorldSizeMode.DYNAMIC
+    autonomy_s: float = 600.0
+    orphan_s: float = 900.0
+    max_retries: int | None = None
+    rules: MemberRules = MemberRules()

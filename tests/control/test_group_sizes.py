@@ -1,0 +1,36 @@
+"""Replica groups with different numbers of ranks: a clear error before training."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from torch._C._distributed_c10d import TCPStore
+
+from ft_core import Manager, ProcessGroupGloo
+from ft_core.errors import RefusedError
+
+if TYPE_CHECKING:
+    from ft_core.lighthouse import LighthouseServer
+
+
+def test_a_group_of_another_size_is_told_so_by_its_rank_0(lighthouse: LighthouseServer) -> None:
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+    def make(name: str, **group: Any) -> Manager:
+        return Manager(
+            ProcessGroupGloo(hostname="127.0.0.1"), lambda _: None, dict, lighthouse_addr=lighthouse.address(),
+            replica_id=name, hostname="127.0.0.1", timeout=timedelta(seconds=10), exit_on_drain=False, **group,
+        )  # fmt: skip
+
+    first = make("a")
+    try:
+        first.start_quorum()
+        assert first.should_commit()
+        with pytest.raises(RefusedError, match=r"has 2 ranks, but a:\w+ has 1: .*Start b:\w+ with 1 rank;"):
+            make("b", rank=0, world_size=2, store_addr="127.0.0.1", store_port=store.port)
+        first.start_quorum()
+        assert first.should_commit(), "who was there trains on"
+    finally:
+        first.shutdown()
