@@ -1,16 +1,30 @@
-"""Hooks for the whole test run."""
+"""Hooks for the whole test run, and the forge (`tests.forge`) for workers that have imported torch already."""
 
 from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from typing import TYPE_CHECKING
 
 import pytest
 
+from tests import beside
+from tests.forge import Forge
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+ONE_PER_PROCESS = ("ft-gloo-reaper", "ft-timer")
+"""Threads of ours that live as long as the process."""
+LEFT_S = 10.0
+"""How long a test's threads may outlive it: a Gloo constructor that is abandoned may take 5 s."""
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Under scripts/test: two runs side by side."""
+    beside.configure(config)
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -23,6 +37,37 @@ def _signals_as_on_a_terminal() -> Iterator[None]:
     yield
     for number, handler in before.items():
         signal.signal(number, handler)
+
+
+@pytest.fixture(scope="session")
+def forge() -> Iterator[Forge]:
+    """Starts processes. A folder whose workers import more has one of its own."""
+    forge = Forge(["torch.distributed.run", "torch.distributed.elastic.rendezvous.c10d_rendezvous_backend"])
+    yield forge
+    forge.close()
+
+
+@pytest.fixture
+def forged_workers(forge: Forge) -> Iterator[None]:
+    """ftrun's workers come from the forge."""
+    with forge.serves_ftrun():
+        yield
+
+
+@pytest.fixture(autouse=True)
+def _no_thread_of_ours_is_left() -> Iterator[None]:
+    """Else a later test that looks for such threads fails, and nobody knows why."""
+    before = set(threading.enumerate())
+    yield
+    pause, until = threading.Event(), time.monotonic() + LEFT_S
+    while left := [thread for thread in threading.enumerate() if thread not in before and ours(thread)]:
+        assert time.monotonic() < until, f"this test has left {left}: a Manager, lease or server that was not shut down"
+        pause.wait(0.005)
+
+
+def ours(thread: threading.Thread) -> bool:
+    """It has a name that we give, and belongs to an object that can be shut down."""
+    return thread.name.startswith("ft-") and thread.name not in ONE_PER_PROCESS
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -4,7 +4,8 @@ How it works. `Forge` starts one process of this file, which imports the modules
 For every order it forks twice: the one in between ends, and as the test's process is the "child subreaper" meanwhile,
 the new process becomes the test's own child. It has its own session, output and environment, registers with ftrun's
 keeper as ftrun's stub does, and runs the script as `python -u script args` would (`ft_core.launch.warm`). So ftrun
-supervises, kills and reaps it like any other worker; `Forged` is what torch's agent sees of it.
+supervises, kills and reaps it like any other worker; `Forged` is what torch's agent sees of it. An order may be for a
+launcher (`launches`): that process gets a forge of its own, a fork of itself, which forges the workers it starts.
 
 What it does not show: set-up from a cold start, and what differs with each interpreter's PYTHONHASHSEED. Some tests
 start real interpreters for that, and so does a standby.
@@ -90,16 +91,30 @@ class Forge:
 
     Args:
         imports: modules that it imports besides TORCH.
+        forked: it is a fork of this process, which has imported all of it and has one thread.
     """
 
-    def __init__(self, imports: Sequence[str]) -> None:
+    def __init__(self, imports: Sequence[str] = (), *, forked: bool = False) -> None:
         self._lock = threading.Lock()
         self._line, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._process: subprocess.Popen[bytes] | Forged
         with theirs:
-            self._process = subprocess.Popen(
-                [sys.executable, "-u", __file__, str(theirs.fileno()), *imports], pass_fds=[theirs.fileno()], cwd=ROOT,
-                env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}, start_new_session=True,
-            )  # fmt: skip
+            if not forked:
+                self._process = subprocess.Popen(
+                    [sys.executable, "-u", __file__, str(theirs.fileno()), *imports], pass_fds=[theirs.fileno()],
+                    cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+                    start_new_session=True,
+                )  # fmt: skip
+            else:
+                pid = os.fork()
+                if pid == 0:
+                    self._line.close()
+                    os.setsid()
+                    try:
+                        serve(theirs, imports)
+                    finally:
+                        os._exit(0)
+                self._process = Forged(pid)
         self._line.settimeout(START_S)
         try:
             assert self._line.recv(64) == b"ready"
@@ -109,10 +124,15 @@ class Forge:
         self._line.settimeout(ORDER_S)
 
     def start(
-        self, command: Sequence[str], env: Mapping[str, str], out: int = 1, err: int = 2, cwd: str | None = None
-    ) -> Forged:
-        """A new child of this process, in a session of its own, that runs `command`: [stub] python -u SCRIPT ..."""
-        order = json.dumps({"command": list(command), "env": dict(env), "cwd": cwd or os.getcwd()}).encode()
+        self, command: Sequence[str], env: Mapping[str, str], out: int = 1, err: int = 2, cwd: str | None = None,
+        *, launches: bool = False,
+    ) -> Forged:  # fmt: skip
+        """A new child of this process, in a session of its own, that runs `command`: [stub] python -u SCRIPT ...
+
+        Or `-m MODULE` instead of SCRIPT. `launches`: torch's agents in it (ftrun, torchrun) start workers like it.
+        """
+        words = {"command": list(command), "env": dict(env), "cwd": cwd or os.getcwd(), "launches": launches}
+        order = json.dumps(words).encode()
         libc = ctypes.CDLL(None, use_errno=True)
         with self._lock:
             if libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0):
@@ -206,18 +226,31 @@ def work(streams: list[int], order: dict[str, Any], before: dict[str, str]) -> N
     if stub.__file__ in command:
         command = register(command[command.index(stub.__file__) + 1 :], order["env"])
     script = command[command.index("-u") + 1 :]
-    sys.path.insert(0, os.path.dirname(os.path.realpath(script[0])))
+    module = script[0] == "-m"
+    sys.path.insert(0, order["cwd"] if module else os.path.dirname(os.path.realpath(script[0])))
     sys.orig_argv = command
-    warm.become({"env": order["env"], "cwd": order["cwd"], "argv": script}, before)
-    status = 1
+    with contextlib.ExitStack() as stack:
+        if order["launches"]:
+            stack.enter_context(Forge(forked=True).serves_ftrun())
+        warm.become({"env": order["env"], "cwd": order["cwd"], "argv": script[module:]}, before)
+        if ours := sys.modules.get("ft_lightning._autoload"):
+            ours.STARTED_IN = os.getcwd()  # type: ignore[attr-defined]  # noted when it was imported
+        leave(run(os.path.abspath(script[0]), script[1] if module else None))
+
+
+def run(path: str, module: str | None) -> int:
+    """Run it to its end. Returns the exit status."""
     try:
-        warm.run_script(os.path.abspath(script[0]))
-        status = 0
+        if module is None:
+            warm.run_script(path)
+        else:
+            warm.run_module(module)
     except SystemExit as end:
-        status = ended(end)
+        return ended(end)
     except BaseException as error:  # noqa: BLE001 - what the interpreter does with it
         sys.excepthook(type(error), error, error.__traceback__)
-    leave(status)
+        return 1
+    return 0
 
 
 def register(command: list[str], env: dict[str, str]) -> list[str]:

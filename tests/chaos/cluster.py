@@ -1,7 +1,7 @@
 """Processes for the chaos tests: a lighthouse and trainers that can be killed, frozen, restarted; always ended by id.
 
-Every wait is for an event (a line a process prints, its end) with a deadline; a reader thread per process feeds one
-queue of lines per process.
+Trainers come from a forge if there is one, else each is a new interpreter. Every wait is for an event (a line a process
+prints, its end) with a deadline; a reader thread per process feeds one queue of lines per process.
 """
 
 from __future__ import annotations
@@ -22,8 +22,12 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from typing import IO
+
+    from tests.forge import Forge, Forged
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
+WORKER = str(ROOT / "tests/chaos/worker.py")
 WAIT_S = 45.0
 END_AFTER = 40
 """Steps that all trainers still make together at the end; more than any of them can be ahead of what was read."""
@@ -34,7 +38,9 @@ class Process:
     """One process and the lines it has printed, with the time at which they were read."""
 
     name: str
-    popen: subprocess.Popen[str]
+    popen: subprocess.Popen[bytes] | Forged
+    pipes: tuple[IO[str], IO[str]]
+    """Its output and its errors."""
     lines: list[tuple[float, str]] = field(default_factory=list)
     errors: list[str] = field(default_factory=list)
     changed: threading.Condition = field(default_factory=threading.Condition)
@@ -71,9 +77,15 @@ class Process:
 
 
 class Cluster:
-    """A lighthouse and its trainers; a context manager that ends them all."""
+    """A lighthouse and its trainers; a context manager that ends them all.
 
-    def __init__(self, **env: object) -> None:
+    Args:
+        forge: starts the trainers.
+        env: what all trainers find in their environment.
+    """
+
+    def __init__(self, forge: Forge | None = None, **env: object) -> None:
+        self.forge = forge
         self.env = {key: str(value) for key, value in env.items()}
         self.processes: list[Process] = []
         self.trainers: dict[str, Process] = {}
@@ -98,9 +110,8 @@ class Cluster:
                         os.kill(int(line.split()[1]), signal.SIGKILL)
         self._folder.cleanup()
         for process in self.processes:
-            for pipe in (process.popen.stdout, process.popen.stderr):
-                if pipe is not None:
-                    pipe.close()
+            for pipe in process.pipes:
+                pipe.close()
 
     def start_lighthouse(self) -> None:
         """Start (or restart) the lighthouse on this cluster's port, and wait until it listens."""
@@ -113,23 +124,27 @@ class Cluster:
             "--liveness-ms",
             "1000",
         ]
-        self.lighthouse = self._start("lighthouse", command, {})
+        self.lighthouse = self._start("lighthouse", command, {}, None)
         self.lighthouse.wait_for(lambda: bool(self.lighthouse and self.lighthouse.lines), "said that it listens")
 
     def start(self, name: str, **env: object) -> Process:
         """Start (or restart) a trainer."""
-        return self.start_command(name, [sys.executable, "-m", "tests.chaos.worker"], **env)
+        return self.start_command(name, [sys.executable, "-u", WORKER], **env)
 
     def start_command(self, name: str, command: list[str], **env: object) -> Process:
-        """The same with another command, for example a launcher."""
+        """The same with another command, for example a launcher: python -u SCRIPT (or -m LAUNCHER) ...
+
+        From the forge, if there is one; what a launcher starts, too."""
         mine = {
+            "PYTHONPATH": str(ROOT),
             "FT_LIGHTHOUSE": f"127.0.0.1:{self.port}",
             "FT_REPLICA_ID": name,
             "FT_HOSTNAME": "127.0.0.1",
             "OMP_NUM_THREADS": "1",
             "STEPS_FILE": str(self._end),
         }
-        process = self._start(name, command, mine | self.env | {key: str(value) for key, value in env.items()})
+        whole = mine | self.env | {key: str(value) for key, value in env.items()}
+        process = self._start(name, command, whole, self.forge)
         self.trainers[name] = process
         return process
 
@@ -179,11 +194,18 @@ class Cluster:
         forked = {step: found for step, found in histories.items() if len(found) > 1}
         assert not forked, f"committed with different histories: {forked}"
 
-    def _start(self, name: str, command: list[str], env: dict[str, str]) -> Process:
-        popen = subprocess.Popen(
-            command, cwd=ROOT, env=os.environ | env, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
-        )
-        process = Process(name, popen)
+    def _start(self, name: str, command: list[str], env: dict[str, str], forge: Forge | None) -> Process:
+        (out, to_out), (err, to_err) = os.pipe(), os.pipe()
+        popen: subprocess.Popen[bytes] | Forged
+        try:
+            if forge is not None:
+                popen = forge.start(command, os.environ | env, to_out, to_err, str(ROOT), launches="-m" in command)
+            else:
+                popen = subprocess.Popen(command, cwd=ROOT, env=os.environ | env, stdout=to_out, stderr=to_err)
+        finally:
+            os.close(to_out)
+            os.close(to_err)
+        process = Process(name, popen, (open(out), open(err)))  # noqa: SIM115 - closed by __exit__
         self.processes.append(process)
         threading.Thread(target=_read, args=(process,), daemon=True).start()
         threading.Thread(target=_read_errors, args=(process,), daemon=True).start()
@@ -198,8 +220,7 @@ def gap_s(process: Process, around: float) -> float:
 
 
 def _read(process: Process) -> None:
-    assert process.popen.stdout is not None
-    for line in process.popen.stdout:
+    for line in process.pipes[0]:
         with process.changed:
             process.lines.append((time.monotonic(), line.rstrip()))
             process.changed.notify_all()
@@ -209,8 +230,7 @@ def _read(process: Process) -> None:
 
 
 def _read_errors(process: Process) -> None:
-    assert process.popen.stderr is not None
-    for line in process.popen.stderr:
+    for line in process.pipes[1]:
         with process.changed:
             process.errors.append(line.rstrip())
             process.changed.notify_all()

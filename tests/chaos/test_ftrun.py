@@ -56,7 +56,7 @@ def pid_of(running: Job, name: str) -> int:
 
 
 def test_a_late_start_a_kill_and_a_hang(
-    end: Callable[[int], None], monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path
+    end: Callable[[int], None], monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path, forged_workers: None
 ) -> None:
     """The first costs nobody a restart, the others one each."""
     monkeypatch.setenv("HANG_ONCE", "replica-1:60")
@@ -85,7 +85,7 @@ def test_a_late_start_a_kill_and_a_hang(
     assert len(set(digests)) == 1
 
 
-def test_a_scale_down_of_groups_of_two_costs_nobody_a_step(end: Callable[[int], None]) -> None:
+def test_a_scale_down_of_groups_of_two_costs_nobody_a_step(end: Callable[[int], None], forged_workers: None) -> None:
     answers: list[str] = []
 
     def shrink(_: re.Match[str]) -> None:

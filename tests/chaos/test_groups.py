@@ -8,21 +8,25 @@ import signal
 import socket
 import sys
 import time
+from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.chaos.cluster import Cluster, Process
+from tests.chaos.cluster import WORKER, Cluster, Process
+
+if TYPE_CHECKING:
+    from tests.forge import Forge
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(120)]
 
 
 def start_group(cluster: Cluster, name: str, **env: object) -> Process:
-    """torchrun with two ranks and one restart; its output holds the lines of both."""
+    """torchrun with two ranks and one restart; its output holds the lines of both. With a forge all come from it."""
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--max-restarts", "1"]
+    command = [sys.executable, "-u", "-m", "torch.distributed.run", "--nproc-per-node", "2", "--max-restarts", "1"]
     command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}", "--monitor-interval", "0.1"]
-    return cluster.start_command(name, [*command, "-m", "tests.chaos.worker"], PIDS=1, **env)
+    return cluster.start_command(name, [*command, WORKER], PIDS=1, **env)
 
 
 def digests(group: Process) -> dict[str, str]:
@@ -42,8 +46,8 @@ def _both_done(group: Process) -> bool:
     return len(digests(group)) == 2
 
 
-def test_a_group_loses_a_rank_restarts_and_heals() -> None:
-    with Cluster(STEP_MS=20, FT_NUM_REPLICA_GROUPS=2) as cluster:
+def test_a_group_loses_a_rank_restarts_and_heals(forge: Forge) -> None:
+    with Cluster(forge, STEP_MS=20, FT_NUM_REPLICA_GROUPS=2) as cluster:
         one, two = start_group(cluster, "one"), start_group(cluster, "two")
         one.wait_step(15)
         os.kill(pids(two)[1], signal.SIGKILL)  # rank 0 or 1 of group two: the agent restarts both
@@ -64,8 +68,8 @@ def test_a_group_loses_a_rank_restarts_and_heals() -> None:
         assert all(len(found) == 1 for found in histories.values())
 
 
-def test_one_rank_that_silently_differs_makes_its_whole_group_heal() -> None:
-    with Cluster(STEP_MS=10, FT_NUM_REPLICA_GROUPS=2, PARITY=5) as cluster:
+def test_one_rank_that_silently_differs_makes_its_whole_group_heal(forge: Forge) -> None:
+    with Cluster(forge, STEP_MS=10, FT_NUM_REPLICA_GROUPS=2, PARITY=5) as cluster:
         one = start_group(cluster, "one")
         two = start_group(cluster, "two", CORRUPT_AT="0:7")
         one.wait_step(30)
@@ -78,8 +82,8 @@ def test_one_rank_that_silently_differs_makes_its_whole_group_heal() -> None:
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_sigterm_to_one_rank_drains_its_whole_group(rank: int) -> None:
-    with Cluster(STEP_MS=20, FT_NUM_REPLICA_GROUPS=2) as cluster:
+def test_sigterm_to_one_rank_drains_its_whole_group(forge: Forge, rank: int) -> None:
+    with Cluster(forge, STEP_MS=20, FT_NUM_REPLICA_GROUPS=2) as cluster:
         one, two = start_group(cluster, "one"), start_group(cluster, "two")
         one.wait_step(10)
         os.kill(pids(two)[rank], signal.SIGTERM)

@@ -5,10 +5,14 @@ from __future__ import annotations
 import itertools
 import signal
 import time
+from typing import TYPE_CHECKING
 
 import pytest
 
 from tests.chaos.cluster import Cluster, gap_s
+
+if TYPE_CHECKING:
+    from tests.forge import Forge
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(120)]
 NAMES = ("a", "b", "c")
@@ -29,8 +33,8 @@ def test_a_killed_replica_is_lost_and_taken_back() -> None:
         assert b.step() == a.step()
 
 
-def test_a_replica_that_is_asked_to_end_costs_the_others_nothing() -> None:
-    with Cluster(FT_NUM_REPLICA_GROUPS=3) as cluster:
+def test_a_replica_that_is_asked_to_end_costs_the_others_nothing(forge: Forge) -> None:
+    with Cluster(forge, FT_NUM_REPLICA_GROUPS=3) as cluster:
         a, b, c = (cluster.start(name) for name in NAMES)
         a.wait_step(30)
         cluster.drain("c")
@@ -44,8 +48,8 @@ def test_a_replica_that_is_asked_to_end_costs_the_others_nothing() -> None:
         assert {row[2] for row in a.commits()} == {2, 3}
 
 
-def test_a_death_hidden_by_a_forked_child_is_found_at_once() -> None:
-    with Cluster(FT_NUM_REPLICA_GROUPS=3) as cluster:
+def test_a_death_hidden_by_a_forked_child_is_found_at_once(forge: Forge) -> None:
+    with Cluster(forge, FT_NUM_REPLICA_GROUPS=3) as cluster:
         a, _b, _c = (cluster.start(name, **({"FORK": 1} if name == "c" else {})) for name in NAMES)
         a.wait_step(30)
         at = time.monotonic()
@@ -54,8 +58,8 @@ def test_a_death_hidden_by_a_forked_child_is_found_at_once() -> None:
         assert gap_s(a, at) < 2.0  # not until the child ends, nor until a collective times out
 
 
-def test_a_frozen_replica_is_left_out_and_heals_when_it_thaws() -> None:
-    with Cluster(FT_NUM_REPLICA_GROUPS=3) as cluster:
+def test_a_frozen_replica_is_left_out_and_heals_when_it_thaws(forge: Forge) -> None:
+    with Cluster(forge, FT_NUM_REPLICA_GROUPS=3) as cluster:
         a, _b, c = (cluster.start(name) for name in NAMES)
         a.wait_step(30)
         at = time.monotonic()
@@ -69,8 +73,8 @@ def test_a_frozen_replica_is_left_out_and_heals_when_it_thaws() -> None:
         assert len(healed) == 1, f"the frozen replica should jump once, over the steps it slept through: {healed}"
 
 
-def test_the_lighthouse_may_die() -> None:
-    with Cluster(FT_NUM_REPLICA_GROUPS=3) as cluster:
+def test_the_lighthouse_may_die(forge: Forge) -> None:
+    with Cluster(forge, FT_NUM_REPLICA_GROUPS=3) as cluster:
         a, _b, _c = (cluster.start(name) for name in NAMES)
         a.wait_step(30)
         assert cluster.lighthouse is not None
@@ -86,8 +90,8 @@ def test_the_lighthouse_may_die() -> None:
         assert len(cluster.wait_ends()) == 1
 
 
-def test_a_replica_that_hangs_is_left_out() -> None:
-    with Cluster(FT_NUM_REPLICA_GROUPS=2, TIMEOUT_S=4) as cluster:
+def test_a_replica_that_hangs_is_left_out(forge: Forge) -> None:
+    with Cluster(forge, FT_NUM_REPLICA_GROUPS=2, TIMEOUT_S=4) as cluster:
         a = cluster.start("a")
         b = cluster.start("b", HANG_AT=30)
         a.wait_step(60)
@@ -95,8 +99,8 @@ def test_a_replica_that_hangs_is_left_out() -> None:
         assert b.step() == 30
 
 
-def test_a_death_during_a_collective_of_the_users_own() -> None:
-    with Cluster(FT_NUM_REPLICA_GROUPS=3, METRIC=1) as cluster:
+def test_a_death_during_a_collective_of_the_users_own(forge: Forge) -> None:
+    with Cluster(forge, FT_NUM_REPLICA_GROUPS=3, METRIC=1) as cluster:
         a, _b = cluster.start("a"), cluster.start("b")
         c = cluster.start("c", SILENT_AT=20)
         c.wait_for(lambda: any(line == "silent" for _, line in c.lines), "fell silent")
