@@ -169,7 +169,8 @@ class _Weigher:
             self.tensors += 1
             if not value.requires_grad:
                 return value
-            weighed = value.view_as(value)
+            # A view that is changed in place (`loss *= 2`) loses its hooks. Losses are copied; large tensors are not.
+            weighed = value.clone() if value.numel() == 1 else value.view_as(value)
             weighed.register_hook(functools.partial(_multiply, self._ratio))
             return weighed
         if dataclasses.is_dataclass(value) and not isinstance(value, type):

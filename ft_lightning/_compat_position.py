@@ -11,6 +11,8 @@ from __future__ import annotations
 import contextlib
 from typing import TYPE_CHECKING, Any
 
+from ft_core.data import ElasticDataLoader
+from ft_core.errors import ConfigError
 from ft_lightning import data
 from ft_lightning._compat import FABRICS, TREES, part, tree_of
 
@@ -94,13 +96,164 @@ def epoch_is_over(trainer: Trainer) -> bool:
     return bool(trainer.fit_loop.epoch_loop._num_ready_batches_reached())
 
 
+def follow_micro_batches(trainer: Trainer, first: Callable[[], bool], last: Callable[[], bool]) -> None:
+    """Let `first` say whether a batch begins an accumulation window, and `last` whether it ends it.
+
+    Losses are no longer divided by the number of micro-batches, which `accumulate_grad_batches` need not be any more.
+    Relies on `_TrainingEpochLoop._accumulated_batches_reached`, and on `_AutomaticOptimization` making what clears
+    gradients in `_make_zero_grad_fn(batch_idx, optimizer)` (at indices that `accumulate_grad_batches` divides), and its
+    result with `output_result_cls.from_training_step_output(output, normalize)`.
+    """
+    loop = trainer.fit_loop.epoch_loop
+    automatic = loop.automatic_optimization
+    clears, result = type(automatic)._make_zero_grad_fn, type(automatic).output_result_cls
+
+    class Whole(result):  # type: ignore[misc,valid-type]
+        """A loss as the module returned it."""
+
+        @classmethod
+        def from_training_step_output(cls, output: Any, normalize: int = 1) -> Any:
+            """As Lightning's, without the division."""
+            del normalize
+            return super().from_training_step_output(output, 1)
+
+    automatic.output_result_cls = Whole
+    automatic._make_zero_grad_fn = lambda _batch_idx, optimizer: clears(automatic, 0, optimizer) if first() else None
+    loop._accumulated_batches_reached = last
+
+
+def no_longer_follow(trainer: Trainer) -> None:
+    """Take `follow_micro_batches` back."""
+    loop = trainer.fit_loop.epoch_loop
+    vars(loop).pop("_accumulated_batches_reached", None)
+    for name in ("output_result_cls", "_make_zero_grad_fn"):
+        vars(loop.automatic_optimization).pop(name, None)
+
+
+def schedules_accumulation(trainer: Trainer) -> bool:
+    """There is a GradientAccumulationScheduler."""
+    kind = part(tree_of(trainer), "callbacks.GradientAccumulationScheduler")
+    return any(isinstance(callback, kind) for callback in trainer.callbacks)
+
+
+def check_single_loader(trainer: Trainer) -> None:
+    """Raise ConfigError unless there is one training loader, whose batches Lightning hands to `training_step`."""
+    fit = trainer.fit_loop
+    if len(fit._combined_loader.flattened) != 1:
+        raise ConfigError(
+            f"elastic data: {len(fit._combined_loader.flattened)} training loaders, but one dataset is divided per "
+            "fit; combine the datasets in one (torch.utils.data.StackDataset, ConcatDataset)"
+        )
+    if isinstance(fit._data_fetcher, part(tree_of(trainer), "loops.fetchers._DataLoaderIterDataFetcher")):
+        raise ConfigError(
+            "elastic data: training_step(dataloader_iter) reads as many batches as it likes; take (batch, batch_idx)"
+        )
+
+
+def data_is_over(trainer: Trainer) -> bool:
+    """The batch under way is the last of its epoch, and not because training is to end."""
+    fit = trainer.fit_loop
+    steps = fit.max_steps != -1 and fit.epoch_loop.global_step >= fit.max_steps
+    return epoch_is_over(trainer) and not steps and not trainer.should_stop
+
+
+def end_epoch(trainer: Trainer) -> None:
+    """The batch under way is the last of its epoch. Relies on the loop and its fetcher keeping that in attributes."""
+    trainer.fit_loop.epoch_loop.batch_progress.is_last_batch = trainer.fit_loop._data_fetcher.done = True
+
+
+def end_fit(trainer: Trainer) -> None:
+    """Train no further, whatever `min_epochs` and `min_steps` say."""
+    trainer.should_stop = True
+    trainer.fit_loop.min_epochs = trainer.fit_loop.epoch_loop.min_steps = None
+
+
+def count_batch(trainer: Trainer) -> None:
+    """A step's batches of the others, of which there were none here."""
+    progress = trainer.fit_loop.epoch_loop.batch_progress
+    for _ in range(trainer.accumulate_grad_batches):
+        progress.increment_ready()
+        progress.increment_started()
+        progress.increment_processed()
+        progress.increment_completed()
+
+
+def step_optimizer(trainer: Trainer) -> None:
+    """Make a step with the gradients that are there, with hooks, schedulers and counts.
+
+    Relies on `_AutomaticOptimization._optimizer_step(batch_idx, closure)`, and on `update_lr_schedulers`, which the
+    training epoch loop calls after each batch, once for those that follow a metric.
+    """
+    loop = trainer.fit_loop.epoch_loop
+    loop.automatic_optimization._optimizer_step(loop.batch_idx, lambda: None)
+    for plateau in (False, True):
+        loop.update_lr_schedulers("step", update_plateau_schedulers=plateau)
+    loop._batches_that_stepped += 1
+
+
+def step_epoch_schedulers(trainer: Trainer) -> None:
+    """Those that do not follow a metric, whose turn is after an epoch's last batch."""
+    trainer.fit_loop.epoch_loop.update_lr_schedulers("epoch", update_plateau_schedulers=False)
+
+
+def limited(trainer: Trainer, total: int) -> int:
+    """`limit_train_batches` of an epoch of `total` batches."""
+    limit = trainer.limit_train_batches
+    return min(total, limit) if isinstance(limit, int) else max(1, int(total * limit))
+
+
+def tell_length(trainer: Trainer, total: int, *, last: bool | None = None) -> None:
+    """The epoch under way has `total` batches.
+
+    Relies on `FitLoop.max_batches`, the fetcher's `length` (`done` once as many were fetched), and, where the interval
+    is a part of an epoch, `Trainer.val_check_batch`; on `train_progress_bar` (tqdm) and `train_progress_bar_id` (rich)
+    of Lightning's progress bars.
+
+    Args:
+        trainer: in `fit`.
+        total: including those that are done.
+        last: whether the batch under way is the last one; None: none is under way.
+    """
+    fit = trainer.fit_loop
+    fetcher, interval = fit._data_fetcher, trainer.val_check_interval
+    changed, fit.max_batches = fit.max_batches != total, total
+    fetcher.length = total
+    if last is not None:
+        fetcher.done = fit.epoch_loop.batch_progress.is_last_batch = last
+    if isinstance(interval, float) and trainer.val_check_batch not in (None, float("inf")):
+        trainer.val_check_batch = max(1, int(total * interval))
+    shown = trainer.progress_bar_callback
+    if not changed or shown is None or not getattr(shown, "is_enabled", True):
+        return
+    bar, number = getattr(shown, "_train_progress_bar", None), getattr(shown, "train_progress_bar_id", None)
+    if bar is not None:
+        bar.total = total
+    elif number is not None and shown.progress is not None:
+        shown.progress.update(number, total=total)
+
+
+def forget_loaders(checkpoint: dict[str, Any]) -> None:
+    """Take out the loaders' states, which a Trainer with other loaders would stumble over.
+
+    Relies on `FitLoop.on_save_checkpoint` putting them into the loop's own state as `combined_loader`.
+    """
+    checkpoint.get("loops", {}).get("fit_loop", {}).get("state_dict", {}).pop("combined_loader", None)
+
+
+def was_last(trainer: Trainer) -> bool:
+    """The checkpoint that this run starts from was saved at the last batch of an epoch."""
+    return bool(trainer.fit_loop.epoch_loop.batch_progress.is_last_batch)
+
+
 def divides_data(trainer: Trainer) -> bool:
     """`Trainer(use_distributed_sampler)`."""
     return bool(trainer._accelerator_connector.use_distributed_sampler)
 
 
-def around_samplers(trainer: Trainer, around: Callable[[Any, str], AbstractContextManager[None]]) -> None:
-    """Enter `around(loader, stage)` while the Trainer gives a loader its sampler.
+def around_samplers(
+    trainer: Trainer, exchange: Callable[[Any, str], Any], around: Callable[[Any, str], AbstractContextManager[None]]
+) -> None:
+    """Enter `around(loader, stage)` while the Trainer gives a loader its sampler: the one `exchange` makes of it.
 
     Relies on `_DataConnector._prepare_dataloader(dataloader, shuffle, mode)`, called for each loader of each stage.
     """
@@ -108,6 +261,7 @@ def around_samplers(trainer: Trainer, around: Callable[[Any, str], AbstractConte
     prepare = type(connector)._prepare_dataloader
 
     def prepare_around(dataloader: Any, shuffle: bool, mode: Any) -> Any:
+        dataloader = exchange(dataloader, mode.dataloader_prefix)
         with around(dataloader, mode.dataloader_prefix):
             return prepare(connector, dataloader, shuffle=shuffle, mode=mode)
 
@@ -158,7 +312,9 @@ def place_data(trainer: Trainer, states: list[dict[str, Any]]) -> None:
     cycles = combined._mode == "max_size_cycle"
     stateful = [hasattr(x, "state_dict") and hasattr(x, "load_state_dict") for x in loaders]
     known = all(s or data.can_skip(x) for s, x in zip(stateful, loaders, strict=True))
-    if stateful and states and len(states) == sum(stateful):
+    if any(isinstance(loader, ElasticDataLoader) for loader in loaders):
+        pass  # the only one, and its cursor is the Manager's affair
+    elif stateful and states and len(states) == sum(stateful):
         combined._load_state_dicts(states)
     else:
         known = known and not any(stateful)

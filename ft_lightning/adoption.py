@@ -32,7 +32,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch.distributed import ReduceOp
@@ -48,7 +48,9 @@ if TYPE_CHECKING:
 
     from ft_core import Manager
     from ft_lightning.data import Sharding
+    from ft_lightning.elastic import ElasticData
 
+T = TypeVar("T")
 log = logging.getLogger("ft_lightning")
 KEY = "ft_lightning"
 """Of our part in the state that donors hand out."""
@@ -60,12 +62,13 @@ FETCH_MAX_S = 3600.0
 """Announced to the peers for opening the data; reading through a long iterable takes its time."""
 
 
-def start_patiently(manager: Manager, address: str) -> None:
-    """`start_quorum`; that it takes longer than `quorum_timeout` is no error while the others validate or save.
+def patiently(manager: Manager, address: str, start: Callable[[], T]) -> T:
+    """What opens a quorum; that it takes longer than `quorum_timeout` is no error while the others validate or save.
 
     Args:
         manager: of this rank.
         address: of the lighthouse.
+        start: calls `start_quorum`. Returned is what it returns.
 
     Raises:
         QuorumTimeoutError: and nobody is paused.
@@ -73,8 +76,7 @@ def start_patiently(manager: Manager, address: str) -> None:
     tries = 0
     while True:
         try:
-            manager.start_quorum()
-            return
+            return start()
         except QuorumTimeoutError:
             paused, trains = _others(manager, address)
             tries += not paused
@@ -99,11 +101,15 @@ class Adoption:
     Args:
         trainer: in `fit`.
         sharding: of its strategy.
+        elastic: of its strategy.
     """
 
-    def __init__(self, trainer: Any, sharding: Sharding) -> None:
+    _run_out: Callable[[], None]
+
+    def __init__(self, trainer: Any, sharding: Sharding, elastic: ElasticData) -> None:
         self._trainer = trainer
         self._sharding = sharding
+        self._elastic = elastic
         self._open_quorum: Callable[[], Manager] | None = None
         self._first = False
         """First of all ranks in the quorum of this batch."""
@@ -125,13 +131,14 @@ class Adoption:
         epoch, batch = _position.epoch_and_batch(self._trainer)
         return f"Adoption(epoch {epoch}, batch {batch}, adopted {self.adoptions} times)"
 
-    def start(self, open_quorum: Callable[[], Manager]) -> None:
+    def start(self, open_quorum: Callable[[], Manager], run_out: Callable[[], None]) -> None:
         """From now on call `open_quorum` before each batch.
 
         Args:
             open_quorum: `start_quorum` unless an accumulation window is under way; returns the Manager.
+            run_out: called after each batch.
         """
-        self._open_quorum = open_quorum
+        self._open_quorum, self._run_out = open_quorum, run_out
         _position.around_each_batch(self._trainer, self.before_batch, self._after_batch)
 
     @contextlib.contextmanager
@@ -143,6 +150,19 @@ class Adoption:
             yield
         finally:
             self._opening, self._received = False, None
+
+    @contextlib.contextmanager
+    def staying(self) -> Iterator[None]:
+        """After the last batch of an epoch that others are still in: a heal brings their progress, if it is needed."""
+        before = _position.epoch_and_batch(self._trainer)[0]
+        self._opening = True
+        try:
+            yield
+        finally:
+            self._opening = False
+            received, self._received = self._received, None
+        if received is not None and _position.epoch_and_batch(self._trainer)[0] != before:
+            self._move(received)
 
     @property
     def behind(self) -> bool:
@@ -187,16 +207,21 @@ class Adoption:
                 "what it has read ahead cannot be handed to a replica that joins"
             )
         state = _compat.dump(trainer)
+        if self._elastic.active:
+            _position.forget_loaders(state)
         ahead = _position.reads_ahead(trainer)
         state[KEY] = {
             "accumulate": trainer.accumulate_grad_batches,
-            "loaders": list(self._ahead[1]) if ahead else _position.loader_states(trainer),
+            "loaders": [] if self._elastic.active else self._loaders(ahead),
             "reload": _position.reload_epochs(trainer),
             "metrics": _position.metrics(trainer),
             "groups": self._sharding.groups,
             "unseen": [self.unseen.shares, self.unseen.read],
         }
         return state
+
+    def _loaders(self, ahead: bool) -> list[Any]:
+        return list(self._ahead[1]) if ahead else _position.loader_states(self._trainer)
 
     def load(self, state: Mapping[str, Any]) -> None:
         """The Manager's load function, called inside `start_quorum`: a peer's state at this very point."""
@@ -231,6 +256,7 @@ class Adoption:
                 self._move(received)
         self._divide_anew(manager)
         self._count(manager)
+        self._elastic.announce(self._agreed)
 
     def _move(self, received: Mapping[str, Any]) -> None:
         trainer, states = self._trainer, received["loaders"]
@@ -238,6 +264,7 @@ class Adoption:
         divides = received["groups"] != self._sharding.groups
         if divides:
             self._sharding.divide(received["groups"])
+            divides = not self._elastic.active
         reloads = divides or received["reload"] != _position.reload_epochs(trainer)
         if reloads:
             _position.reload_data(trainer, received["reload"], training=divides)
@@ -256,11 +283,14 @@ class Adoption:
         if groups != self._sharding.groups:
             with manager.pause("dividing the training data anew", FETCH_MAX_S):
                 self._sharding.divide(groups)
+                if self._elastic.active:
+                    return
                 _position.reload_data(self._trainer, [], training=True)
                 _position.place_data(self._trainer, [])
 
     def _after_batch(self) -> None:
         self._remember_loaders()
+        self._run_out()
         if _position.epoch_is_over(self._trainer):
             self._tell_unseen()
 
@@ -273,7 +303,7 @@ class Adoption:
     def _count(self, manager: Manager) -> None:
         """The quorum is in place, so this does not wait."""
         self._first = self._trainer.global_rank == 0 and manager.participating_rank() == 0
-        if not self._sharding.elastic:
+        if not self._elastic.active:
             self.unseen.count(manager.num_participants(), self._sharding.groups)
 
     def _tell_unseen(self) -> None:

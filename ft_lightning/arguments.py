@@ -14,6 +14,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from ft_core import Manager
+from ft_core.data import LearningRateScaling
 from ft_core.errors import ConfigError
 from ft_core.settings import parse_address
 
@@ -122,6 +123,67 @@ class Arguments:
         options = [] if self.min_replicas is None else ["--min-replicas", str(self.min_replicas)]
         options += [] if self.timeout_s is None else ["--timeout", f"{self.timeout_s:g}"]
         return [*options, *map(str, self.ftrun_options)]
+
+
+POLICIES = ("shadow", "stop_all", "leave")
+
+
+@dataclass(frozen=True)
+class DataArguments:
+    """Those about the training data. `strategy.FaultTolerance` documents them."""
+
+    elastic_data: bool = False
+    global_batch_size: int | None = None
+    max_micro_steps: int | None = None
+    lr_scaling: tuple[str, int] | LearningRateScaling | None = None
+    on_exhausted: str | None = None
+
+    def check(self) -> None:
+        """Refuse what cannot work.
+
+        Raises:
+            ConfigError: names the argument, the value, and what to do.
+        """
+        for name in ("global_batch_size", "max_micro_steps"):
+            value: object = getattr(self, name)
+            if value is None:
+                continue
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ConfigError(f"{name}={value!r} must be a whole number, 1 or more")
+            if not self.elastic_data:
+                raise ConfigError(
+                    f"{name}={value} is for elastic_data=True; an ElasticDataLoader of your own takes it itself"
+                )
+        if self.max_micro_steps is not None and self.global_batch_size is None:
+            raise ConfigError(
+                f"max_micro_steps={self.max_micro_steps} bounds what global_batch_size= asks of a replica; without it "
+                "use accumulate_grad_batches"
+            )
+        if self.on_exhausted is not None and self.on_exhausted not in POLICIES:
+            raise ConfigError(f"on_exhausted={self.on_exhausted!r} must be one of {', '.join(map(repr, POLICIES))}")
+        if self.on_exhausted is not None and self.elastic_data:
+            raise ConfigError(
+                f"on_exhausted={self.on_exhausted!r} with elastic_data=True: with elastic data all replicas run out "
+                "together; leave on_exhausted out"
+            )
+        _ = self.scaling
+
+    @property
+    def scaling(self) -> LearningRateScaling | None:
+        """What learning rates follow.
+
+        Raises:
+            ConfigError: `lr_scaling` is nothing of that kind.
+        """
+        given: object = self.lr_scaling
+        if given is None or isinstance(given, LearningRateScaling):
+            return given
+        if not isinstance(given, tuple | list) or len(given) != 2:
+            raise ConfigError(
+                f"lr_scaling={given!r} must be a rule and the samples per step that the learning rate is for, such as "
+                "('linear', 256)"
+            )
+        return LearningRateScaling(*given)
 
 
 def check_kwargs(kwargs: Mapping[str, Any]) -> None:

@@ -16,7 +16,7 @@ several ranks. A newcomer starts such a loader anew, reads as many batches as th
 them away; peers wait meanwhile, as for a pause. If it ends earlier there than on the others, that replica begins its
 next epoch earlier; nobody hangs. `torchdata.StatefulDataLoader` is opened by the donor's `state_dict` instead.
 
-A loader of its own kind, as ft_core's elastic exactly-once loader will be: see `ElasticLoader`.
+Elastic data, which is divided anew with each change of membership, is none of this: see `elastic`.
 
 Threads: the training thread.
 """
@@ -31,7 +31,7 @@ import random
 import re
 import sys
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Sampler
@@ -41,34 +41,10 @@ from ft_core.errors import ConfigError
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
 
-    from ft_core import Manager
-
 log = logging.getLogger("ft_lightning")
-__all__ = ["ElasticLoader", "Replayable", "Sharding", "Unseen", "can_skip", "groups_needed", "open_at"]
+__all__ = ["Replayable", "Sharding", "Unseen", "can_skip", "groups_needed", "open_at"]
 
 TRAIN = "train"
-
-
-@runtime_checkable
-class ElasticLoader(Protocol):
-    """A loader that divides the data among the groups that are there, each sample exactly once.
-
-    Hand it to the Trainer like any other. It must not be a `torch.utils.data.DataLoader` (Lightning would give that a
-    sampler). `attach` is called when training data is set up; a newcomer gets the donor's `state_dict` before it
-    iterates; nothing is reported as unseen.
-    """
-
-    def attach(self, manager: Manager) -> None:
-        """Membership and commits from here on."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """What has been consumed by committed steps, the same on all replicas."""
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on after this state at the next `iter`."""
-
-    def __iter__(self) -> Iterator[Any]:
-        """Batches of this rank."""
 
 
 class Sharding:
@@ -88,8 +64,6 @@ class Sharding:
         self._seed_worker = seed_worker
         self.stage = ""
         """Stage of the loader that the Trainer prepares just now, "" outside."""
-        self.elastic = False
-        """The training data comes from an ElasticLoader."""
         self._last = ""
         self._own_sampler = False
         self._warned: set[str] = set()
@@ -144,15 +118,11 @@ class Sharding:
         finally:
             self.stage = ""
 
-    def prepared(self, loader: Any, inside: Mapping[str, Any], manager: Manager | None) -> Any:
+    def prepared(self, loader: Any, inside: Mapping[str, Any]) -> Any:
         """Right after `preparing`: seeds and warnings. Returns the loader."""
         if self._last != TRAIN:
             return loader
         shard = self.kwargs(inside, training=True)
-        if isinstance(loader, ElasticLoader) and not isinstance(loader, DataLoader):
-            self.elastic = True
-            if manager is not None:
-                loader.attach(manager)
         if not isinstance(loader, DataLoader):
             return loader
         if int(os.environ.get("PL_SEED_WORKERS", "0")) and loader.worker_init_fn is None:

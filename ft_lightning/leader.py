@@ -172,6 +172,12 @@ class Leadership:
         self.leads = leads and rank == 0
         writers.set_rank_zero(self._strategy._tree, 0 if self.leads else max(1, rank))
 
+    def resign(self) -> None:
+        """This replica has left the job: it writes nothing more."""
+        if self.leads:
+            self._let_go()
+        self._set(False)
+
     def _let_go(self) -> None:
         for logger in self._trainer.loggers:
             writers.close_logger(logger)

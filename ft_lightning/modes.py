@@ -33,7 +33,10 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ft_core.errors import ConfigError
+from ft_core.optim import learning_rates_times
 from ft_lightning import _compat
+from ft_lightning import _compat_position as _position
+from ft_lightning.elastic import LeftEpoch
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -51,7 +54,8 @@ class Modes:
     """Mixed into the strategy, before Lightning's DDPStrategy. `start_voting` when it is set up, `end_voting` at last.
 
     What it needs of the strategy: `manager`, `model` (ft_core's wrapper), `lightning_module`, `world_size`,
-    `root_device`, `precision_plugin`, `optimizers`, `lr_scheduler_configs`, `_start_quorum`, `_voted` (`writing`).
+    `root_device`, `precision_plugin`, `optimizers`, `lr_scheduler_configs`, `_start_quorum`, `_voted` (`writing`),
+    `elastic`, `running_out`, `_data_arguments`.
     """
 
     manager: Manager | None
@@ -64,6 +68,8 @@ class Modes:
         """Optimizer steps that were made since `fit` began, on this replica."""
         self.vetoed_steps = 0
         """Optimizer steps that were skipped since `fit` began, on this replica."""
+        self.lr_factor = 1.0
+        """What learning rates were multiplied with in the last committed step."""
         self._open = False
         """A quorum was opened for the accumulation window that is under way, and nothing was voted on."""
         self._lost = False
@@ -78,6 +84,8 @@ class Modes:
         """The optimizer that Lightning steps, until it calls its closure; True between its vote and its end."""
         self._planned: tuple[StepAttempt | None, int] = None, 1
         self._guards = contextlib.ExitStack()
+        self._rates = contextlib.ExitStack()
+        """Open while an optimizer steps with scaled learning rates."""
 
     # ------------------------------------------------------------ set-up and end
 
@@ -127,6 +135,8 @@ class Modes:
             config = next((c for c in this.lr_scheduler_configs if c.scheduler is scheduler), None)
             if self.step_vetoed and config is not None and config.interval == "step":
                 _compat.uncount_schedule(module.trainer)
+            elif config is not None and config.interval == "epoch" and this.running_out.pending:
+                _compat.uncount_schedule(module.trainer)  # their turn comes when all are out of data
             else:
                 hook(scheduler, metric)
 
@@ -159,17 +169,23 @@ class Modes:
     def open_quorum(self) -> Manager:
         """Before a batch is fetched: open its quorum, unless an accumulation window is under way."""
         this: Any = self
-        manager, carrier = self.manager, self._carrier
+        manager, carrier, elastic = self.manager, self._carrier, this.elastic
         assert manager is not None
         self.step_vetoed = False
-        if carrier.unsettled:
+        this.running_out.batch_begins()
+        if elastic.left_step:
+            manager.report_error(LeftEpoch("the loop left its epoch in the middle of a step"))
+            self._vote()
+        elif carrier.unsettled:
             self._vote()  # no step followed: there is nothing to apply, but their place in the run is agreed on
         elif self._open and not self._behind:
             return manager
+        elastic.before_quorum()
         if not self._behind:
             this._start_quorum()
         self._open, self._verdict = True, None
         self._lost = self._behind = this._adoption.behind
+        elastic.opened(passing=self._behind)
         this.model.require_backward_grad_sync = not self._behind
         return manager
 
@@ -204,6 +220,9 @@ class Modes:
     def backward(self, closure_loss: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
         """As Lightning's; in a group of several ranks gradients are averaged over these before any hook sees them."""
         this: Any = self
+        factor = this.elastic.loss_factor
+        if factor != 1.0:
+            closure_loss = closure_loss * factor
         if self.manager is None or this.world_size == 1:
             return super().backward(closure_loss, optimizer, *args, **kwargs)  # type: ignore[misc]
         module, precision = this.lightning_module, this.precision_plugin
@@ -256,6 +275,7 @@ class Modes:
             if not self._vote():
                 raise Vetoed
             self._allowed = True
+            self._scale_rates(optimizer)
             return self._without_loss(optimizer) if result[0] is None else result[0]
 
         self._allowed = optimizer
@@ -265,6 +285,7 @@ class Modes:
             self.step_vetoed = True
             self.vetoed_steps += 1
             _compat.uncount_step(this.lightning_module.trainer)
+            this.elastic.settled()
             return result[0]
         except BaseException as error:
             if self._allowed is True:  # the others have the new state, this replica may have half of it
@@ -272,9 +293,27 @@ class Modes:
             raise
         finally:
             self._allowed = None
+            self._rates.close()
         self.step_vetoed = False
         self.committed_steps += 1
+        this.elastic.settled()
         return output
+
+    def apply_committed(self) -> None:
+        """Make the step that the others have committed, to which this replica had nothing to add."""
+        this: Any = self
+        self._open = self._touched = False
+        self._verdict = True
+        _position.step_optimizer(this.lightning_module.trainer)
+
+    def _scale_rates(self, optimizer: Any) -> None:
+        """Until the step is made, learning rates are those for what was committed."""
+        this: Any = self
+        scaling = this._data_arguments.scaling
+        if scaling is not None:
+            assert self.manager is not None
+            self.lr_factor = scaling.factor(self.manager.last_commit_weight)
+            self._rates.enter_context(learning_rates_times(optimizer, self.lr_factor))
 
     def _vote(self) -> bool:
         """Whether the step that is about to be made is everybody's."""

@@ -24,10 +24,12 @@ from ft_core.inventory import check_arguments
 from ft_lightning import _autoload, _compat
 from ft_lightning import _compat_position as _position
 from ft_lightning.adoption import Adoption
-from ft_lightning.arguments import Arguments, check_kwargs
+from ft_lightning.arguments import Arguments, DataArguments, check_kwargs
 from ft_lightning.data import Sharding
+from ft_lightning.elastic import ElasticData
 from ft_lightning.modes import Modes
 from ft_lightning.placement import Placed
+from ft_lightning.running_out import RunningOut
 from ft_lightning.writing import Writing
 
 if TYPE_CHECKING:
@@ -35,6 +37,8 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
     from torch import nn
+
+    from ft_core.data import LearningRateScaling
 
 log = logging.getLogger("ft_lightning")
 NAME = _autoload.NAME
@@ -55,6 +59,16 @@ class FaultTolerance(Modes, Writing, Placed):
         broadcast_buffers: buffers (BatchNorm's statistics) follow the first participant at each commit.
         bucket_cap_mb: size of the gradient buckets; None: torch's.
         process_group_backend: of the group's own process group; None: Lightning's choice.
+        elastic_data: make the training DataLoader elastic: each sample of an epoch goes into exactly one committed
+            step, whatever fails. Shuffled by Lightning's seed.
+        global_batch_size: with elastic data, samples of one optimizer step, whatever the membership, by more or fewer
+            micro-batches per replica.
+        max_micro_steps: with `global_batch_size`, refuse more micro-batches per step and rank than this.
+        lr_scaling: ("linear" or "sqrt", samples): multiply learning rates in each step by what it follows from the
+            weight of the step and that for which they were chosen. Schedulers see the unscaled ones.
+        on_exhausted: what a replica does whose loader ends before the others' in an epoch: "shadow", "stop_all" or
+            "leave", see `ft_core.Manager.run_out`; None: it begins its next epoch earlier. Not with elastic data, which
+            ends everywhere at once.
         kwargs: further arguments of Lightning's DDPStrategy. Refused: ddp_comm_hook and what belongs to it,
             model_averaging_period, start_method, cluster_environment.
 
@@ -75,10 +89,18 @@ class FaultTolerance(Modes, Writing, Placed):
         broadcast_buffers: bool = True,
         bucket_cap_mb: float | None = None,
         process_group_backend: str | None = None,
+        *,
+        elastic_data: bool = False,
+        global_batch_size: int | None = None,
+        max_micro_steps: int | None = None,
+        lr_scaling: tuple[str, int] | LearningRateScaling | None = None,
+        on_exhausted: str | None = None,
         **kwargs: Any,
     ) -> None:
         self._arguments = Arguments(min_replicas, timeout, lighthouse, manager_kwargs or {}, ftrun_options or ())
         self._arguments.check()
+        self._data_arguments = DataArguments(elastic_data, global_batch_size, max_micro_steps, lr_scaling, on_exhausted)
+        self._data_arguments.check()
         unused = {} if find_unused_parameters is None else {"find_unused_parameters": find_unused_parameters}
         kwargs.update(unused, **({} if broadcast_buffers else {"broadcast_buffers": False}))
         kwargs.update({} if bucket_cap_mb is None else {"bucket_cap_mb": bucket_cap_mb})
@@ -88,7 +110,12 @@ class FaultTolerance(Modes, Writing, Placed):
         self.manager: Manager | None = None
         """Of this rank, while `fit` runs."""
         self._trainer: Any = None
-        self._sharding = Sharding(self.replica_group, self.num_replica_groups, _position.worker_seeder(self._tree))
+        seeder = _position.worker_seeder(self._tree)
+        self._sharding = Sharding(self.replica_group, self.num_replica_groups, seeder)
+        self.elastic = ElasticData(self._data_arguments, seeder)
+        """The training data, if it is elastic."""
+        self.running_out = RunningOut(self, on_exhausted)
+        """What happens when this replica's loader ends before the others'."""
         self._adoption: Adoption | None = None
         """Position in the run that all replicas share, while `fit` runs."""
         self._pause: Any = None
@@ -104,7 +131,7 @@ class FaultTolerance(Modes, Writing, Placed):
     def process_dataloader(self, dataloader: Any) -> Any:
         """Called for each loader after it got its sampler."""
         loader = super().process_dataloader(dataloader)  # type: ignore[misc]
-        return self._sharding.prepared(loader, super().distributed_sampler_kwargs, self.manager)  # type: ignore[misc]
+        return self._sharding.prepared(loader, super().distributed_sampler_kwargs)  # type: ignore[misc]
 
     # ------------------------------------------------------------ set-up and end
 
@@ -113,7 +140,13 @@ class FaultTolerance(Modes, Writing, Placed):
         super().connect(model)  # type: ignore[misc]
         self._trainer = model._trainer if model._trainer is not None else self._trainer
         if self._trainer is not None:
-            _position.around_samplers(self._trainer, self._preparing)
+            _position.around_samplers(self._trainer, self._exchange, self._preparing)
+
+    def _exchange(self, loader: Any, stage: str) -> Any:
+        if not self._trains:
+            return loader
+        group, groups = self.replica_group, self.num_replica_groups
+        return self.elastic.prepare(self._trainer, loader, stage, group, groups, self.manager)
 
     def _preparing(self, loader: Any, stage: str) -> AbstractContextManager[None]:
         divides = _position.divides_data(self._trainer)
@@ -123,7 +156,7 @@ class FaultTolerance(Modes, Writing, Placed):
         """Build the Manager before the model is wrapped; only `fit` needs one."""
         self._trainer = trainer
         if self._trains:
-            self._adoption = Adoption(trainer, self._sharding)
+            self._adoption = Adoption(trainer, self._sharding, self.elastic)
             self.manager = self._new_manager(
                 pg=ProcessGroupGloo(),
                 load_state_dict=self._load_state,
@@ -138,7 +171,7 @@ class FaultTolerance(Modes, Writing, Placed):
                 self._begin(self.manager)
         super().setup(trainer)  # type: ignore[misc]
         if self.manager is not None and self._adoption is not None:
-            self._adoption.start(self.open_quorum)
+            self._adoption.start(self.open_quorum, self.running_out.run_out)
             self.start_voting()
 
     def _setup_model(self, model: nn.Module) -> nn.Module:
@@ -163,11 +196,15 @@ class FaultTolerance(Modes, Writing, Placed):
         if self._adoption is not None:
             self._adoption.stop()
         self.end_voting()
+        self.elastic.end()
         manager, self.manager = self.manager, None
         if manager is not None:
             manager.shutdown()
             self.leader.end()
         self._end_passed()
+        wrapped: Any = getattr(self, "model", None)
+        if isinstance(wrapped, DistributedDataParallel):
+            wrapped.carrier.remove_hooks()  # another fit wraps the same parameters again
         super().teardown()  # type: ignore[misc]
 
     # ------------------------------------------------------------ a batch
@@ -183,7 +220,7 @@ class FaultTolerance(Modes, Writing, Placed):
     def on_validation_start(self) -> None:
         """The others wait for a replica that validates."""
         super().on_validation_start()  # type: ignore[misc]
-        if self.manager is not None and self._trainer.validating:
+        if self.manager is not None and self._trainer.validating and not self.running_out.left:
             self._pause = self.manager.pause("validation", max_s=3600.0)
             self._pause.__enter__()
 

@@ -19,7 +19,7 @@ from ft_core import Manager
 from ft_core.errors import JobFinishedError, UsageError
 from ft_core.settings import DEFAULT_ROOM
 from ft_lightning import _compat, agreement
-from ft_lightning.adoption import start_patiently
+from ft_lightning.adoption import patiently
 from ft_lightning.leader import Leadership
 from ft_lightning.resume import Resume
 from ft_lightning.rooms import RUNS
@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from ft_lightning.elastic import ElasticData
+    from ft_lightning.running_out import RunningOut
 
 log = logging.getLogger("ft_lightning")
 
@@ -41,6 +43,8 @@ class Writing:
     _trainer: Any
     _arguments: Any
     _adoption: Any
+    elastic: ElasticData
+    running_out: RunningOut
     _leadership: Leadership | None = None
     _resume: Resume | None = None
     first_step = 0
@@ -128,7 +132,8 @@ class Writing:
         assert self.manager is not None
         self.resume.check(self.manager)
         self.leader.opened()
-        self._adoption.meet(self.manager)
+        if self.running_out.policy is None:
+            self._adoption.meet(self.manager)
 
     def _start_quorum(self) -> None:
         """`start_quorum`, and what follows from it.
@@ -138,7 +143,7 @@ class Writing:
         """
         assert self.manager is not None
         try:
-            start_patiently(self.manager, self.lighthouse_address)
+            patiently(self.manager, self.lighthouse_address, self.manager.start_quorum)
         except JobFinishedError as error:
             raise agreement.finished(error) from None
         self._opened()
@@ -148,6 +153,7 @@ class Writing:
         assert self.manager is not None
         if committed:
             self.leader.committed()
+        self.running_out.voted()
         agreement.told_to_stop(self.manager, self._trainer)
 
     def _finish(self) -> None:
@@ -155,8 +161,9 @@ class Writing:
         assert self.manager is not None
         for logger in self._trainer.loggers:
             logger.save()
-        with self._adoption.ending():
-            agreement.stop_together(self.manager, self._opened)
+        if not self.running_out.left:
+            with self._adoption.ending():
+                agreement.stop_together(self.manager, self._opened)
         state = self.manager.state_dict()
         self.manager.leave("finished", finished=True)
         RUNS.over(state)
@@ -175,6 +182,8 @@ class Writing:
         super().on_train_start()  # type: ignore[misc]
         if self.manager is not None:
             agreement.drains_alone()
+            self.elastic.begin(self.manager)
+            self.running_out.check(self._trainer.lightning_module)
 
     def on_exception(self, exception: BaseException) -> None:
         """The others go on without this replica at once."""
@@ -185,6 +194,7 @@ class Writing:
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """The leader writes; the others keep in mind what, until the next commit."""
         self.resume.save(checkpoint, self.manager)
+        self.elastic.save(checkpoint)
         save = super().save_checkpoint  # type: ignore[misc]
         self.leader.writing(filepath, lambda: save(checkpoint, filepath, storage_options))
 
@@ -198,7 +208,9 @@ class Writing:
         load = super().load_checkpoint  # type: ignore[misc]
         if not self._trains:
             return dict(load(checkpoint_path, **kwargs))
-        return self.resume.load(self._tree, checkpoint_path, lambda: load(checkpoint_path, **kwargs))
+        checkpoint = self.resume.load(self._tree, checkpoint_path, lambda: load(checkpoint_path, **kwargs))
+        self.elastic.found(checkpoint)
+        return checkpoint
 
     # ------------------------------------------------------------ for users
 

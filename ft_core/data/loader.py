@@ -26,7 +26,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sized
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
 from ft_core.data.pipeline import Pipeline
 from ft_core.data.sampler import ElasticSampler
@@ -119,6 +119,7 @@ class ElasticDataLoader:
         def make(batches: Iterable[list[int]]) -> DataLoader[Any]:
             return loader_class(dataset, batch_sampler=batches, **options)
 
+        self._make = make
         self._pipeline = Pipeline(make, self._indices)
         if manager is not None:
             self.attach(manager)
@@ -133,7 +134,9 @@ class ElasticDataLoader:
     def __iter__(self) -> Iterator[Any]:
         sampler = self.sampler
         for step in sampler.steps():
-            for number, micro_batch in enumerate(step.micro_batches):
+            while not step.complete:
+                number = step.handed_out
+                micro_batch = step.micro_batches[number]
                 batch = self._pipeline.get(micro_batch, partial(sampler.forecast, step, number))
                 sampler.hand_out(micro_batch)
                 yield batch
@@ -146,6 +149,12 @@ class ElasticDataLoader:
             first = micro_batch.epoch * self.sampler.cursor.length
             return [first + index for index in indices]
         return indices
+
+    def plain(self, *, shuffle: bool = False) -> DataLoader[Any]:
+        """A DataLoader that reads all of the dataset by itself: to evaluate, or without replica groups."""
+        data = cast("Sized", self.dataset)
+        samples = RandomSampler(data) if shuffle else SequentialSampler(data)
+        return self._make(BatchSampler(samples, self.sampler.batching.batch_size, drop_last=False))
 
     def close(self) -> None:
         """End the workers; the next loop starts new ones."""
@@ -182,6 +191,11 @@ class ElasticDataLoader:
     def last_micro_batch(self) -> bool:
         """Reduce gradients and step the optimizer after this batch."""
         return self.sampler.last_micro_batch
+
+    @property
+    def ends_epoch(self) -> bool:
+        """See `ElasticSampler.ends_epoch`."""
+        return self.sampler.ends_epoch
 
     @property
     def batches_left(self) -> int:

@@ -17,15 +17,17 @@ Invariants: the cursor changes only in `committed`, by loaded state and by `set_
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Iterator, Mapping, Sized
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Iterator, Mapping, Sized
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import Sampler
 
 from ft_core.data.cursor import Cursor, Ranges
 from ft_core.data.division import Batching, MicroBatch, StepPlan, plan_step
+from ft_core.data.open_step import OpenStep, Reader
 from ft_core.data.order import MAX_LENGTH, EpochOrder
+from ft_core.data.seeded import EpochIndices
 from ft_core.errors import ConfigError, UsageError
 
 if TYPE_CHECKING:
@@ -36,30 +38,6 @@ __all__ = ["ElasticSampler", "OpenStep", "Reader"]
 STATE_KEY = "ft_core.data"
 ORDERS_KEPT = 2
 """The epoch that is trained on and the one that is prefetched."""
-
-
-@dataclass(frozen=True, slots=True)
-class Reader:
-    """Which of the step's readers this rank is; `number` None: it does not participate."""
-
-    number: int | None
-    readers: int
-
-
-@dataclass(slots=True)
-class OpenStep:
-    """The step between its opening and its vote."""
-
-    plan: StepPlan
-    reader: Reader
-    micro_batches: tuple[MicroBatch, ...]
-    handed_out: int = 0
-    """Micro-batches that the training loop has got."""
-
-    @property
-    def complete(self) -> bool:
-        """The training loop has all of it: the vote is next."""
-        return self.handed_out == len(self.micro_batches)
 
 
 class ElasticSampler(Sampler[list[int]]):
@@ -115,6 +93,13 @@ class ElasticSampler(Sampler[list[int]]):
         self._current: MicroBatch | None = None
         self._reader = Reader(None, 1)
         self._wanted: int | None = None
+        self.equal_micro_steps = False
+        """Each reader gets as many micro-batches per step as the busiest, fillers if need be. For hosts that count
+        batches, and for groups of several ranks; all replicas alike. A group's ranks then all weigh what the group
+        weighs, and multiply their losses by `loss_factor`: their gradients are averaged without weights."""
+        self.passing = False
+        """What is handed out is not trained on: the open step's first micro-batch, as often as it is asked for."""
+        self._watcher: Callable[[OpenStep, MicroBatch], None] | None = None
         if manager is not None:
             self.attach(manager)
 
@@ -136,6 +121,29 @@ class ElasticSampler(Sampler[list[int]]):
         return self._current is None or self._current.last
 
     @property
+    def first_micro_batch(self) -> bool:
+        """The batch handed out last is the first one of its step."""
+        return self._open is None or self._open.handed_out <= 1
+
+    @property
+    def half_read(self) -> bool:
+        """The training loop has got a part of the open step, or all of it, and there was no vote on it."""
+        return self._open is not None and self._open.handed_out > 0
+
+    @property
+    def half_left(self) -> bool:
+        """The training loop has left an epoch (`set_epoch`) in the middle of a step, which is to be vetoed."""
+        return self.half_read and self._wanted is not None
+
+    @property
+    def loss_factor(self) -> float:
+        """What this rank's loss is multiplied with before its group's gradients are averaged; 1.0 for equal shares."""
+        step = self._open
+        if step is None or not step.weights or self.passing or not step.weights[step.handed_out - 1]:
+            return 1.0
+        return self.weight * self.num_replicas / step.weights[step.handed_out - 1]
+
+    @property
     def weight(self) -> int:
         """Samples of the current micro-batch that count; 0 for a filler."""
         return self._current.weight if self._current is not None else 0
@@ -145,10 +153,21 @@ class ElasticSampler(Sampler[list[int]]):
         """Samples of the step over all replicas (as far as a replica knows that is behind and heals in it)."""
         return self._open.plan.samples if self._open is not None else 0
 
+    @property
+    def plan(self) -> StepPlan | None:
+        """The step that is open; None between two steps."""
+        return self._open.plan if self._open is not None else None
+
+    @property
+    def ends_epoch(self) -> bool:
+        """The batch handed out last is the last one of its epoch, if its step commits."""
+        plan = self.plan
+        return plan is not None and self.last_micro_batch and plan.after().epoch != plan.cursor.epoch
+
     def __len__(self) -> int:
         """Micro-batches of this rank in a whole epoch that nothing disturbs, at the membership of the last step."""
         reader = self._reader
-        number = 0 if reader.number is None else reader.number
+        number = 0 if reader.number is None or self.equal_micro_steps else reader.number
         return self.batching.epoch_batches(self.cursor.length, reader.readers, number)
 
     @property
@@ -158,11 +177,18 @@ class ElasticSampler(Sampler[list[int]]):
         Between two steps, before the next is opened: with the membership of the last one.
         """
         reader, left = self._reader, self.cursor.left
-        if reader.number is None:  # one filler in each step
+        if self.equal_micro_steps:
+            batches = self.batching.epoch_batches(left, reader.readers)
+        elif reader.number is None:  # one filler in each step
             batches = -(-left // self.batching.step_size(reader.readers))
         else:
             batches = self.batching.epoch_batches(left, reader.readers, reader.number)
         return batches - (self._open.handed_out if self._open is not None else 0)
+
+    def expect(self, groups: int) -> None:
+        """Before the first step: how many replica groups there will be, for `len`."""
+        if self._reader.number is None:
+            self._reader = Reader(None, max(1, groups) * self.num_replicas)
 
     # ------------------------------------------------------------ the Manager's side
 
@@ -185,6 +211,12 @@ class ElasticSampler(Sampler[list[int]]):
         if self._owner and self._owner != owner:
             raise ConfigError(f"this ElasticSampler is used by {self._owner} already: give each loader its own")
         self._owner = owner
+
+    def watch(self, watcher: Callable[[OpenStep, MicroBatch], None]) -> None:
+        """Tell `watcher` of each micro-batch right before the loop gets it. Raises ConfigError for a second one."""
+        if self._watcher is not None:
+            raise ConfigError("this ElasticSampler is watched already: one FixedOrderDataParallel per loader")
+        self._watcher = watcher
 
     def describe(self) -> str:
         """What has to be equal on all replicas, in one line."""
@@ -275,21 +307,32 @@ class ElasticSampler(Sampler[list[int]]):
                 return
             yield epoch
             if self.cursor.epoch == epoch:  # the loop was left early, or never begun: drop the rest
-                self._open = None
-                self.cursor = self.cursor.at_epoch(epoch + 1)
+                self.skip_to(epoch + 1)
+
+    def skip_to(self, epoch: int) -> None:
+        """Drop what is left of the epochs before this one. On all replicas after the same step."""
+        self._open = None
+        self.cursor = self.cursor.at_epoch(epoch)
+
+    def start_epoch(self) -> bool:
+        """Do now what `set_epoch` asked for. False: that epoch is behind us.
+
+        The next loop does it by itself. A host that opens quorums before it asks for a batch calls it before that: what
+        a newcomer gets is the cursor as it is then.
+        """
+        wanted, self._wanted = self._wanted, None
+        if wanted is not None and wanted > self.cursor.epoch:
+            self._open = None
+            self.cursor = self.cursor.at_epoch(wanted)
+        return wanted is None or wanted >= self.cursor.epoch
 
     def steps(self) -> Iterator[OpenStep]:
         """Open one step after the other until the epoch is committed. Each is to be voted on before the next."""
         self._check_length()
-        wanted, self._wanted = self._wanted, None
-        if self._open is not None and self._open.handed_out:
+        if self.half_read:
             self._open = None  # the loop before was left in the middle of a step
-        if wanted is not None:
-            if wanted < self.cursor.epoch:
-                return
-            if wanted > self.cursor.epoch:
-                self._open = None
-                self.cursor = self.cursor.at_epoch(wanted)
+        if not self.start_epoch():
+            return
         step = self.open_step()
         epoch = self.cursor.epoch  # a newcomer has got that of the others with its heal
         while True:
@@ -325,17 +368,38 @@ class ElasticSampler(Sampler[list[int]]):
         # A quorum in which nobody participates cannot commit either; its members still need something to run on.
         self._reader = reader = Reader(number, max(1, groups) * self.num_replicas)
         plan = plan_step(self.cursor, self.batching, reader.readers)
-        self._open = OpenStep(plan, reader, plan.of(number))
-        return self._open
+        self._open = step = OpenStep(plan, reader, self._micro_batches(plan, number))
+        if self.num_replicas > 1 and self.equal_micro_steps and number is not None:
+            group = range(number - self.group_rank, number - self.group_rank + self.num_replicas)
+            each = [self._micro_batches(plan, rank) for rank in group]
+            step.weights = tuple(sum(m.weight for m in together) for together in zip(*each, strict=True))
+        return step
+
+    def _micro_batches(self, plan: StepPlan, number: int | None) -> tuple[MicroBatch, ...]:
+        """Of one reader."""
+        own = plan.of(number)
+        if not self.equal_micro_steps:
+            return own
+        lacking = len(plan.batching.cuts(plan.samples, plan.readers, 0)) - len(own)
+        if not lacking:
+            return own
+        fillers = plan.of(None) * lacking
+        return (*(replace(m, last=False) for m in (*own, *fillers[:-1])), fillers[-1])
 
     def hand_out(self, micro_batch: MicroBatch) -> None:
         """The training loop gets this micro-batch of the open step now: weigh it."""
         assert self._open is not None
         assert self._manager is not None
         assert self._open.micro_batches[self._open.handed_out] is micro_batch
+        if self.passing:
+            self._current = replace(micro_batch, last=True)
+            return
+        if self._watcher is not None:
+            self._watcher(self._open, micro_batch)
         self._open.handed_out += 1
         self._current = micro_batch
-        self._manager.set_batch_weight(micro_batch.weight)
+        weights = self._open.weights
+        self._manager.set_batch_weight(weights[self._open.handed_out - 1] if weights else micro_batch.weight)
 
     def forecast(self, step: OpenStep, number: int) -> Iterator[MicroBatch]:
         """What this rank will be handed out after micro-batch `number` of `step` if nothing changes. Without end."""
@@ -343,17 +407,18 @@ class ElasticSampler(Sampler[list[int]]):
         plan = step.plan
         while True:
             plan = replace(plan, cursor=plan.after())
-            yield from plan.of(step.reader.number)
+            yield from self._micro_batches(plan, step.reader.number)
 
     def indices(self, micro_batch: MicroBatch) -> list[int]:
-        """Dataset indices of a micro-batch."""
+        """Dataset indices of a micro-batch; they know their epoch (`SeededDataset`)."""
         stride = self.batching.step_size(self._reader.readers)
-        return self._order(micro_batch.epoch).indices(micro_batch.ranges, stride)
+        return EpochIndices(micro_batch.epoch, self._order(micro_batch.epoch).indices(micro_batch.ranges, stride))
 
     def __iter__(self) -> Iterator[list[int]]:
         self.claim("a DataLoader, or a loop over the sampler itself")
         for step in self.steps():
-            for micro_batch in step.micro_batches:
+            while not step.complete:
+                micro_batch = step.micro_batches[step.handed_out]
                 self.hand_out(micro_batch)
                 yield self.indices(micro_batch)
 

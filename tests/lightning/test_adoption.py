@@ -25,7 +25,9 @@ from torchdata.stateful_dataloader import StatefulDataLoader  # type: ignore[imp
 from ft_core.checkpointing.encoding import decode_tree, encode
 from ft_core.errors import ConfigError
 from ft_lightning.adoption import Adoption
+from ft_lightning.arguments import DataArguments
 from ft_lightning.data import Sharding
+from ft_lightning.elastic import ElasticData
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -201,7 +203,7 @@ class Run:
             enable_model_summary=False, callbacks=callbacks, **options,
         )  # fmt: skip
         self.sharding = Sharding(0, 1, lambda *_: None)
-        self.adoption = Adoption(self.trainer, self.sharding)
+        self.adoption = Adoption(self.trainer, self.sharding, ElasticData(DataArguments(), lambda *_: None))
 
     def fit(self, **kwargs: Any) -> None:
         def open_quorum() -> Manager:
@@ -209,7 +211,7 @@ class Run:
             self.before_batch(fit.epoch_progress.current.processed, fit.epoch_loop.batch_progress.current.ready)
             return cast("Manager", OneReplica())
 
-        self.adoption.start(open_quorum)
+        self.adoption.start(open_quorum, lambda: None)
         self.trainer.fit(self.model, **kwargs)
         self.adoption.stop()
 

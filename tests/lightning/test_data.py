@@ -205,33 +205,6 @@ def test_workers_are_seeded_by_their_place_in_the_job(job: Job, monkeypatch: pyt
     assert ranks == [1, 0]
 
 
-class Elastic:
-    """As ft_core's loader will be."""
-
-    def __init__(self) -> None:
-        self.calls: list[str] = []
-
-    def attach(self, manager: Any) -> None:
-        self.calls.append(f"attached to group {manager.replica_id[:3]}")
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"at": 3}
-
-    def load_state_dict(self, state: Any) -> None:
-        self.calls.append(f"load {state}")
-
-    def __iter__(self) -> Iterator[torch.Tensor]:
-        return (torch.tensor([[float(i)]]) for i in range(4))
-
-
-def test_an_elastic_loader_is_attached(job: Job, caplog: pytest.LogCaptureFixture) -> None:
-    loader, model = Elastic(), Model()
-    job.trainer(max_epochs=1).fit(model, loader)
-    assert [call[:15] for call in loader.calls] == ["attached to gro"]
-    assert model.seen["train 0"] == [[0], [1], [2], [3]]
-    assert "was not read" not in caplog.text
-
-
 def test_opening_a_loader_at_a_batch() -> None:
     for options in ({}, {"num_workers": 1}, {"num_workers": 1, "persistent_workers": True}):
         data = Numbers()

@@ -29,6 +29,8 @@ from ft_lightning.strategy import strategy_class
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    from tests.lightning.forge import Forge, Forged
+
 pytestmark = [
     pytest.mark.timeout(120),
     pytest.mark.filterwarnings("ignore::UserWarning:lightning"),
@@ -46,18 +48,25 @@ def trainer(**kwargs: Any) -> Trainer:
 
 
 class Run:
-    """A user's command, as it runs."""
+    """A user's command, as it runs; with a forge, it and what it starts have imported Lightning already."""
 
-    def __init__(self, *command: str, cwd: pathlib.Path, **env: str) -> None:
+    def __init__(self, *command: str, cwd: pathlib.Path, forge: Forge | None = None, **env: str) -> None:
         self.lines: list[str] = []
-        self.process = subprocess.Popen(
-            [sys.executable, "-W", "ignore", *command], cwd=cwd, text=True, stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT, env={**os.environ, "PYTHONPATH": str(ROOT), **env},
-        )  # fmt: skip
+        env = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore", **env}
+        out, to_out = os.pipe()
+        self.process: subprocess.Popen[bytes] | Forged
+        self.output = open(out)  # noqa: SIM115 - closed by __exit__
+        try:
+            whole = [sys.executable, "-u", *command]
+            if forge is not None:
+                self.process = forge.start(whole, env, to_out, to_out, cwd=str(cwd), launches=True)
+            else:
+                self.process = subprocess.Popen(whole, cwd=cwd, stdout=to_out, stderr=to_out, env=env)
+        finally:
+            os.close(to_out)
 
     def __iter__(self) -> Iterator[str]:
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
+        for line in self.output:
             self.lines.append(line.rstrip())
             yield line
 
@@ -75,14 +84,13 @@ class Run:
     def __exit__(self, *_: object) -> None:
         self.process.kill()
         self.process.wait()
-        assert self.process.stdout is not None
-        self.process.stdout.close()
+        self.output.close()
 
 
 @pytest.mark.process
-def test_a_script_becomes_its_own_supervisor_and_survives_a_kill(tmp_path: pathlib.Path) -> None:
+def test_a_script_becomes_its_own_supervisor_and_survives_a_kill(tmp_path: pathlib.Path, forge: Forge) -> None:
     program = ROOT / "tests/lightning/launcher_job.py"
-    with Run(str(program), "kill", "3", "run", cwd=tmp_path, SLURM_JOB_ID="7", SLURM_PROCID="1") as run:
+    with Run(str(program), "kill", "3", "run", cwd=tmp_path, forge=forge, SLURM_JOB_ID="7", SLURM_PROCID="1") as run:
         for line in run:
             if found := re.search(r"replica-1/0\] step 10 \d (\d+)", line):
                 os.kill(int(found[1]), signal.SIGKILL)
@@ -101,6 +109,7 @@ def test_a_script_becomes_its_own_supervisor_and_survives_a_kill(tmp_path: pathl
 
 @pytest.mark.process
 def test_as_a_module_of_the_other_tree_with_the_jobs_status(tmp_path: pathlib.Path) -> None:
+    """From nothing, with interpreters of their own; the module is found from where the command was given only."""
     package = tmp_path / "package"
     package.mkdir()
     (package / "train.py").write_text((ROOT / "tests/lightning/launcher_job.py").read_text())
@@ -113,11 +122,10 @@ def test_as_a_module_of_the_other_tree_with_the_jobs_status(tmp_path: pathlib.Pa
 
 
 @pytest.mark.process
-def test_fabric_launches_likewise(tmp_path: pathlib.Path) -> None:
+def test_fabric_launches_likewise(tmp_path: pathlib.Path, forge: Forge) -> None:
     (tmp_path / "steps").write_text("5")
-    with Run(
-        str(ROOT / "tests/lightning/fabric_job.py"), cwd=tmp_path, DEVICES="2", STEPS_FILE=str(tmp_path / "steps")
-    ) as run:
+    program, steps = str(ROOT / "tests/lightning/fabric_job.py"), str(tmp_path / "steps")
+    with Run(program, cwd=tmp_path, forge=forge, DEVICES="2", STEPS_FILE=steps) as run:
         assert run.end() == 0, run.lines
     assert len(run.found(r"replica-\d/0\] done 5 ")) == 2
     assert len(set(run.found(r"done 5 (\w+)"))) == 1

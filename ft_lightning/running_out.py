@@ -1,0 +1,144 @@
+"""What a replica does whose training loader ends before the others' in an epoch: the strategy's `on_exhausted`.
+
+How it works. After the last batch of each epoch, between two batches, `run_out` lets ft_core's policy have its way:
+"shadow" takes part in the others' steps with weight zero, and applies them as Lightning does (precision, clipping,
+hooks of the optimizer step, schedulers that follow steps, counts), until all are out of data; with "stop_all" that is
+one step, after which the others' epochs end, too; "leave" leaves the job, and `fit` ends here. Schedulers that follow
+epochs wait for that.
+
+As the replicas' batches are not the same, their positions need not be (`Adoption.meet` has no part in this). A replica
+that is healed while it shadows takes the others' progress; if they are in another epoch by then, it goes on there.
+
+Invariants: the steps of an epoch are all made, here and elsewhere, before anything of its end happens.
+Threads: the training thread.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Any
+
+from ft_core.errors import ConfigError
+from ft_lightning import _compat_position as _position
+from ft_lightning import agreement
+from ft_lightning.adoption import patiently
+
+if TYPE_CHECKING:
+    from ft_core import Manager
+
+log = logging.getLogger("ft_lightning")
+
+
+class RunningOut:
+    """Of one strategy, while `fit` runs.
+
+    Args:
+        strategy: whose.
+        policy: `on_exhausted`; None: nothing of this.
+    """
+
+    def __init__(self, strategy: Any, policy: str | None) -> None:
+        self._strategy = strategy
+        self.policy = policy
+        self.left = False
+        """This replica has left the job; `fit` ends."""
+        self._done = False
+        """In this epoch."""
+        self._applied = False
+
+    def __repr__(self) -> str:
+        return f"RunningOut({self.policy}, left={self.left})"
+
+    def check(self, module: Any) -> None:
+        """Refuse what it does not go with.
+
+        Raises:
+            ConfigError: manual optimization, or a group of several ranks.
+        """
+        self.left = self._done = False
+        if self.policy is None:
+            return
+        if self._strategy.elastic.active:
+            raise ConfigError(
+                f"on_exhausted={self.policy!r} with elastic data: there all replicas run out together; leave "
+                "on_exhausted out"
+            )
+        if not module.automatic_optimization:
+            raise ConfigError(
+                f"on_exhausted={self.policy!r} with automatic_optimization=False: nobody but training_step knows how a "
+                "step of the others is applied; use automatic optimization, or leave on_exhausted out"
+            )
+        if self._strategy.world_size > 1:
+            raise ConfigError(
+                f"on_exhausted={self.policy!r} with {self._strategy.world_size} ranks per replica group: their loaders "
+                "would have to end together; use one device per group, or leave on_exhausted out"
+            )
+
+    @property
+    def _trainer(self) -> Any:
+        return self._strategy.lightning_module.trainer
+
+    @property
+    def pending(self) -> bool:
+        """The epoch's last batch is done here, and `run_out` comes next: nothing of the epoch's end may happen yet."""
+        manager: Manager | None = self._strategy.manager
+        if self.policy is None or self._done or self.left or manager is None or manager.stop_agreed:
+            return False
+        return _position.data_is_over(self._trainer)
+
+    def batch_begins(self) -> None:
+        """Before each batch."""
+        self._done = False
+
+    def voted(self) -> None:
+        """After each vote: another replica may have ended the epoch for all."""
+        manager: Manager = self._strategy.manager
+        if self.policy is not None and manager.all_exhausted:
+            _position.end_epoch(self._trainer)
+
+    def run_out(self) -> None:
+        """Between two batches, if `pending`.
+
+        Raises:
+            QuorumTimeoutError, RefusedError: no quorum could be had.
+            SystemExit: (0) this replica was asked to drain, or the job is over.
+        """
+        if not self.pending:
+            return
+        self._done = True
+        trainer, manager = self._trainer, self._strategy.manager
+        if self.policy == "leave":
+            self._leave(manager)
+        else:
+            before = _position.epoch_and_batch(trainer)[0]
+            while not manager.stop_agreed and not self._shadow(manager):
+                if not self._applied:
+                    _position.count_batch(trainer)  # a vetoed one is counted, too
+            agreement.told_to_stop(manager, trainer)
+            if _position.epoch_and_batch(trainer)[0] != before:
+                return  # healed by those who are further on
+        _position.end_epoch(trainer)
+        _position.step_epoch_schedulers(trainer)
+
+    def _shadow(self, manager: Manager) -> bool:
+        """One attempt; whether it was the last."""
+        self._applied = False
+
+        def attempt() -> bool:
+            return manager.shadow_step(self._apply, ends=self.policy == "stop_all", opened=self._strategy._opened)
+
+        with self._strategy._adoption.staying():
+            return patiently(manager, self._strategy.lighthouse_address, attempt)
+
+    def _apply(self) -> None:
+        self._applied = True
+        _position.count_batch(self._trainer)
+        _position.end_epoch(self._trainer)  # a heal may have brought the position of somebody in the middle
+        self._strategy.apply_committed()
+
+    def _leave(self, manager: Manager) -> None:
+        log.info("%s: out of data: leaves with step %d", manager.replica_id, manager.current_step())
+        manager.leave("out of data")
+        self.left = True
+        self._strategy.leader.resign()
+        _position.end_fit(self._trainer)
