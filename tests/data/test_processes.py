@@ -8,13 +8,14 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.chaos.cluster import Cluster
+from tests.chaos.cluster import ROOT, Cluster
 
 if TYPE_CHECKING:
     from tests.chaos.cluster import Process
+    from tests.forge import Forge
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(120)]
-WORKER = [sys.executable, "-m", "tests.data.worker"]
+WORKER = [sys.executable, "-u", str(ROOT / "tests/data/worker.py")]
 
 
 def said(process: Process, word: str) -> str | None:
@@ -26,10 +27,10 @@ def trains_or_ended(process: Process) -> bool:
     return len(process.commits()) >= 5 or said(process, "done") is not None
 
 
-def test_every_sample_is_committed_once_through_kills() -> None:
+def test_every_sample_is_committed_once_through_kills(forge: Forge) -> None:
     """Kill one, start it again; once it trains with the others, kill the next; then let them use up the data."""
     killed = 0
-    with Cluster(LENGTH=1200, EPOCHS=3, BATCH=4, GLOBAL=20, WORKERS=1, SLOW_STEP_MS=100) as cluster:
+    with Cluster(forge, LENGTH=1200, EPOCHS=3, BATCH=4, GLOBAL=20, WORKERS=1, SLOW_STEP_MS=100) as cluster:
         for name in ("a", "b", "c"):
             cluster.start_command(name, WORKER)
         for process in cluster.trainers.values():

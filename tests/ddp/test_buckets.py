@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from ft_core.errors import ConfigError, UsageError
+from ft_core.fence import FENCE_SLOTS
 from tests.ddp.fakes import FakeAttempt, FakePort, wrap
 
 ONE = ["ready", "fence", "arrived"]
@@ -59,13 +60,13 @@ def test_gradients_are_scaled_summed_and_views_of_the_bucket() -> None:
     module = mlp()
     expected = local_gradients(module, inputs())
     model, port = wrap(module)
-    peers = [torch.ones(60 + 16)]
+    peers = [torch.ones(60 + FENCE_SLOTS)]
     attempt = port.start(scale=1 / 3, peers=peers)
     backward(model)
     assert equal(gradients(model), [g * (1 / 3) + 1 for g in expected])
     flat = attempt.works[0].tensor
     assert all(g.untyped_storage().data_ptr() == flat.untyped_storage().data_ptr() for g in gradients(model))
-    assert attempt.tails[0].tolist() == [float(i + 2) for i in range(16)]
+    assert attempt.tails[0].tolist() == [float(i + 2) for i in range(FENCE_SLOTS)]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64])
@@ -109,7 +110,7 @@ def test_gradients_that_arrive_in_another_order_change_nothing_on_the_wire() -> 
         model(inputs(), swap=swap).sum().backward()
         sizes.append([tensor.numel() for tensor in attempt.sent])
         assert attempt.events[-1] == "arrived"
-    assert sizes[0] == sizes[1] == [4, 16, 4, 32]
+    assert sizes[0] == sizes[1] == [4, 16, 4, 16 + FENCE_SLOTS]
 
 
 def test_a_second_backward_reduces_the_average_plus_the_new_gradient() -> None:
@@ -331,7 +332,7 @@ def test_find_unused_parameters_keeps_none_unless_a_participant_used_it() -> Non
 def test_a_member_that_does_not_contribute_sends_exact_zeros_even_with_nan_gradients() -> None:
     model, port = wrap(mlp())
     for _ in range(2):  # the second time .grad is the view, full of what the first round brought
-        attempt = port.start(scale=0.0, peers=[torch.full((76,), 3.0)])
+        attempt = port.start(scale=0.0, peers=[torch.full((60 + FENCE_SLOTS,), 3.0)])
         (model(inputs()) * float("nan")).sum().backward()
         assert torch.equal(attempt.sent[0][:60], torch.zeros(60))
         assert all(torch.equal(g, torch.full_like(g, 3.0)) for g in gradients(model))
@@ -339,7 +340,7 @@ def test_a_member_that_does_not_contribute_sends_exact_zeros_even_with_nan_gradi
 
 def test_flush_launches_everything_with_zeros_when_there_was_no_backward() -> None:
     model, port = wrap(mlp(), bucket_cap_mb=1e-5)
-    sizes = [4, 16, 4, 16, 4, 16 + 16]
+    sizes = [4, 16, 4, 16, 4, 16 + FENCE_SLOTS]
     attempt = port.start(peers=[torch.ones(size) for size in sizes])
     with model.no_sync():
         backward(model)
@@ -585,7 +586,7 @@ def test_rescale_reaches_gradients_the_caller_replaced_and_not_the_tail() -> Non
     module[0].weight.grad = gradients(model)[0].clone()
     model.carrier.rescale(3.0)
     assert equal(gradients(model), expected)
-    assert attempt.works[0].tensor[60:].tolist() == [float(i + 1) for i in range(16)]
+    assert attempt.works[0].tensor[60:].tolist() == [float(i + 1) for i in range(FENCE_SLOTS)]
 
 
 def test_a_broken_member_finishes_with_the_buckets_it_lacks() -> None:

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from ft_core.errors import UsageError
+from ft_core.fence import FENCE_SLOTS
 from tests.ddp.fakes import FakeAttempt, wrap
 
 
@@ -125,7 +126,7 @@ def test_broadcast_buffers_false_leaves_them_alone() -> None:
     member, port = wrap(module, broadcast_buffers=False)
     attempt = port.start()
     member(torch.randn(4, 2)).sum().backward()
-    assert attempt.sent[0].numel() == 9 + 6 + 16
+    assert attempt.sent[0].numel() == 9 + 6 + FENCE_SLOTS
     after = all_bits(module)
     member.carrier.vetoed()
     assert all_bits(module) == after

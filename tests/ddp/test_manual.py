@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ft_core.errors import UsageError
+from ft_core.fence import FENCE_SLOTS
 from tests.ddp.fakes import wrap
 from tests.ddp.test_buckets import backward, equal, gradients, inputs, local_gradients, mlp
 
@@ -36,7 +37,7 @@ def test_a_frozen_parameter_takes_the_gradient_of_those_that_have_one() -> None:
     model, port = wrap(module, find_unused_parameters=True)
     module[0].bias.requires_grad_(False)
     numbers = 4 * 4 + 4
-    peers = torch.ones(numbers + 16 + 2)  # gradients, fence, and that they used both parameters
+    peers = torch.ones(numbers + FENCE_SLOTS + 2)  # gradients, fence, and that they used both parameters
     port.start(scale=0.5, peers=[peers])
     backward(model)
     assert module[0].bias.grad.tolist() == [1.0] * 4

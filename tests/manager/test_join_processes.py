@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import sys
+from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.chaos.cluster import Cluster, Process
+from tests.chaos.cluster import ROOT, Cluster, Process
+
+if TYPE_CHECKING:
+    from tests.forge import Forge
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(120)]
-JOB = [sys.executable, "-m", "tests.manager.join_job"]
+JOB = [sys.executable, "-u", str(ROOT / "tests/manager/join_job.py")]
 
 
 def said(process: Process, word: str) -> list[str]:
@@ -17,8 +21,8 @@ def said(process: Process, word: str) -> list[str]:
         return [line for _, line in process.lines if line.startswith(word)]
 
 
-def test_one_and_four_batches_more() -> None:
-    with Cluster(FT_NUM_REPLICA_GROUPS=3) as cluster:
+def test_one_and_four_batches_more(forge: Forge) -> None:
+    with Cluster(forge, FT_NUM_REPLICA_GROUPS=3) as cluster:
         replicas = [
             cluster.start_command(name, JOB, INPUTS=20 + extra) for name, extra in zip("abc", (0, 1, 4), strict=True)
         ]
@@ -29,8 +33,8 @@ def test_one_and_four_batches_more() -> None:
         assert said(replicas[0], "done")[0].endswith(" 24")
 
 
-def test_a_death_in_the_middle() -> None:
-    with Cluster(FT_NUM_REPLICA_GROUPS=3, STEP_MS=20) as cluster:
+def test_a_death_in_the_middle(forge: Forge) -> None:
+    with Cluster(forge, FT_NUM_REPLICA_GROUPS=3, STEP_MS=20) as cluster:
         first = cluster.start_command("a", JOB, INPUTS=10)
         killed = cluster.start_command("b", JOB, INPUTS=10_000)
         last = cluster.start_command("c", JOB, INPUTS=80)
