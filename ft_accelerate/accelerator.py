@@ -23,11 +23,12 @@ import logging
 import os
 from typing import TYPE_CHECKING, Any
 
-from ft_accelerate import _compat, checkpoints, data, heal, refusals
+from ft_accelerate import _compat, checkpoints, data, dispatch, elastic, elastic_loader, heal, refusals
+from ft_accelerate.elastic_steps import ElasticSteps
 from ft_accelerate.leader import Leadership
 from ft_accelerate.optimizer import GroupScheduler, VotedOptimizer
 from ft_accelerate.plugin import FaultTolerancePlugin, plugin_or_none
-from ft_accelerate.run import Run, check_groups
+from ft_accelerate.run import Run
 from ft_accelerate.wrapping import WrappedModel
 
 if TYPE_CHECKING:
@@ -40,7 +41,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("ft_accelerate")
 
 
-class FaultTolerantAccelerator(_compat.Accelerator):  # type: ignore[misc]
+class FaultTolerantAccelerator(ElasticSteps, _compat.Accelerator):  # type: ignore[misc]
     """An Accelerator whose models train in step with those of other replica groups, any of which may fail.
 
     Args:
@@ -49,11 +50,12 @@ class FaultTolerantAccelerator(_compat.Accelerator):  # type: ignore[misc]
         kwargs: of Accelerator.
 
     Raises:
-        ConfigError: settings that cannot work, or DeepSpeed, Megatron, a TPU, communication hooks, dispatch_batches.
+        ConfigError: settings that cannot work, or DeepSpeed, Megatron, a TPU, communication hooks.
         NotAvailableError: FSDP, tensor or context parallelism inside a group.
     """
 
     trackers: list[Any]
+    _models: list[Any]
 
     def __init__(self, *args: Any, fault_tolerance_plugin: FaultTolerancePlugin | None = None, **kwargs: Any) -> None:
         self.fault_tolerance_plugin = plugin_or_none(fault_tolerance_plugin)
@@ -74,7 +76,7 @@ class FaultTolerantAccelerator(_compat.Accelerator):  # type: ignore[misc]
     def _begin(self, plugin: FaultTolerancePlugin) -> None:
         save, load = functools.partial(heal.save, self), functools.partial(heal.load, self)
         self._run = Run(plugin, self.num_processes, self.process_index, save, load, self._opened, self._divide)
-        check_groups(self._run)
+        refusals.check_groups(self._run.group, plugin.expected_replicas)
         self._leadership = Leadership(self._run, self._lead)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -100,7 +102,8 @@ class FaultTolerantAccelerator(_compat.Accelerator):  # type: ignore[misc]
     @property
     def committed_steps(self) -> int:
         """Optimizer steps of the run, on all replicas alike; without fault tolerance 0."""
-        return self.manager.current_step() if self.manager is not None else 0
+        run = self._run
+        return run.manager.current_step() - run.first_step if run is not None and run.manager is not None else 0
 
     def epochs(self, number: int, start: int = 0) -> Iterator[int]:
         """`range(start, number)`, in which a newcomer goes on with the others' epoch, and ends when they end.
@@ -110,11 +113,7 @@ class FaultTolerantAccelerator(_compat.Accelerator):  # type: ignore[misc]
             start: the first one.
         """
         self.epoch = start
-        while self.epoch < number and not (self._run is not None and self._run.stopped):
-            for loader in heal.loaders(self):
-                loader.position.ahead = 0
-            yield self.epoch
-            self.epoch += 1
+        yield from elastic_loader.epochs(self, number)
 
     # ------------------------------------------------------------ prepare
 
@@ -128,14 +127,17 @@ class FaultTolerantAccelerator(_compat.Accelerator):  # type: ignore[misc]
             UsageError: training has begun.
         """
         run = self._run
-        if isinstance(model, WrappedModel) and model.module in self._models:
-            return model
-        if run is None or evaluation_mode or getattr(model, "_is_accelerate_prepared", False):
-            return super().prepare_model(model, device_placement, evaluation_mode)
+        known = [wrapped for wrapped in run.models if model is wrapped or model is wrapped.module] if run else []
+        if run is None or evaluation_mode or known:
+            return known[0] if known else super().prepare_model(model, device_placement, evaluation_mode)
+        # It may have been prepared before: for evaluation, or for another run.
+        vars(model).pop("_is_accelerate_prepared", None)
+        self._models = [other for other in self._models if other is not model]
         model = super().prepare_model(model, device_placement, evaluation_mode=True)
         if not any(parameter.requires_grad for parameter in model.parameters()):
             return model
         wrapped = run.wrap(model, _compat.ddp_arguments(self.ddp_handler))
+        self._models = [wrapped if other is model else other for other in self._models]
         vars(wrapped)["_is_accelerate_prepared"] = True
         return wrapped
 
@@ -146,7 +148,16 @@ class FaultTolerantAccelerator(_compat.Accelerator):  # type: ignore[misc]
         if self._run is None or getattr(data_loader, "_is_accelerate_prepared", False):
             return super().prepare_data_loader(data_loader, device_placement, slice_fn_for_dispatch)
         place = self.device_placement if device_placement is None else device_placement
-        prepared = data.prepare(self, data_loader, self._run, place)
+        if elastic.is_elastic(data_loader) or self._run.plugin.elastic_data:
+            prepared: data.GroupDataLoader = elastic_loader.prepare(self, data_loader, self._run, place)
+            self._dataloaders.append(prepared)
+            return prepared
+        elastic.check_uneven(self)
+        divided = data.divider(self, data_loader, self._run, place)
+        if self.dispatch_batches:
+            prepared = dispatch.prepare(self, divided, self._run, slice_fn_for_dispatch)
+        else:
+            prepared = data.prepare(self, divided, self._run)
         self._dataloaders.append(prepared)
         return prepared
 
@@ -205,7 +216,9 @@ class FaultTolerantAccelerator(_compat.Accelerator):  # type: ignore[misc]
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
         """As Accelerator's; afterwards gradients are averaged over all groups if they are synchronized."""
         super().backward(loss, **kwargs)
-        self._settle_gradients()
+        if self._run is not None:
+            self._run.settling.passes += any(model.require_backward_grad_sync for model in self._run.models)
+            self._run.settle_gradients()
 
     def unscale_gradients(self, optimizer: Any = None) -> None:
         """As Accelerator's."""
@@ -294,6 +307,9 @@ class FaultTolerantAccelerator(_compat.Accelerator):  # type: ignore[misc]
     def save_state(self, output_dir: Any = None, safe_serialization: bool = True, **kwargs: Any) -> Any:
         """As Accelerator's, in the leading group; another one saves again if that dies meanwhile.
 
+        With other groups in the quorum the folder is in its place after the next step, or the end of training: when all
+        are known to hold the step (`load_state` finds it at once).
+
         Returns:
             The folder, where it was written; None elsewhere.
         """
@@ -308,21 +324,36 @@ class FaultTolerantAccelerator(_compat.Accelerator):  # type: ignore[misc]
         def named(folder: str) -> None:
             settings.automatic_checkpoint_naming, now = False, settings.iteration  # later than `iteration` if made good
             try:
-                save(folder)
+                with self._bare_models():
+                    save(folder)
+                if super(FaultTolerantAccelerator, self).is_main_process:
+                    elastic.save(elastic_loader.feeds(self), folder)
             finally:
                 settings.automatic_checkpoint_naming, settings.iteration = automatic, now
 
         def write() -> str:
-            manager_state = run.manager.state_dict() if run.manager is not None else {}
             first = super(FaultTolerantAccelerator, self).is_main_process
-            checkpoints.write(target, named, manager_state, first, self.wait_for_everyone)
-            if automatic and first:
-                checkpoints.prune(os.path.dirname(target), settings.total_limit)
+            checkpoints.write(target, named, run.manager_state(), first, self.wait_for_everyone)
             return target
 
-        written = self._leadership.writing(target, write)
+        def place() -> None:
+            if super(FaultTolerantAccelerator, self).is_main_process:
+                checkpoints.place(target)
+                if automatic:
+                    checkpoints.prune(os.path.dirname(target), settings.total_limit)
+
+        written = self._leadership.writing(target, write, place)
         settings.iteration = iteration + 1
         return written
+
+    @contextlib.contextmanager
+    def _bare_models(self) -> Iterator[None]:
+        """Inside, what is saved and loaded are the models, not our wrappers: names in files are plain Accelerate's."""
+        wrapped, self._models = self._models, [m.module if isinstance(m, WrappedModel) else m for m in self._models]
+        try:
+            yield
+        finally:
+            self._models = wrapped
 
     def load_state(self, input_dir: Any = None, load_kwargs: Any = None, **kwargs: Any) -> None:
         """As Accelerator's, on every replica; before training the Manager goes to the step at which it was saved."""
@@ -330,12 +361,17 @@ class FaultTolerantAccelerator(_compat.Accelerator):  # type: ignore[misc]
         if run is None:
             super().load_state(input_dir, load_kwargs, **kwargs)
             return
+        if self._leadership is not None:
+            self._leadership.publish_all()
+            self.wait_for_everyone()
         if input_dir is None and self.project_configuration.automatic_checkpoint_naming:
             input_dir = checkpoints.newest(self.project_dir)
-        super().load_state(input_dir, load_kwargs, **kwargs)
+        with self._bare_models():
+            super().load_state(input_dir, load_kwargs, **kwargs)
+        elastic.load(elastic_loader.feeds(self), str(input_dir))
         state = checkpoints.manager_state(str(input_dir))
-        if state and run.models and not run.start_manager().quorum_id:
-            run.start_manager().load_state_dict(state)
+        if state and run.models:
+            run.load_manager_state(state)
 
     # ------------------------------------------------------------ agreements and the end
 

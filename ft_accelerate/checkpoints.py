@@ -1,7 +1,8 @@
 """Folders that `save_state` writes: complete or not there, and with the Manager's place in the run.
 
-How it works. A folder is written beside its place under a hidden name, then its files are moved there, so who dies
-while saving leaves no half of a checkpoint where `load_state` looks. `ft_manager.json` holds the Manager's step and
+How it works. A folder is written beside its place under a hidden name (`write`); its files are moved there (`place`)
+when all replicas are known to hold the step (`Leadership`). So who dies while saving leaves no half of a checkpoint
+where `load_state` looks, nor one of a step that the others never made. `ft_manager.json` holds the Manager's step and
 lineage: replicas that load the same folder agree at once; plain Accelerate ignores it.
 
 Threads: the training thread.
@@ -37,10 +38,10 @@ def partial_folder(target: str) -> str:
 
 
 def write(target: str, save: Callable[[str], Any], manager_state: dict[str, int], first: bool, wait: Any) -> None:
-    """Write a folder and put it in place.
+    """Write a folder, beside its place.
 
     Args:
-        target: its place; files that are there are replaced one by one.
+        target: its place.
         save: writes Accelerate's part into a folder.
         manager_state: of the Manager.
         first: this is the group's first rank.
@@ -52,19 +53,21 @@ def write(target: str, save: Callable[[str], Any], manager_state: dict[str, int]
     wait()
     save(partial)
     wait()
-    if not first:
-        wait()
-        return
-    with open(os.path.join(partial, MANAGER), "w", encoding="utf-8") as file:
-        json.dump(manager_state, file)
+    if first:
+        with open(os.path.join(partial, MANAGER), "w", encoding="utf-8") as file:
+            json.dump(manager_state, file)
+
+
+def place(target: str) -> None:
+    """Put what `write` wrote in its place, where files that are there are replaced one by one. On the first rank."""
+    partial = partial_folder(target)
     os.makedirs(target, exist_ok=True)
     for name in sorted(os.listdir(partial)):
-        place = os.path.join(target, name)
-        if os.path.isdir(place):
-            shutil.rmtree(place)
-        os.replace(os.path.join(partial, name), place)
+        path = os.path.join(target, name)
+        if os.path.isdir(path):
+            shutil.rmtree(path)
+        os.replace(os.path.join(partial, name), path)
     os.rmdir(partial)
-    wait()
 
 
 def manager_state(folder: str) -> dict[str, int] | None:

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import yaml
-from accelerate.commands.config.config_args import ClusterConfig, cache_dir, default_config_file, load_config_from_file
 
+from ft_accelerate._compat.launch import ClusterConfig, cache_dir, default_config_file, load_config_from_file
 from ft_accelerate.launching import OPTIONS, suggestion
 from ft_accelerate.plugin import SECTION
 from ft_core.errors import ConfigError

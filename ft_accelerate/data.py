@@ -36,7 +36,7 @@ from ft_accelerate.replayable import Replayable
 from ft_core.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping
 
     from ft_accelerate.run import Run
 
@@ -78,19 +78,26 @@ class GroupDataLoader(_compat.DataLoaderShard):  # type: ignore[misc]
         everybody: as Accelerate prepared it for all processes of all groups.
         inside: for the processes of this group.
         run: asked for windows.
+        divided: makes torch's loader of one of so many parts.
     """
 
-    def __init__(self, everybody: Any, inside: Any, run: Run) -> None:
+    plain: type = _compat.DataLoaderShard
+    """Accelerate's class, which a pickled one is of."""
+
+    def __init__(self, everybody: Any, inside: Any, run: Run, divided: Callable[[int, int], Any]) -> None:
         kept = dict(everybody.__dict__)
-        self._bases = kept.pop("base_dataloader"), inside.base_dataloader
+        self._bases = [kept.pop("base_dataloader"), inside.base_dataloader]
         """torch's loaders with the division among everybody, and among this group."""
         self.__dict__.update(kept)
         self._run = run
+        self._divided = divided
         self.position = Position()
         self._first = 0
         """Batch at which each epoch begins (skip_first_batches)."""
         self._trained: bool | None = None
         """What it was iterated for last."""
+        self._late = run.manager is not None and bool(run.manager.quorum_id)
+        """Prepared after training began: a newcomer has not got that far when it takes over the others' state."""
 
     @property
     def base_dataloader(self) -> Any:
@@ -102,8 +109,23 @@ class GroupDataLoader(_compat.DataLoaderShard):  # type: ignore[misc]
     def __iter__(self) -> Iterator[Any]:
         # What was trained on once may be opened before the loop says model.train() again.
         self._trained = self._run.training or (self.position.trained and torch.is_grad_enabled())
+        if self._trained and not self.position.trained and self._late and self._run.groups > 1:
+            log.warning(
+                "a data loader that was prepared after training began is trained on: replica groups that come back "
+                "from now on cannot take part; prepare all loaders for training before the first step"
+            )
         self.position.trained = self.position.trained or self._trained
-        return self._train() if self._trained else super().__iter__()
+        return self._train() if self._trained else self._evaluate()
+
+    @property
+    def readers(self) -> int:
+        """Processes of this group that read, each its own part."""
+        return self._run.ranks
+
+    @property
+    def reads(self) -> int:
+        """Batches that are read for one that is handed out."""
+        return 1
 
     def __len__(self) -> int:
         """Batches per epoch on this process."""
@@ -111,8 +133,8 @@ class GroupDataLoader(_compat.DataLoaderShard):  # type: ignore[misc]
 
     def __reduce__(self) -> Any:
         """A pickled one is Accelerate's, for all processes of all groups."""
-        kept = {k: v for k, v in self.__dict__.items() if k not in ("_bases", "_run", "position")}
-        return _rebuild, ({**kept, "base_dataloader": self._bases[0]},)
+        kept = {k: v for k, v in self.__dict__.items() if k not in ("_bases", "_divided", "_run", "position")}
+        return _rebuild, (self.plain, {**kept, "base_dataloader": self._bases[0]})
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the order of the next iteration."""
@@ -120,9 +142,9 @@ class GroupDataLoader(_compat.DataLoaderShard):  # type: ignore[misc]
 
     def starting_at(self, batch: int) -> GroupDataLoader:
         """The same loader, without the first batches of each epoch."""
-        other = object.__new__(GroupDataLoader)
+        other = object.__new__(type(self))
         other.__dict__.update(self.__dict__)
-        other._first = batch
+        other._first = other.skip_batches = batch
         return other
 
     @property
@@ -139,8 +161,10 @@ class GroupDataLoader(_compat.DataLoaderShard):  # type: ignore[misc]
 
     def go_on(self, progress: Mapping[str, int | None]) -> None:
         """Take over what `progress` of a peer returned; counts from the next batch that is read."""
-        at, seed = progress["at"], progress["seed"]
-        self.position.moved_to(at or 0)
+        self.position.moved_to(progress["at"] or 0)
+        self._take_seed(progress["seed"])
+
+    def _take_seed(self, seed: int | None) -> None:
         sampler = _compat.get_sampler(self._bases[0])
         if seed is not None and isinstance(sampler, _compat.SeedableRandomSampler):
             sampler.initial_seed = seed
@@ -152,10 +176,14 @@ class GroupDataLoader(_compat.DataLoaderShard):  # type: ignore[misc]
                 "this group began alone, with an order of its own (use_seedable_sampler=False): groups that join read "
                 "other parts than are left; pass DataLoaderConfiguration(use_seedable_sampler=True)"
             )
-        shard, ranks = _compat.shard_of(self._bases[0]), self._run.ranks
+        number, rank = groups * self.readers, self._run.rank % self.readers
+        shard, index = _compat.shard_of(self._bases[0]), self._run.group % groups * self.readers + rank
         if shard is not None:
-            shard.num_processes = groups * ranks
-            shard.process_index = self._run.group % groups * ranks + shard.process_index % ranks
+            shard.num_processes, shard.process_index = number, index
+        elif number > 1:  # one process alone has read all
+            before = self.progress()
+            self._bases[0] = self._divided(number, index).base_dataloader
+            self._take_seed(before["seed"])
 
     # ------------------------------------------------------------ training
 
@@ -194,19 +222,26 @@ class GroupDataLoader(_compat.DataLoaderShard):  # type: ignore[misc]
         super().set_epoch(position.epoch)
         self.end_of_dataloader = False
         if _compat.can_skip(self.base_dataloader):
-            with _compat.open_at(self.base_dataloader, position.batch):
-                return _Source(iter(self.base_dataloader))
+            with _compat.open_at(self.base_dataloader, position.batch * self.reads):
+                return _Source(self._handed_out(iter(self.base_dataloader)))
         iterator = iter(self.base_dataloader)
-        if position.batch:
+        if position.batch and (self._run.rank == 0 or self.readers > 1):
             with self._run.pause("reading through the data that the others have read"):
-                for _ in range(position.batch):
+                for _ in range(position.batch * self.reads):
                     if next(iterator, _END) is _END:
                         break
-        return _Source(iterator)
+        return _Source(self._handed_out(iterator))
+
+    def _handed_out(self, iterator: Iterator[Any]) -> Iterator[Any]:
+        """The batches of this process, made of what is read."""
+        return iterator
+
+    def _evaluate(self) -> Iterator[Any]:
+        return super().__iter__()  # type: ignore[no-any-return]
 
 
-def _rebuild(kept: dict[str, Any]) -> Any:
-    loader = object.__new__(_compat.DataLoaderShard)
+def _rebuild(kind: type, kept: dict[str, Any]) -> Any:
+    loader: Any = object.__new__(kind)
     loader.__dict__.update(kept)
     return loader
 
@@ -236,8 +271,8 @@ class _Source:
         return batch
 
 
-def prepare(accelerator: Any, loader: Any, run: Run, device_placement: bool) -> GroupDataLoader:
-    """Divide a loader's data among all processes of all groups.
+def divider(accelerator: Any, loader: Any, run: Run, device_placement: bool) -> Callable[..., Any]:
+    """What makes Accelerate's loader of one of so many parts of the data: called with number and index.
 
     Args:
         accelerator: whose settings count.
@@ -246,15 +281,10 @@ def prepare(accelerator: Any, loader: Any, run: Run, device_placement: bool) -> 
         device_placement: put batches on the accelerator's device.
 
     Raises:
-        ConfigError: `dispatch_batches`, or a batch that cannot be split among all processes.
+        ConfigError: a batch that cannot be split among all processes.
     """
     ranks, groups = accelerator.num_processes, run.groups
     everybody = ranks * groups
-    if accelerator.dispatch_batches:
-        raise ConfigError(
-            "dispatch_batches=True cannot be used with fault tolerance: one process would read for all, and all would "
-            "end with it; leave it out, every process then reads its own part"
-        )
     if accelerator.split_batches and loader.batch_size is not None and loader.batch_size % everybody:
         raise ConfigError(
             f"split_batches=True with batch_size={loader.batch_size}: it must be a multiple of {everybody}, the "
@@ -263,7 +293,7 @@ def prepare(accelerator: Any, loader: Any, run: Run, device_placement: bool) -> 
     if groups > 1:
         _make_replayable(loader, accelerator.dataloader_config.data_seed)
 
-    def divided(number: int, index: int) -> Any:
+    def divided(number: int, index: int, *, dispatch: bool = False, slice_fn: Any = None) -> Any:
         return _compat.prepare_data_loader(
             loader,
             accelerator.device,
@@ -272,18 +302,30 @@ def prepare(accelerator: Any, loader: Any, run: Run, device_placement: bool) -> 
             split_batches=accelerator.split_batches,
             put_on_device=device_placement,
             rng_types=accelerator.rng_types.copy(),
-            dispatch_batches=False,
+            dispatch_batches=dispatch,
             even_batches=accelerator.even_batches,
+            slice_fn_for_dispatch=slice_fn,
             # One group alone has nobody to share an order with: it keeps the one that the user asked for.
-            use_seedable_sampler=accelerator.use_seedable_sampler or groups > 1,
+            use_seedable_sampler=accelerator.use_seedable_sampler or run.groups > 1,
             data_seed=accelerator.dataloader_config.data_seed,
             non_blocking=accelerator.non_blocking,
             use_stateful_dataloader=accelerator.use_stateful_dataloader,
         )
 
-    index = run.group % groups * ranks + accelerator.process_index
-    whole = divided(everybody, index)
-    return GroupDataLoader(whole, divided(ranks, accelerator.process_index), run)
+    return divided
+
+
+def prepare(accelerator: Any, divided: Callable[..., Any], run: Run) -> GroupDataLoader:
+    """A loader whose data each process of all groups reads a part of.
+
+    Args:
+        accelerator: whose settings count.
+        divided: `divider`'s.
+        run: of this accelerator.
+    """
+    ranks, rank, groups = accelerator.num_processes, accelerator.process_index, run.groups
+    whole = divided(ranks * groups, run.group % groups * ranks + rank)
+    return GroupDataLoader(whole, divided(ranks, rank), run, divided)
 
 
 def _make_replayable(loader: Any, seed: int | None) -> None:

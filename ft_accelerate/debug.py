@@ -29,10 +29,11 @@ from multiprocessing.connection import Connection, wait
 from typing import TYPE_CHECKING, Any
 
 import torch
-from accelerate.state import PartialState, is_initialized
+from accelerate import PartialState
 from torch._C._distributed_c10d import TCPStore
 from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException
 
+from ft_accelerate._compat import is_initialized
 from ft_core.errors import ConfigError, LighthouseError, UsageError
 from ft_core.launch import stub
 from ft_core.launch.keeper import Keeper

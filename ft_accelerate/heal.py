@@ -35,6 +35,7 @@ def save(accelerator: Any) -> dict[str, Any]:
         "scaler": None if scaler is None else scaler.state_dict(),
         "groups": accelerator.num_replica_groups,
         "step": accelerator.step,
+        "first_step": accelerator._run.first_step,
         "epoch": accelerator.epoch,
         "save_iteration": accelerator.save_iteration,
         "loaders": [loader.progress() for loader in loaders(accelerator)],
@@ -55,11 +56,17 @@ def load(accelerator: Any, state: Mapping[str, Any]) -> None:
     if accelerator.scaler is not None and state["scaler"]:
         accelerator.scaler.load_state_dict(state["scaler"])
     accelerator.step = state["step"]
+    accelerator._run.first_step = state["first_step"]
     accelerator.epoch = state["epoch"]
     accelerator.project_configuration.iteration = state["save_iteration"]
     accelerator._run.divide(state["groups"])
     mine, theirs = loaders(accelerator), state["loaders"]
-    _check("data loaders", mine[: len(theirs)], theirs[: needed(len(mine), theirs)])
+    if len(mine) < needed(len(mine), theirs):
+        raise ConfigError(
+            f"the others train on data loader {needed(len(mine), theirs)} that they prepared, and this replica, which "
+            f"comes back or joins, has prepared {len(mine)} so far: prepare all loaders for training before the first "
+            "step, in the same order everywhere; those for evaluation may be prepared at any time"
+        )
     for loader, progress in zip(mine, theirs, strict=False):
         loader.go_on(progress)
 

@@ -22,6 +22,7 @@ from ft_accelerate import plugin
 from ft_core.errors import ConfigError
 from ft_core.launch.chaos import ChaosSettings
 from ft_core.launch.gpus import MODES
+from ft_core.settings import MAX_REPLICAS
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -127,7 +128,21 @@ class Option:
             raise ConfigError(f"{source}={text!r} must be one of {', '.join(self.choices)}")
         if self.name == "chaos":
             ChaosSettings.parse(text)
+        if self.name == "replicas":
+            _check_replicas(text, source)
         return text
+
+
+def _check_replicas(text: str, source: str) -> None:
+    """As ftrun reads it; said here with the place where it was written."""
+    found = re.fullmatch(r"([0-9]{1,9})(?::([0-9]{1,9}))?", text)
+    if not found:
+        raise ConfigError(f"{source}={text!r} must be a number of replica groups, or N:MAX such as 4:8")
+    groups, most = int(found[1]), int(found[2] or found[1])
+    if not 1 <= groups <= most <= MAX_REPLICAS:
+        raise ConfigError(
+            f"{source}={text!r} must be 1 to {MAX_REPLICAS} replica groups, the first number not the larger one"
+        )
 
 
 def _number(kind: type, value: object, source: str) -> Any:
@@ -191,16 +206,20 @@ def resolve(
         ConfigError: a value cannot work; names where it was given.
     """
     found: dict[str, Given] = {}
+    rank: dict[str, int] = {}
     for name, option in OPTIONS.items():
         places = (
             (aliases.get(name, option.flag), flags.get(name)),
             (f"{plugin.SECTION}.{name}", section.get(name)),
             (option.env, environ.get(option.env) or None),
         )
-        for source, value in places:
+        for number, (source, value) in enumerate(places):
             if value is not None:
-                found[name] = Given(option.read(value, source), source)
+                found[name], rank[name] = Given(option.read(value, source), source), number
                 break
+    for name in ("replicas", "replica_offset"):  # several groups here, or one: what was said closer at hand counts
+        if "replica_group" in found and name in found and rank[name] != rank["replica_group"]:
+            del found[max(name, "replica_group", key=lambda other: rank[other])]
     known = {option.env for option in OPTIONS.values()} | {plugin.variable(name) for name in NOT_OURS}
     for variable in environ:
         if variable.startswith(plugin.PREFIX) and variable not in known:

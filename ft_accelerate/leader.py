@@ -7,11 +7,17 @@ lighthouse says that a quorum trains already. When training has ended, who led g
 A leader may die while it saves. So each replica remembers what the leader has been told to write since the last commit
 (references: the state changes with the next commit only), and a new leader writes that again before it goes on.
 
+A commit may have reached the leader alone (DESIGN.md, R6), so a checkpoint is put in its place only when its step is
+stable: the fence of the next one has said that all hold it. The last one is put there when the run ends. In a quorum of
+one all hold it at once.
+
 Invariants: at most one group leads in a quorum; that changes only in `opened`. Threads: the training thread.
 """
 
 from __future__ import annotations
 
+import atexit
+import functools
 import logging
 import os
 from typing import TYPE_CHECKING, Any
@@ -42,6 +48,8 @@ class Leadership:
         self._leads: bool | None = None
         self._missed: list[tuple[str, Callable[[], Any], int]] = []
         """Name, how it is written, and after how many steps; at most MAX_MISSED."""
+        self._held: dict[str, tuple[Callable[[], Any], int]] = {}
+        """Written checkpoints: how each is put in its place, and the step that must be stable for that."""
 
     def __repr__(self) -> str:
         return f"Leadership({self._leads}, {len(self._missed)} writes missed)"
@@ -65,30 +73,70 @@ class Leadership:
         leads = manager.participating_rank() == 0
         before, self._leads = self._leads, leads
         # Kept until a commit: the leader's death may show only in the step after this window was opened with it.
-        missed = self._missed = [item for item in self._missed if item[2] == self._run.committed_steps]
+        missed = self._missed
+        if missed:
+            missed = self._missed = [item for item in missed if item[2] == self._run.committed_steps]
         if leads == bool(before):
             return
         self._missed = []
         if leads:
             log.info("%s saves and logs from step %d on", manager.replica_id, manager.current_step())
         self._changed(leads)
-        for name, write, _steps in missed if leads else ():
-            with self._run.pause(f"saving {name}, which the former leader may not have saved"):
-                write()
+        for _name, write, _steps in missed if leads else ():
+            write()
 
-    def writing(self, name: str, write: Callable[[], Any]) -> Any:
+    # ------------------------------------------------------------ what is written is put in its place
+
+    def _hold(self, name: str, place: Callable[[], Any]) -> None:
+        manager = self._run.manager
+        self._held[name] = place, -1 if manager is None else manager.current_step()
+        self._run.after_vote = self.publish
+        atexit.register(self._at_exit)
+        self.publish()
+
+    def publish(self) -> None:
+        """Put in place what all replicas are known to hold."""
+        manager = self._run.manager
+        alone = manager is None or not manager.quorum_id or manager.num_participants() <= 1
+        for name, (place, step) in list(self._held.items()):
+            if alone or (manager is not None and manager.stable_step() >= step):
+                del self._held[name]
+                place()
+        if not self._held:
+            self._run.after_vote = None
+            atexit.unregister(self._at_exit)
+
+    def publish_all(self) -> None:
+        """Put everything in place: this process reads it next."""
+        for name, (place, _step) in list(self._held.items()):
+            del self._held[name]
+            place()
+
+    def _at_exit(self) -> None:
+        """The script ends without `end_training`: the last fence, on leaving, says whether all hold the step."""
+        self._run.leave()
+        for name in self._held:
+            log.warning("%s is not put in its place: its last step may be this replica's alone", name)
+
+    def writing(self, name: str, write: Callable[[], Any], place: Callable[[], Any] | None = None) -> Any:
         """Write if this group leads; otherwise remember how, in case that the leader dies.
 
         Args:
             name: of what is written.
             write: writes it, over what is there.
+            place: puts it in its place, once all replicas are known to hold the step; None: `write` does.
 
         Returns:
             What `write` returns; None where nothing was written.
         """
         if self.leads:
             with self._run.pause(f"saving {name}"):
-                return write()
+                self._held.pop(name, None)
+                written = write()
+                if place is not None:
+                    self._hold(name, place)
+                return written
         if len(self._missed) < MAX_MISSED:
-            self._missed.append((name, write, self._run.committed_steps))
+            again = functools.partial(self.writing, name, write, place)
+            self._missed.append((name, again, self._run.committed_steps))
         return None

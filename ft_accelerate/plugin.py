@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, get_type_hints
 
+from ft_core.data.scaling import LearningRateScaling
 from ft_core.errors import ConfigError
 from ft_core.settings import MAX_REPLICAS, Environment, parse_address
 
@@ -32,6 +33,12 @@ PREFIX = "ACCELERATE_FT_"
 FILE_VARIABLE = f"{PREFIX}CONFIG_FILE"
 LAUNCHED = ("FT_LIGHTHOUSE", "TORCHFT_LIGHTHOUSE", "FT_REPLICA_GROUP")
 """One of these in the environment means that a replica group was started."""
+NEEDS = {
+    "global_batch_size": "elastic_data", "max_micro_steps": "global_batch_size", "lr_scaling": "reference_batch_size",
+    "reference_batch_size": "lr_scaling",
+}  # fmt: skip
+"""Fields that mean something only beside another one."""
+CHOICES = {"lr_scaling": ("linear", "sqrt"), "on_exhausted": ("shadow", "leave", "stop_all")}
 YES, NO = ("1", "true", "yes", "on", "y", "t"), ("0", "false", "no", "off", "n", "f")
 
 
@@ -58,6 +65,13 @@ class FaultTolerancePlugin:
         connect_timeout_s: seconds that the lighthouse may take to be reached.
         parity_check_every: compare digests of all state every so many commits; 0: never.
         max_retries: more vetoed steps in a row than this end the process; None: never.
+        elastic_data: training data is divided anew in each step among the groups that are there, so that each sample
+            goes into exactly one committed step of an epoch.
+        global_batch_size: with elastic data, samples in each optimizer step whatever the membership.
+        max_micro_steps: with global_batch_size, more micro-batches per step and process than this are refused.
+        lr_scaling: "linear" or "sqrt": learning rates follow the samples of each step.
+        reference_batch_size: with lr_scaling, samples in the steps for which the learning rates were chosen.
+        on_exhausted: what a replica does that is out of batches before the others: "shadow", "leave" or "stop_all".
         config_file: YAML file with a `fault_tolerance_config` section, for what is not said otherwise.
 
     Raises:
@@ -89,6 +103,25 @@ class FaultTolerancePlugin:
     max_retries: int | None = _option(
         "More vetoed steps in a row than this end the process; not set: never.", env="MAX_RETRIES"
     )
+    elastic_data: bool | None = _option(
+        "Divide training data anew in each step among the groups that are there: each sample once per epoch.",
+        env="ELASTIC_DATA",
+    )
+    global_batch_size: int | None = _option(
+        "With elastic data: samples in each optimizer step, whatever the membership.", env="GLOBAL_BATCH_SIZE"
+    )
+    max_micro_steps: int | None = _option(
+        "With global_batch_size: refuse more micro-batches per step and process than this.", env="MAX_MICRO_STEPS"
+    )
+    lr_scaling: str | None = _option(
+        "Learning rates follow the samples of each step: linear or sqrt; needs reference_batch_size.", env="LR_SCALING"
+    )
+    reference_batch_size: int | None = _option(
+        "With lr_scaling: samples in the steps for which the learning rates were chosen.", env="REFERENCE_BATCH_SIZE"
+    )
+    on_exhausted: str | None = _option(
+        "What a replica does that is out of batches before the others: shadow, leave or stop_all.", env="ON_EXHAUSTED"
+    )
     config_file: str | None = _option(
         f"YAML file with a {SECTION} section, for what is not said otherwise.", env="CONFIG_FILE", per_group=True
     )
@@ -105,6 +138,12 @@ class FaultTolerancePlugin:
             value = getattr(self, name)
             if value is not None:
                 setattr(self, name, check(name, value, name))
+        self._check_together()
+
+    def _check_together(self) -> None:
+        for name, needs in NEEDS.items():
+            if getattr(self, name) is not None and not getattr(self, needs):
+                raise ConfigError(f"{name}={getattr(self, name)!r} has no effect without {needs}: set {needs}, too")
 
     @property
     def group(self) -> int:
@@ -128,6 +167,14 @@ class FaultTolerancePlugin:
         """Of the lighthouse; "" if nobody said."""
         return self.lighthouse or Environment.read(os.environ).lighthouse or ""
 
+    @property
+    def scaling(self) -> LearningRateScaling | None:
+        """What learning rates are multiplied with; None: nothing."""
+        if self.lr_scaling is None:
+            return None
+        assert self.reference_batch_size is not None
+        return LearningRateScaling(self.lr_scaling, self.reference_batch_size)
+
     def for_manager(self) -> dict[str, Any]:
         """Keyword arguments of `ft_core.Manager`; what nobody said is left to its own defaults."""
 
@@ -139,6 +186,7 @@ class FaultTolerancePlugin:
             "expected_replicas": self.expected_replicas, "timeout": span(self.timeout_s),
             "quorum_timeout": span(self.quorum_timeout_s), "connect_timeout": span(self.connect_timeout_s),
             "parity_check_every": self.parity_check_every or 0, "max_retries": self.max_retries,
+            "on_exhausted": self.on_exhausted or "shadow",
         }  # fmt: skip
 
 
@@ -231,7 +279,14 @@ def check(name: str, value: object, source: str) -> Any:
     read = _read(KINDS[name], value, source)
     if name == "lighthouse":
         parse_address(read, source)
-    lowest = {"min_replicas": 1, "expected_replicas": 1, "replica_group": 0, "parity_check_every": 0, "max_retries": 0}
+    if name in CHOICES and read not in CHOICES[name]:
+        near = difflib.get_close_matches(read, CHOICES[name], 1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise ConfigError(f"{source}={value!r} must be one of {', '.join(CHOICES[name])}{hint}")
+    lowest = {
+        "min_replicas": 1, "expected_replicas": 1, "replica_group": 0, "parity_check_every": 0, "max_retries": 0,
+        "global_batch_size": 1, "max_micro_steps": 1, "reference_batch_size": 1,
+    }  # fmt: skip
     if name in lowest and read < lowest[name]:
         raise ConfigError(f"{source}={value!r} must be a whole number, {lowest[name]} or more")
     if name in ("min_replicas", "expected_replicas") and read > MAX_REPLICAS:

@@ -52,12 +52,6 @@ def check_arguments(given: Mapping[str, Any]) -> None:
     for handler in given.get("kwargs_handlers") or ():
         if isinstance(handler, _compat.DistributedDataParallelKwargs):
             check_hook(handler)
-    data = given.get("dataloader_config")
-    if data is not None and data.dispatch_batches:
-        raise ConfigError(
-            "DataLoaderConfiguration(dispatch_batches=True) cannot be used with fault tolerance: one process would "
-            "read for all, and all would end with it; leave it out, every process then reads its own part"
-        )
 
 
 def _refusal(what: str, why: str) -> ConfigError | NotAvailableError:
@@ -91,3 +85,15 @@ def check_state(state: Any) -> None:
     known = ("NO", "MULTI_CPU", "MULTI_GPU", "MULTI_NPU", "MULTI_XPU", "MULTI_MLU", "MULTI_MUSA", "MULTI_HPU")
     if str(getattr(kind, "value", kind)) not in (*known, "MULTI_SDAA", "MULTI_NEURON"):
         raise ConfigError(f"distributed_type={kind} cannot be used with fault tolerance; {REMEDY}")
+
+
+def check_groups(group: int, expected: int | None) -> None:
+    """Refuse a group number that cannot be.
+
+    Raises:
+        ConfigError: there are fewer groups than its number says.
+    """
+    if expected is not None and group >= expected:
+        raise ConfigError(
+            f"replica_group={group} with expected_replicas={expected}: groups are numbered from 0 to {expected - 1}"
+        )

@@ -13,7 +13,7 @@ forward and backward.
 - In each new quorum all members agree on one position in the data, the furthest: of two survivors one may have vetoed a
   batch that the other had not begun.
 - In a group of several ranks each rank reduces with its peers in the other groups; `settle_gradients` then averages
-  inside the group. The rings may have had different divisors (R10), so these are corrected before they are mixed.
+  inside the group.
 
 Invariants: all replicas open windows and vote at the same places of the script. All ranks of a group make the same
 calls in the same order; `lost` and `stopped` are equal on them. Threads: the training thread.
@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -32,17 +31,19 @@ from torch.distributed import ReduceOp
 from ft_accelerate import store
 from ft_accelerate.data import groups_needed
 from ft_accelerate.patience import nothing_left, start_patiently
+from ft_accelerate.settling import Settling
+from ft_accelerate.succession import Succession
 from ft_accelerate.wrapping import WrappedModel
 from ft_core import Manager, ProcessGroupGloo
-from ft_core.errors import ConfigError, FaultToleranceError, JobFinishedError, UsageError
+from ft_core.errors import FaultToleranceError, JobFinishedError, UsageError
 from ft_core.settings import room_of_run
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from ft_accelerate.data import Position
+    from ft_accelerate.elastic import Elastic
     from ft_accelerate.plugin import FaultTolerancePlugin
-    from ft_core.attempt import StepAttempt
 
 log = logging.getLogger("ft_accelerate")
 PAUSE_S = 3600.0
@@ -53,8 +54,15 @@ KEY = "accelerate"
 """Of our state in what donors hand out."""
 
 
-_current: weakref.ref[Run] | None = None
-"""The run whose Manager was started last in this process."""
+_current: Succession | None = None
+"""Of this process."""
+
+
+def runs_of_this_process() -> Succession:
+    """Begins with the first run."""
+    global _current
+    _current = _current or Succession()
+    return _current
 
 
 class StopTogether(FaultToleranceError):
@@ -96,6 +104,7 @@ class Run:
         self._pauses = contextlib.ExitStack()
         self._number = -1
         """How many runs this process has had before: each meets the other groups in a room of its own."""
+        self._runs = Succession()
         self._begin()
 
     def _begin(self) -> None:
@@ -107,6 +116,8 @@ class Run:
         """Everybody has agreed to end the training."""
         self.committed_steps = 0
         self.vetoed_steps = 0
+        self.first_step = 0
+        """The Manager's step when this run began, on all replicas alike."""
         self._number += 1
         self._open = False
         self._ended = False
@@ -121,9 +132,11 @@ class Run:
         """Of the last vote of this window."""
         self._agreed_in = 0
         """Quorum in which the position was agreed on."""
-        self._settled: object = None
-        """The fence whose gradients were averaged inside the group."""
-        self._planned: tuple[StepAttempt | None, int] = None, 1
+        self.settling = Settling(self.ranks)
+        self.after_vote: Callable[[], None] | None = None
+        """Set while something waits for what a vote, or the end, shows."""
+        self.elastic: Elastic | None = None
+        """The data that is divided per step, once it is read for training."""
 
     def __repr__(self) -> str:
         state = "stopped" if self.stopped else "lost" if self.lost else "open" if self._open else "between steps"
@@ -141,7 +154,8 @@ class Run:
         if self.manager is None:
             if self._ended:
                 raise UsageError(f"{self._why_ended}: call free_memory(), which begins another run, before prepare()")
-            self._supersede()
+            self._runs = runs_of_this_process()
+            self._number = self._runs.begin(self, self._number)
             try:
                 self.manager = Manager(
                     pg=ProcessGroupGloo(),
@@ -156,21 +170,30 @@ class Run:
             except JobFinishedError as error:
                 self._ended = True
                 raise nothing_left(error) from error
+            if self.ranks > 1:
+                torch.distributed.barrier()  # the first rank serves the others: it may not end before they have begun
+            self.first_step = self._runs.carry(self.manager, self.group)
             load, save = self._functions
             self.manager.register_state_dict_fn(KEY, load, save)
         return self.manager
 
-    def _supersede(self) -> None:
-        """A process is in one run at a time: the name of its replica group is taken once."""
-        global _current
-        before = _current() if _current is not None else None
-        if before is not None and before is not self:
-            if before.manager is not None and not before._ended:
-                log.warning("another Accelerator prepares a model: the run of the one before it ends here")
-                before._why_ended = "another Accelerator of this process has begun another run"
-                before._leave("another run begins", finished=False)
-            self._number = max(self._number, before._number + 1)
-        _current = weakref.ref(self)
+    def manager_state(self) -> dict[str, int]:
+        """Of the Manager, for a checkpoint: counted from the beginning of this run."""
+        state = self.manager.state_dict() if self.manager is not None else {}
+        return {**state, "step": state["step"] - self.first_step} if state else {}
+
+    def load_manager_state(self, state: dict[str, int]) -> None:
+        """The reverse, before training."""
+        manager = self.start_manager()
+        if not manager.quorum_id:
+            manager.load_state_dict({**state, "step": state["step"] + self.first_step})
+
+    def superseded(self) -> None:
+        """Another Accelerator of this process begins a run."""
+        if self.manager is not None and not self._ended:
+            log.warning("another Accelerator prepares a model: the run of the one before it ends here")
+            self._why_ended = "another Accelerator of this process has begun another run"
+            self._leave("another run begins", finished=False)
 
     def wrap(self, module: torch.nn.Module, arguments: dict[str, Any]) -> WrappedModel:
         """A model to be trained. After training has begun this begins another run, for the models from here on.
@@ -201,6 +224,11 @@ class Run:
     def silent(self) -> bool:
         """Nothing may be communicated with the other groups before the next window."""
         return self.lost or self.stopped or self._ended
+
+    @property
+    def ended(self) -> str:
+        """Why this run is over; "" while it is not."""
+        return self._why_ended if self._ended else ""
 
     @property
     def quorum(self) -> Manager | None:
@@ -290,28 +318,15 @@ class Run:
         """Gradients were reduced, or are being reduced, since the last vote."""
         return any(model.carrier.unsettled for model in self.models)
 
+    @property
+    def voted(self) -> bool:
+        """There was a vote in this window."""
+        return self._verdict is not None
+
     def settle_gradients(self) -> None:
         """Make the reduced gradients final, before they are clipped, unscaled or used: the same on all ranks."""
-        manager = self.manager
-        if manager is None or self.silent or not self.unsettled:
-            return
-        attempt = manager.current_attempt()
-        assert attempt is not None
-        if attempt is not self._planned[0]:
-            self._planned = attempt, attempt.planned
-        weight = attempt.verdict.weight if attempt.verdict is not None else 0
-        if weight:
-            if weight != self._planned[1]:
-                for model in self.models:
-                    model.carrier.rescale(self._planned[1] / weight)
-                self._planned = attempt, weight
-            attempt.planned = weight
-        mark = (attempt.number, id(attempt.verdict))
-        if self.ranks > 1 and mark != self._settled:
-            self._settled = mark
-            for model in self.models:
-                if model.carrier.unsettled:
-                    model.carrier.average_inside(torch.distributed.all_reduce, self.ranks)
+        if self.manager is not None and not self.silent:
+            self.settling.settle(self.manager.current_attempt(), self.models)
 
     def vote(self) -> bool:
         """Whether the optimizer step that is about to be made is everybody's. False: gradients have been dropped.
@@ -333,10 +348,14 @@ class Run:
         self._verdict = not self.silent and self._ask_all(manager)
         if self._verdict:
             self.committed_steps += 1
-            self._share_buffers()
+            for model in self.models if self.ranks > 1 else ():
+                model.share_buffers()
         else:
             self.vetoed_steps += 1
-            self._drop_gradients()
+            for model in self.models:
+                model.drop_gradients()
+        if self.after_vote is not None:
+            self.after_vote()
         return self._verdict
 
     def _ask_all(self, manager: Manager) -> bool:
@@ -350,21 +369,10 @@ class Run:
             model.carrier.before_backward(sync=False)
         return commits
 
-    def _drop_gradients(self) -> None:
-        for model in self.models:
-            for parameter in model.parameters():
-                parameter.grad = None
-
     def torn(self, error: BaseException) -> None:
         """An optimizer failed after the vote: the others have the new state, this replica may have half of it."""
         if self.manager is not None and not self._ended:
             self.manager.report_torn_state(error)
-
-    def _share_buffers(self) -> None:
-        """Each ring has its own buffers; as with torch's DDP those of the group's first rank count."""
-        for model in self.models if self.ranks > 1 else ():
-            for buffer in model.buffers() if model.broadcast_buffers else ():
-                torch.distributed.broadcast(buffer, 0)
 
     # ------------------------------------------------------------ other agreements
 
@@ -417,22 +425,17 @@ class Run:
             model.unwrap()
         self._begin()
 
+    def leave(self) -> None:
+        """The script ends, and did not say so."""
+        if self.manager is not None and not self._ended:
+            self._leave("the script ends", finished=False)
+
     def _leave(self, reason: str, *, finished: bool) -> None:
         manager, self._ended = self.manager, True
         assert manager is not None
         self._pauses.close()
+        self._runs.end(manager)
         manager.leave(reason, finished=finished)
+        if self.after_vote is not None:
+            self.after_vote()
         manager.shutdown()
-
-
-def check_groups(run: Run) -> None:
-    """Refuse a group number that cannot be.
-
-    Raises:
-        ConfigError: there are fewer groups than its number says.
-    """
-    expected = run.plugin.expected_replicas
-    if expected is not None and run.group >= expected:
-        raise ConfigError(
-            f"replica_group={run.group} with expected_replicas={expected}: groups are numbered from 0 to {expected - 1}"
-        )

@@ -34,9 +34,13 @@ import torch
 from torch.distributed import ReduceOp
 from transformers import Trainer
 
-from ft_accelerate import _compat_trainer
+from ft_accelerate import elastic_trainer
+from ft_accelerate._compat import trainer as _compat_trainer
 from ft_accelerate.accelerator import FaultTolerantAccelerator
 from ft_accelerate.data import EPOCH, GroupDataLoader
+from ft_accelerate.elastic_loader import ElasticGroupLoader
+from ft_accelerate.elastic_trainer import ElasticEpochs
+from ft_accelerate.wrapping import WrappedModel
 from ft_core.errors import ConfigError, FaultToleranceError
 
 if TYPE_CHECKING:
@@ -71,7 +75,7 @@ class _Continued:
         return self._rest
 
 
-class FaultTolerantTrainerMixin(Base):  # type: ignore[misc]
+class FaultTolerantTrainerMixin(ElasticEpochs):
     """Put in front of Trainer or a subclass of it.
 
     Raises:
@@ -137,18 +141,28 @@ class FaultTolerantTrainerMixin(Base):  # type: ignore[misc]
         leadership = self.accelerator._leadership
         return leadership is None or bool(leadership.leads)
 
+    def _wrap_model(self, model: Any, *args: Any, **kwargs: Any) -> Any:
+        """As Trainer's; what an earlier `train` wrapped is not trained any more, and prepared anew."""
+        if isinstance(model, WrappedModel) and (self._ft_run is None or model not in self._ft_run.models):
+            model = model.module
+        return super()._wrap_model(model, *args, **kwargs)
+
     # ------------------------------------------------------------ how much there is to do
 
     def set_initial_training_values(self, args: Any, dataloader: Any, *more: Any) -> Any:
         """As Trainer's; lengths are those of the data divided among all groups."""
         if self._ft_run is None or not isinstance(dataloader, GroupDataLoader):
             return super().set_initial_training_values(args, dataloader, *more)
-        epochs, *rest = super().set_initial_training_values(args, divided(dataloader), *more)
+        planned = self._ft_planned_data(dataloader) if is_elastic(dataloader) else divided(dataloader)
+        epochs, *rest = super().set_initial_training_values(args, planned, *more)
         self._ft_planned = epochs
         return min(2 * epochs + MORE_EPOCHS, sys.maxsize), *rest
 
     def get_total_train_batch_size(self, args: Any) -> int:
         """Of all groups."""
+        run = self._ft_run
+        if run is not None and run.plugin.elastic_data and run.plugin.global_batch_size is not None:
+            return int(run.plugin.global_batch_size)
         return int(super().get_total_train_batch_size(args) * self.accelerator.num_replica_groups)
 
     def _init_training_state(self, max_steps: int, updates: int, epochs: int, resume: Any, trial: Any) -> Any:
@@ -163,6 +177,9 @@ class FaultTolerantTrainerMixin(Base):  # type: ignore[misc]
             super()._run_epoch(**call)
             return
         epoch, loader = call["epoch"], call["train_dataloader"]
+        if is_elastic(loader):
+            self._ft_elastic_epoch(call)
+            return
         first = self._ft_resumed(call)
         data = loader.starting_at(first) if first else loader
         while True:
@@ -197,6 +214,8 @@ class FaultTolerantTrainerMixin(Base):  # type: ignore[misc]
         run = self._ft_run
         if run is None or not self.is_in_train:
             return super().get_batch_samples(epoch_iterator, num_batches, *more, **kwargs)
+        if self._ft_reading is not None:
+            return self._ft_elastic_samples(self._ft_reading)
         batch = next(epoch_iterator, _END)
         if run.stopped:
             self.control.should_training_stop = True
@@ -235,9 +254,12 @@ class FaultTolerantTrainerMixin(Base):  # type: ignore[misc]
 
     def _ft_stepped(self, state: Any) -> bool:
         """Whether the step that has just been counted was committed; take it back if it was not."""
-        epoch, first, total = self._ft_epoch
-        within = round((state.epoch - epoch) * (total - first))  # batches: the same quotient on all replicas
-        state.epoch = epoch + (first + within) / total
+        if self._ft_reading is not None:
+            self._ft_place_of(self._ft_reading, state)
+        else:
+            epoch, first, total = self._ft_epoch
+            within = round((state.epoch - epoch) * (total - first))  # batches: the same quotient on all replicas
+            state.epoch = epoch + (first + within) / total
         commits, loss = self._ft_before
         if self.accelerator.committed_steps > commits:
             return True
@@ -277,38 +299,44 @@ class FaultTolerantTrainerMixin(Base):  # type: ignore[misc]
         name = f"checkpoint-{self.state.global_step}"
         best = self.state.best_global_step
         self.accelerator._leadership.writing(
-            os.path.join(folder, name), functools.partial(self._ft_write, model, trial, folder, name)
+            os.path.join(folder, name),
+            functools.partial(self._ft_write, model, trial, folder, name),
+            functools.partial(self._ft_place, folder, name, best),
         )
         if best and self.args.save_strategy != "no":
             self.state.best_model_checkpoint = os.path.join(folder, f"checkpoint-{best}")
 
     def _ft_write(self, model: Any, trial: Any, folder: str, name: str) -> None:
-        """Trainer's own checkpoint, beside its place; then move it there. On all processes of this group."""
+        """Trainer's own checkpoint, beside its place. On all processes of this group."""
         first, stage = self.args.process_index == 0, os.path.join(folder, f".{name}.partial")
         if first:
             shutil.rmtree(stage, ignore_errors=True)
         self.accelerator.wait_for_everyone()
         self._ft_stage = stage
         try:
-            super()._save_checkpoint(model, trial)
+            with self._ft_arguments_as_given():
+                super()._save_checkpoint(model, trial)
         finally:
             self._ft_stage = ""
-        self.accelerator.wait_for_everyone()
         if first:
-            self._ft_place(stage, folder, name)
+            elastic_trainer.save(self, os.path.join(stage, name))
         self.accelerator.wait_for_everyone()
-
-    def _ft_place(self, stage: str, folder: str, name: str) -> None:
-        state, place = self.state, os.path.join(folder, name)
-        if state.best_model_checkpoint and state.best_model_checkpoint.startswith(stage):
-            state.best_model_checkpoint = place
+        state = self.state
+        if first and state.best_model_checkpoint and state.best_model_checkpoint.startswith(stage):
+            state.best_model_checkpoint = os.path.join(folder, name)
             state.save_to_json(os.path.join(stage, name, STATE))
+
+    def _ft_place(self, folder: str, name: str, best: int | None) -> None:
+        """Move what was written to its place; the oldest that are over the limit go."""
+        if self.args.process_index != 0:
+            return
+        stage, place = os.path.join(folder, f".{name}.partial"), os.path.join(folder, name)
         shutil.rmtree(place, ignore_errors=True)
         os.replace(os.path.join(stage, name), place)
         os.rmdir(stage)
         _compat_trainer.rotate_checkpoints(
             output_dir=folder, save_total_limit=self.args.save_total_limit,
-            best_model_checkpoint=state.best_model_checkpoint, use_mtime=True,
+            best_model_checkpoint=os.path.join(folder, f"checkpoint-{best}") if best else None, use_mtime=True,
         )  # fmt: skip
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
@@ -362,6 +390,11 @@ class _Progress:
         trainer.lr_scheduler = None
         trainer.create_scheduler(num_training_steps=steps)
         trainer.callback_handler.lr_scheduler = trainer.lr_scheduler
+
+
+def is_elastic(loader: object) -> bool:
+    """Its samples are divided per step."""
+    return isinstance(loader, ElasticGroupLoader)
 
 
 def divided(loader: GroupDataLoader) -> Any:

@@ -50,8 +50,11 @@ class WrappedModel(DistributedDataParallel):
 
         Pretrained models come in evaluation mode, and some scripts train them so.
         """
-        self._switched = self._switched or self.module.training
-        return self.module.training if self._switched else self.training
+        if self._modules["module"].training:  # type: ignore[union-attr]
+            if not self._switched:  # assigning to a module's attribute takes longer than the rest of this
+                self._switched = True
+            return True
+        return not self._switched and self.training
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the model."""
@@ -60,7 +63,18 @@ class WrappedModel(DistributedDataParallel):
             if self._run.silent:
                 with self.no_sync():
                     return super().forward(*inputs, **kwargs)
+            self._run.settling.passes += self.require_backward_grad_sync
         return super().forward(*inputs, **kwargs)
+
+    def drop_gradients(self) -> None:
+        """The step is not made."""
+        for parameter in self.parameters():
+            parameter.grad = None
+
+    def share_buffers(self) -> None:
+        """Each ring has its own buffers; as with torch's DDP those of the group's first rank count."""
+        for buffer in self.buffers() if self.broadcast_buffers else ():
+            torch.distributed.broadcast(buffer, 0)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_run": None}

@@ -15,10 +15,9 @@ import os
 import tempfile
 from typing import TYPE_CHECKING, Any
 
-from accelerate.commands.config.config import get_user_input
-from accelerate.commands.config.config_args import load_config_from_file
 from accelerate.utils import write_basic_config
 
+from ft_accelerate._compat.launch import get_user_input, load_config_from_file
 from ft_accelerate.config import Document, default_file, load, normalised, save
 from ft_accelerate.launching import OPTIONS
 from ft_accelerate.plugin import NO, YES

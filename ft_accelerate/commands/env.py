@@ -10,8 +10,7 @@ import os
 from importlib import metadata
 from typing import TYPE_CHECKING
 
-from accelerate.commands.env import env_command
-
+from ft_accelerate._compat.launch import env_command
 from ft_accelerate.config import default_accelerate_file, find, plain
 from ft_accelerate.plugin import PREFIX
 from ft_core.rpc import release

@@ -14,7 +14,7 @@ import contextlib
 import os
 from typing import TYPE_CHECKING, Any
 
-from ft_accelerate import _compat_launch
+from ft_accelerate._compat import launch as _compat_launch
 from ft_accelerate.config import default_accelerate_file, find, normalised, plain
 from ft_accelerate.launching import FLAG, OPTIONS, exported, ftrun_options, in_our_words, resolve, suggestion
 from ft_core.errors import ConfigError

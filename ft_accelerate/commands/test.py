@@ -18,8 +18,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from accelerate.test_utils import path_in_accelerate_package
-
+from ft_accelerate._compat.launch import path_in_accelerate_package
 from ft_accelerate.commands.exercise import VICTIM
 from ft_accelerate.config import find
 from ft_core.errors import ConfigError

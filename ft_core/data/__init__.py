@@ -11,9 +11,10 @@ from ft_core.data.loader import ElasticDataLoader
 from ft_core.data.port import DataListener, DataManager
 from ft_core.data.sampler import ElasticSampler
 from ft_core.data.scaling import LearningRateScaling, learning_rate_factor
+from ft_core.data.seeded import SeededDataset
 from ft_core.data.stream import IndexedStream, ReplayedStream
 
 __all__ = [
     "DataListener", "DataManager", "DistributedSampler", "ElasticDataLoader", "ElasticSampler", "IndexedStream",
-    "LearningRateScaling", "ReplayedStream", "elastic_loader", "learning_rate_factor",
+    "LearningRateScaling", "ReplayedStream", "SeededDataset", "elastic_loader", "learning_rate_factor",
 ]  # fmt: skip

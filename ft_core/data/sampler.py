@@ -212,9 +212,9 @@ class ElasticSampler(Sampler[list[int]]):
             raise ConfigError(f"this ElasticSampler is used by {self._owner} already: give each loader its own")
         self._owner = owner
 
-    def watch(self, watcher: Callable[[OpenStep, MicroBatch], None]) -> None:
-        """Tell `watcher` of each micro-batch right before the loop gets it. Raises ConfigError for a second one."""
-        if self._watcher is not None:
+    def watch(self, watcher: Callable[[OpenStep, MicroBatch], None] | None) -> None:
+        """Tell it of each micro-batch right before the loop gets it; None: no more. ConfigError for a second one."""
+        if watcher is not None and self._watcher is not None:
             raise ConfigError("this ElasticSampler is watched already: one FixedOrderDataParallel per loader")
         self._watcher = watcher
 

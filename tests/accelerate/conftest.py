@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from typing import TYPE_CHECKING
 
 import pytest
@@ -17,6 +19,10 @@ IMPORTS = (
     "ft_accelerate.trainer",
 )  # fmt: skip
 
+ENDS_S = 5.0
+FOR_EVER = ("ft-gloo-reaper",)
+"""One in a process, whatever runs in it."""
+
 
 @pytest.fixture(scope="session")
 def forge() -> Iterator[Forge]:
@@ -24,6 +30,18 @@ def forge() -> Iterator[Forge]:
     forge = Forge(IMPORTS)
     yield forge
     forge.close()
+
+
+@pytest.fixture(autouse=True)
+def _no_thread_stays() -> Iterator[None]:
+    """A test ends the threads of ours that it started in this process: Managers, lighthouses, stores."""
+    before = set(threading.enumerate())
+    yield
+    deadline = time.monotonic() + ENDS_S
+    for thread in set(threading.enumerate()) - before:
+        if thread.name.startswith("ft-") and thread.name not in FOR_EVER:
+            thread.join(max(0.0, deadline - time.monotonic()))
+            assert not thread.is_alive(), f"{thread} was left behind"
 
 
 @pytest.fixture

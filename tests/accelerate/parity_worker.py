@@ -36,7 +36,7 @@ def net(seed: int) -> nn.Module:
 
 
 def loader(**options: Any) -> Any:
-    numbers = torch.arange(SAMPLES)
+    numbers = torch.arange(options.pop("samples", SAMPLES))
     x = torch.stack([numbers % 7, numbers % 11, numbers % 13], 1) / 10
     return DataLoader(TensorDataset(x), options.pop("batch_size", BATCH), shuffle=True, **options)
 
@@ -60,7 +60,10 @@ def shown(accelerator: Any, *models: Any) -> tuple[Any, str]:
 Result = tuple[tuple[Any, str], Any, int]
 
 
-def loop(make: Callable[..., Any], clip: str = "", scale: bool = False, accumulate: int = 3, **options: Any) -> Result:
+def loop(
+    make: Callable[..., Any], clip: str = "", scale: bool = False, accumulate: int = 3, samples: int = SAMPLES,
+    **options: Any,
+) -> Result:  # fmt: skip
     """The plain loop."""
     accelerator = make(gradient_accumulation_steps=accumulate, **options)
     if scale:  # Accelerate makes one on GPUs only
@@ -69,7 +72,7 @@ def loop(make: Callable[..., Any], clip: str = "", scale: bool = False, accumula
     optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.98**step)
     split = bool(options.get("dataloader_config") and options["dataloader_config"].split_batches)
-    data, unseen = loader(batch_size=8 if split else 4), DataLoader(loader().dataset, 8)
+    data, unseen = loader(batch_size=8 if split else 4, samples=samples), DataLoader(loader().dataset, 8)
     model, optimizer, data, unseen, schedule = accelerator.prepare(model, optimizer, data, unseen, schedule)
     steps = 0
     for _ in range(EPOCHS):
@@ -146,6 +149,24 @@ def gan(make: Callable[..., Any]) -> Result:
     return shown(accelerator, one, two), 0.0, steps
 
 
+def pair(make: Callable[..., Any]) -> Result:
+    """Two models, two backward passes, then two steps."""
+    accelerator = make()
+    one, two = net(5), net(6)
+    first, second = torch.optim.SGD(one.parameters(), 1e-2), torch.optim.SGD(two.parameters(), 1e-2)
+    one, two, first, second, data = accelerator.prepare(one, two, first, second, loader())
+    steps = 0
+    for _ in range(EPOCHS):
+        for (x,) in data:
+            accelerator.backward(F.mse_loss(one(x), target(x)))
+            accelerator.backward(F.mse_loss(two(x), target(x)))
+            for optimizer in (first, second):
+                optimizer.step()
+                optimizer.zero_grad()
+            steps += 1
+    return shown(accelerator, one, two), 0.0, steps
+
+
 def two(make: Callable[..., Any]) -> Result:
     """One backward, two optimizers on parts of one model; no prepared loader."""
     accelerator = make()
@@ -168,8 +189,8 @@ def two(make: Callable[..., Any]) -> Result:
     return shown(accelerator, model), 0.0, steps
 
 
-def split_config() -> Any:
-    return DataLoaderConfiguration(use_seedable_sampler=True, split_batches=True)
+def data_config(**settings: bool) -> Any:
+    return DataLoaderConfiguration(use_seedable_sampler=True, **settings)
 
 
 MODES: dict[str, Callable[..., Result]] = {
@@ -177,9 +198,15 @@ MODES: dict[str, Callable[..., Result]] = {
     "value": lambda make: loop(make, "value", accumulate=1),
     "bf16": lambda make: loop(make, "norm", mixed_precision="bf16"),
     "scaler": lambda make: loop(make, "", scale=True, accumulate=2),
-    "split": lambda make: loop(make, "norm", dataloader_config=split_config()),
+    "split": lambda make: loop(make, "norm", dataloader_config=data_config(split_batches=True)),
+    # The last batches of an epoch are filled up differently: there are none to fill up.
+    "dispatch": lambda make: loop(make, "norm", samples=144, dataloader_config=data_config(dispatch_batches=True)),
+    "dispatch_split": lambda make: loop(
+        make, samples=144, dataloader_config=data_config(dispatch_batches=True, split_batches=True)
+    ),
     "no_sync": no_sync,
     "gan": gan,
+    "pair": pair,
     "two": two,
 }
 

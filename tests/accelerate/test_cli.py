@@ -59,6 +59,14 @@ def test_command_line_over_yaml_over_environment_over_default() -> None:
     assert given({}, {}, env)["standby"].value == 1
 
 
+def test_one_group_or_several_here_is_what_was_said_closest_at_hand() -> None:
+    several = {"replicas": "2", "replica_offset": 4}
+    assert set(given({"replica_group": "1"}, several)) == {"replica_group"}
+    assert set(given({"replicas": "2"}, {"replica_group": 1})) == {"replicas"}
+    assert set(given({}, several, {"ACCELERATE_FT_REPLICA_GROUP": "1"})) == set(several)
+    assert set(given({"replicas": "2", "replica_group": "1"})) == {"replicas", "replica_group"}  # ftrun refuses it
+
+
 def test_what_ftrun_has_no_option_for_is_told_by_environment_and_nothing_twice() -> None:
     env = {"ACCELERATE_FT_REPLICA_GROUP": "1", "ACCELERATE_FT_LIGHTHOUSE": "h:1", "ACCELERATE_FT_REPLICAS": "2",
            "ACCELERATE_FT_MAX_RETRIES": "5", "PATH": "/bin"}  # fmt: skip
@@ -138,8 +146,8 @@ def test_group_sizes_that_do_not_fit(words: tuple[str, ...], flags: dict[str, st
             ["--ft_replicas", "2", "--ft_expected_replicas", "3"],
             "a part of a job .--ft_replica_group, .*needs the job's",
         ),
-        (["--ft_replicas", "0"], "--ft_replicas 0 must be 1 to"),
-        (["--ft_replicas", "two"], "--ft_replicas two must be a number of groups"),
+        (["--ft_replicas", "0"], "--ft_replicas='0' must be 1 to"),
+        (["--ft_replicas", "two"], "--ft_replicas='two' must be a number of replica groups"),
         (["--ft_standby", "one"], "--ft_standby='one' must be a whole number"),
         (["--ft-min-replica=2"], "there is no option --ft-min-replica; did you mean --ft_min_replicas"),
         (["--use_megatron_lm"], "--use_megatron_lm: fault tolerance does not work with Megatron-LM"),

@@ -49,7 +49,13 @@ def test_the_example_is_read_and_every_option_can_stand_in_a_file(written: Calla
     assert all(isinstance(value, OPTIONS[name].kind) for name, value in section.items())
 
 
-SPECIAL = {"lighthouse": "host0:29510", "replicas": "2:8", "chaos": "kill=30s"}
+SPECIAL = {
+    "lighthouse": "host0:29510",
+    "lr_scaling": "linear",
+    "on_exhausted": "shadow",
+    "replicas": "2:8",
+    "chaos": "kill=30s",
+}
 
 
 def test_each_field_of_the_plugin_is_an_option_but_for_those_the_launcher_sets() -> None:
@@ -68,6 +74,8 @@ def test_each_field_of_the_plugin_is_an_option_but_for_those_the_launcher_sets()
         (f"{SECTION}: {{timeout_s: 0}}", "timeout_s in .* more than 0"),
         (f"{SECTION}: {{standby: -1}}", "standby in .*='-1' must be a whole number, 0 or more"),
         (f"{SECTION}: {{gpus: some}}", "gpus in .*='some' must be one of auto, share, all, none"),
+        (f"{SECTION}: {{replicas: x}}", "fault_tolerance_config.replicas in .*='x' must be a number of replica groups"),
+        (f"{SECTION}: {{replicas: 3:2}}", "replicas in .*='3:2' must be 1 to 256 replica groups, the first number not"),
         (f"{SECTION}: {{chaos: explode=1s}}", "explode"),
         (f"{SECTION}: {{name: [a]}}", "name in .* must be a text"),
         (f"{SECTION}: [replicas]", "must be a list of settings such as"),

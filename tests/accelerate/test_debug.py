@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import os
 import re
@@ -20,8 +21,8 @@ from torch._C._distributed_c10d import TCPStore
 from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException
 from torch.utils.data import DataLoader, TensorDataset
 
-from ft_accelerate import FaultTolerantAccelerator
-from ft_accelerate.debug import ft_debug_launcher
+from ft_accelerate import FaultTolerancePlugin, FaultTolerantAccelerator
+from ft_accelerate.debug import LISTENS, ft_debug_launcher
 from ft_core import DistributedDataParallel, Manager, Optimizer, ProcessGroupGloo
 from ft_core.errors import ConfigError, UsageError
 from tests.accelerate import debug_job
@@ -107,6 +108,94 @@ def test_a_script_with_our_accelerator(tmp_path: Path) -> None:
     first, second = ((tmp_path / group).read_text() for group in "01")
     assert first.startswith("((4, 2, 'cpu'), ")
     assert first == second
+
+
+@contextlib.contextmanager
+def lighthouse() -> Iterator[str]:
+    """A process, for which one group is enough. Its address."""
+    command = [sys.executable, "-m", "ft_core.lighthouse", "--bind", "127.0.0.1:0", "--min-replicas", "1"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
+        try:
+            assert process.stdout is not None
+            yield process.stdout.readline().partition(LISTENS)[2].strip()
+        finally:
+            process.kill()
+
+
+def two_runs(folder: Path, address: str, ends: bool) -> None:
+    """Group 0 leaves the first run after a step; the second one could begin with its model, as its name comes first."""
+    del os.environ["FT_TOKEN"]
+    accelerator = FaultTolerantAccelerator(
+        fault_tolerance_plugin=FaultTolerancePlugin(lighthouse=address, min_replicas=1)
+    )
+    plugin, group = accelerator.fault_tolerance_plugin, accelerator.replica_group
+    torch.manual_seed(group)
+    plain, inputs, seen = nn.Linear(4, 2), torch.ones(3, 4), []
+    plain.register_forward_pre_hook(lambda module, args: seen.append(module.weight.tolist()))
+
+    def train(steps: int) -> None:
+        model, optimizer = accelerator.prepare(plain, torch.optim.SGD(plain.parameters(), lr=0.1))
+        for _ in range(steps):
+            accelerator.backward(model(inputs).square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+
+    train(1 + 3 * group)
+    trained = plain.weight.tolist()
+    if ends and group == 1:
+        accelerator.end_training()
+    accelerator.free_memory()
+    (folder / f"first-{group}").write_text(repr((len(seen), trained)))
+    assert wait_until((folder / f"first-{1 - group}").exists, 30)
+    assert plugin is not None
+    plugin.min_replicas = 2
+    seen.clear()
+    train(2)
+    (folder / f"second-{group}").write_text(repr((seen[0], accelerator.committed_steps, plain.weight.tolist())))
+    accelerator.end_training()
+
+
+@pytest.mark.parametrize("ends", [True, False])
+def test_a_second_run_begins_with_the_model_that_was_trained_longer(tmp_path: Path, ends: bool) -> None:
+    with lighthouse() as address:
+        ft_debug_launcher(two_runs, (tmp_path, address, ends))
+    steps, trained = ast.literal_eval((tmp_path / "first-1").read_text())
+    assert steps == 4
+    assert ast.literal_eval((tmp_path / "first-0").read_text())[1] != trained
+    first, second = (ast.literal_eval((tmp_path / f"second-{group}").read_text()) for group in range(2))
+    assert first == second
+    assert first[:2] == (trained, 2)
+
+
+def scaled(folder: Path) -> None:
+    """Group 1 begins with another scale, which it may not keep; its gradients overflow in the third step."""
+    accelerator = FaultTolerantAccelerator()
+    group = accelerator.replica_group
+    accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=2.0 ** (10 - 5 * group), growth_interval=2)
+    torch.manual_seed(group)
+    model: nn.Module = nn.Linear(4, 2)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    told = []
+    for step in range(6):
+        loss = model(torch.ones(3, 4)).square().mean()
+        accelerator.backward(loss * float("inf") if (group, step) == (1, 2) else loss)
+        if accelerator.sync_gradients:
+            accelerator.clip_grad_norm_(model.parameters(), 5.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        told.append((accelerator.optimizer_step_was_skipped, accelerator.scaler.get_scale()))
+    weight = accelerator.unwrap_model(model).weight
+    accelerator.end_training()
+    (folder / str(group)).write_text(repr((told, weight.tolist())))
+
+
+def test_a_scaler_is_taken_over_and_an_overflow_skips_the_step_everywhere(tmp_path: Path) -> None:
+    ft_debug_launcher(scaled, (tmp_path,))
+    first, second = (ast.literal_eval((tmp_path / group).read_text()) for group in "01")
+    assert first == second
+    skipped, scales = zip(*first[0], strict=True)
+    assert skipped == (False, False, True, False, False, False)
+    assert scales == (2.0**10, 2.0**11, 2.0**10, 2.0**10, 2.0**11, 2.0**11)
 
 
 def test_an_accelerator_of_the_launching_program_would_be_inherited() -> None:

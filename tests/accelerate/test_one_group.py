@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import itertools
+import json
 import pathlib
 import pickle
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import accelerate
 import pytest
 import torch
-from accelerate import DataLoaderConfiguration
+from accelerate import DataLoaderConfiguration, DistributedType
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from accelerate.tracking import GeneralTracker
 from accelerate.utils import DistributedDataParallelKwargs, ProjectConfiguration
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
-from ft_accelerate import FaultTolerantAccelerator, heal
+from ft_accelerate import FaultTolerantAccelerator, heal, refusals
+from ft_accelerate.checkpoints import MANAGER
 from ft_accelerate.data import GroupDataLoader, groups_needed
 from ft_core.errors import ConfigError, NotAvailableError, UsageError
 from ft_core.lighthouse import LighthouseServer
@@ -142,6 +145,37 @@ def test_save_and_load(tmp_path: pathlib.Path) -> None:
     torch.testing.assert_close(torch.cat([p.detach().flatten() for p in model.parameters()]), saved, rtol=0, atol=0)
 
 
+def test_a_checkpoint_is_in_its_place_when_all_are_known_to_hold_its_step(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With more than one in the quorum; `num_participants` stands for the others, whose fence is this one's."""
+    s = Setup()
+    s.train(1)
+    monkeypatch.setattr(s.accelerator.manager, "num_participants", lambda: 2)
+    folders = [tmp_path / name for name in ("first", "second", "third")]
+    s.accelerator.save_state(str(folders[0]))
+    assert not folders[0].exists()
+    s.train(1)
+    assert folders[0].exists()
+    s.accelerator.save_state(str(folders[1]))
+    s.accelerator.save_state(str(folders[1]))  # again, before it is there
+    assert s.accelerator.manager.stable_step() - s.accelerator._run.first_step == 1
+    x = next(iter(s.data))[0]
+    s.accelerator.manager.report_error(RuntimeError("injected"))
+    s.step(x)  # not made, but its fence said that all hold step 2
+    assert s.accelerator.optimizer_step_was_skipped
+    assert folders[1].exists()
+    s.train(1)
+    s.accelerator.save_state(str(folders[2]))
+    assert not folders[2].exists()
+    s.accelerator.load_state(str(folders[2]))  # who asks for it gets it
+    s.train(1)
+    s.accelerator.save_state(str(folders[2]))
+    s.accelerator.end_training()
+    assert json.loads((folders[2] / MANAGER).read_text())["step"] == 4
+    assert not list(tmp_path.glob(".*partial"))
+
+
 class Notes(GeneralTracker):
     name, requires_logging_directory = "notes", False
     tracker = None
@@ -263,7 +297,9 @@ def test_a_newcomer_needs_the_loaders_that_are_trained_on() -> None:
     heal.load(s.accelerator, donated)
     assert s.data.position.batch == 3
     donated["loaders"][1]["trained"] = 1
-    with pytest.raises(ConfigError, match="prepared or registered 1 data loaders, the others 2"):
+    with pytest.raises(
+        ConfigError, match=r"loader 2 that they prepared, .* has prepared 1 so far: prepare all loaders"
+    ):
         heal.load(s.accelerator, donated)
     s.accelerator.end_training()
 
@@ -321,7 +357,6 @@ def test_groups_are_counted_by_their_numbers() -> None:
 @pytest.mark.parametrize(
     ("options", "kind", "text"),
     [
-        ({"dataloader_config": DataLoaderConfiguration(dispatch_batches=True)}, ConfigError, "dispatch_batches=True"),
         ({"kwargs_handlers": [DistributedDataParallelKwargs(comm_hook="fp16")]}, ConfigError, "comm_hook='fp16'"),
         ({"fsdp_plugin": object()}, NotAvailableError, "fsdp_plugin= cannot be used"),
         ({"deepspeed_plugin": object()}, ConfigError, "DeepSpeed reduces the gradients itself"),
@@ -339,6 +374,11 @@ def test_what_the_launcher_switched_on_is_refused(name: str, monkeypatch: pytest
     monkeypatch.setenv(name, "true")
     with pytest.raises((ConfigError, NotAvailableError), match=f"{name}=true cannot be used with fault tolerance"):
         FaultTolerantAccelerator()
+
+
+def test_a_tpu_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"a TPU \(XLA\) cannot be used with fault tolerance: it has no process"):
+        refusals.check_state(SimpleNamespace(distributed_type=DistributedType.XLA))
 
 
 def test_split_batches_must_fit_all_groups(monkeypatch: pytest.MonkeyPatch) -> None:

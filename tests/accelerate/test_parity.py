@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from tests.forge import Forge
 
 WORKER = pathlib.Path(__file__).with_name("parity_worker.py")
-MODES = ("norm", "value", "bf16", "scaler", "split", "no_sync", "gan", "two")
+MODES = ("norm", "value", "bf16", "scaler", "split", "dispatch", "dispatch_split", "no_sync", "gan", "pair", "two")
 LIMIT_S = 100.0
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(150)]
@@ -76,7 +76,7 @@ def test_two_groups_equal_two_processes(forge: Forge, tmp_path: pathlib.Path) ->
 
 def test_two_groups_of_two_equal_four_processes(forge: Forge, tmp_path: pathlib.Path) -> None:
     """In another order of summation: within rounding, and equal among themselves digit for digit."""
-    modes = ("norm", "gan", "no_sync")
+    modes = ("norm", "dispatch", "gan", "pair", "no_sync")
     plain = results(forge, tmp_path, 4, 1, modes, VALUES="1")
     ours = results(forge, tmp_path, 2, 2, modes, VALUES="1")
     for mode in modes:

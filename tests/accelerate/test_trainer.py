@@ -22,8 +22,10 @@ from transformers import Trainer, TrainingArguments
 from transformers.trainer_callback import CallbackHandler
 
 from ft_accelerate import FaultTolerantTrainer, FaultTolerantTrainerMixin
-from ft_accelerate._compat_trainer import METHODS, check
+from ft_accelerate._compat.trainer import METHODS, check
 from ft_core.errors import ConfigError, NotAvailableError
+from ft_core.launch.remote import order_resize
+from ft_core.lighthouse import LighthouseServer
 from tests.accelerate.processes import elastic, outputs, store
 from tests.accelerate.trainer_job import FREEZE_AT, THAW_AT, Text, reported, tiny_model
 from tests.launch.job import job
@@ -139,6 +141,30 @@ def test_kill_of_the_leader_freeze_and_vetoes_then_plain_trainer_resumes(
     assert resumed["log"][:60] == found[0]["log"][:60]
 
 
+@pytest.mark.process
+@pytest.mark.timeout(150)
+@pytest.mark.usefixtures("forged_workers")
+def test_a_late_group_of_two_processes_joins_one_of_two(tmp_path: Path) -> None:
+    words = "--steps 24 --accumulate 2 --samples 64 --save 8 --together --late 9"
+    options = ("--replicas", "1:2", "--nproc-per-replica", "2", "--run-id", "late-trainer", "--timeout", "20")
+    with job(f"{SCRIPT} {tmp_path} {words}", *options, "--max-restarts", "0", "--standby", "0") as run:
+
+        def grow(_: re.Match[str]) -> None:
+            order_resize(2, "late-trainer")
+
+        run.when(r"0/0\] now", grow)
+        assert run.run() == 0, run.text
+    first, late = ends(tmp_path, "0"), ends(tmp_path, "1")
+    assert len(first) == len(late) == 2
+    assert len({end["digest"] for end in first + late}) == 1
+    assert {end["step"] for end in first + late} == {24}
+    assert first[0]["steps"] == list(range(1, 25))
+    for end in late:  # from the step at which it came on, none twice
+        assert 9 < end["steps"][0] < 24
+        assert end["steps"] == list(range(end["steps"][0], 25))
+    assert sorted(os.listdir(tmp_path / "out")) == ["checkpoint-16", "checkpoint-24"]
+
+
 # ---------------------------------------------------------------- without replica groups
 
 
@@ -158,6 +184,22 @@ def test_without_groups_it_is_trainer(tmp_path: Path) -> None:
         assert type(trainer.callback_handler) is CallbackHandler
         results.append([value.clone() for value in trainer.model.state_dict().values()])
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+def test_evaluation_first_and_training_twice_are_fault_tolerant(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same model is prepared three times."""
+    server = LighthouseServer(bind="127.0.0.1:0", min_replicas=1, join_timeout_ms=50)
+    monkeypatch.setenv("FT_LIGHTHOUSE", server.address().removeprefix("http://"))
+    monkeypatch.setenv("FT_HOSTNAME", "127.0.0.1")
+    try:
+        trainer = FaultTolerantTrainer(tiny_model(), arguments(tmp_path), train_dataset=Text(16), eval_dataset=Text(4))
+        trainer.evaluate()
+        for _ in range(2):
+            assert trainer.train().global_step == trainer.accelerator.committed_steps == 3
+    finally:
+        server.shutdown()
 
 
 def test_several_gpus_without_a_launcher_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -64,8 +64,8 @@ def tiny_model() -> LlamaForCausalLM:
 class Probe(TrainerCallback):
     """Kills its own process once, keeps in step with the other of two groups, and notes what callbacks are told."""
 
-    def __init__(self, folder: Path, kill: str, veto: str, together: bool) -> None:
-        self.folder, self.together = folder, together
+    def __init__(self, folder: Path, kill: str, veto: str, together: bool, late: int) -> None:
+        self.folder, self.together, self.late = folder, together, late
         self.veto_at = [int(step) for step in veto.split(",") if step]
         group, _, step = kill.partition(":")
         self.kill_at = int(step) if group == os.environ.get("FT_REPLICA_GROUP", "none") else -1
@@ -86,7 +86,9 @@ class Probe(TrainerCallback):
         if 0 <= self.kill_at <= state.global_step and not marker.exists():
             marker.touch()
             os.kill(os.getpid(), signal.SIGKILL)
-        if self.together:
+        if self.together and state.global_step >= self.late:
+            if self.late and state.global_step == self.late:
+                print("now", flush=True)
             self.keep_in_step(state.global_step)
 
     def keep_in_step(self, step: int) -> None:
@@ -112,7 +114,7 @@ class Probe(TrainerCallback):
 
 def report(folder: Path, group: str, step: int) -> None:
     """Say how far this group is."""
-    partial = folder / f".at-{group}"
+    partial = folder / f".at-{group}-{os.getpid()}"
     partial.write_text(str(step))
     partial.rename(folder / f"at-{group}")
 
@@ -151,6 +153,7 @@ def main() -> None:
     parser.add_argument("--kill", default="")
     parser.add_argument("--veto", default="")
     parser.add_argument("--together", action="store_true")
+    parser.add_argument("--late", type=int, default=0)
     parser.add_argument("--resume", action="store_true")
     parser.add_argument("--evaluate", type=int, default=0)
     parser.add_argument("--ragged", action="store_true")
@@ -173,7 +176,7 @@ def main() -> None:
         disable_tqdm=True, max_grad_norm=0.5, data_seed=11, save_total_limit=2, dataloader_pin_memory=False,
         load_best_model_at_end=bool(a.evaluate and a.save), metric_for_best_model="loss" if a.evaluate else None,
     )  # fmt: skip
-    probe = Probe(a.folder, a.kill, a.veto, a.together)
+    probe = Probe(a.folder, a.kill, a.veto, a.together, a.late)
     trainer = trainer_class(
         tiny_model(), arguments, train_dataset=Text(a.samples, a.ragged), eval_dataset=Text(10), callbacks=[probe]
     )

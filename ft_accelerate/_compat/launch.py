@@ -1,4 +1,4 @@
-"""What of accelerate's launcher is not public API, in one place; the rest of the command line uses public names.
+"""What of accelerate's launcher is not public API; the rest of the command line uses public names.
 
 How it works. `accelerate launch` is three steps: its parser, `_validate_launch_command`, which fills in what the YAML
 and the machine say, and a launcher, which prepares an environment and starts processes. The first two are used as they
@@ -13,6 +13,10 @@ import os
 from typing import TYPE_CHECKING, Any
 
 from accelerate.commands import launch
+from accelerate.commands.config.config import get_user_input
+from accelerate.commands.config.config_args import ClusterConfig, cache_dir, default_config_file, load_config_from_file
+from accelerate.commands.env import env_command
+from accelerate.test_utils import path_in_accelerate_package
 from accelerate.utils import prepare_multi_gpu_env, prepare_simple_launcher_cmd_env
 
 from ft_core.errors import ConfigError
@@ -20,6 +24,10 @@ from ft_core.errors import ConfigError
 if TYPE_CHECKING:
     import argparse
 
+__all__ = [
+    "ClusterConfig", "cache_dir", "default_config_file", "env_command", "environment", "get_user_input",
+    "load_config_from_file", "parser", "path_in_accelerate_package", "plain_launch", "validated",
+]  # fmt: skip
 OURS = ("MASTER_ADDR", "MASTER_PORT", "KMP_AFFINITY", "KMP_BLOCKTIME")
 """Variables that accelerate prepares for one process alone: ftrun tells each group its own place, and an affinity would
 put all groups on the same cores."""

@@ -1,7 +1,9 @@
-"""Everything of Accelerate that is not its public API, in one place: base classes, and what is read or called of them.
+"""Everything of Accelerate and transformers that is not their public API, in one package.
 
-How it works. Other files import Accelerate's names from here. Each function says what of Accelerate it relies on.
-Checked with the lowest and the newest supported version (tests/accelerate).
+How it works. Here is what the Accelerator, its loaders and optimizers rely on: base classes, and what is read or called
+of them. `launch` has what the command line relies on, `trainer` what the mixin for transformers.Trainer does: it alone
+needs transformers. Each function says what it relies on. Checked with the lowest and the newest supported versions
+(scripts/check-accelerate-matrix).
 
 Threads: the training thread.
 """
@@ -23,7 +25,7 @@ from accelerate.data_loader import (
 )
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.scheduler import AcceleratedScheduler
-from accelerate.state import AcceleratorState, GradientState
+from accelerate.state import AcceleratorState, GradientState, is_initialized
 from accelerate.utils import DistributedDataParallelKwargs, synchronize_rng_states
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -47,6 +49,7 @@ __all__ = [
     "flag",
     "get_sampler",
     "inner_optimizer",
+    "is_initialized",
     "open_at",
     "prepare_data_loader",
     "reset_scaler",

@@ -1,0 +1,406 @@
+"""Elastic data under an Accelerator: each sample of an epoch in exactly one committed step, over all replica groups.
+
+How it works. `Elastic` stands between the elastic loader of one prepared DataLoader and the Manager. To the loader it
+is the Manager, so that steps open where the run's windows open (`Run.before_batch`); to the Manager it is the listener,
+so that it knows how far each committed step got. It is made at `prepare`, and does nothing before the loader is read
+for training: only then is the DataLoader converted (`ft_core.data.elastic_loader`) and attached, before the first
+quorum. `elastic_loader.ElasticGroupLoader` is what scripts iterate.
+
+Weights. In a group of several processes all of them weigh a micro-batch by the samples of the whole group, and multiply
+their losses by `loss_factor` (`ElasticSampler.equal_micro_steps`): inside the group gradients are averaged plainly.
+
+Invariants: at most one Elastic per run is attached; `advanced` and `samples` are those of the last commit, equal on all
+members. Threads: the training thread.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from typing import TYPE_CHECKING, Any
+
+from ft_accelerate.data import Position
+from ft_core.data import ElasticDataLoader, elastic_loader
+from ft_core.errors import ConfigError, FaultToleranceError, UsageError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Mapping
+
+    from ft_accelerate.run import Run
+    from ft_core import Manager
+    from ft_core.attempt import StepAttempt
+    from ft_core.data.port import DataListener
+    from ft_core.data.sampler import ElasticSampler
+
+FILE = "ft_data.json"
+"""In a folder of `save_state`: the position in the data."""
+
+
+class Ended(FaultToleranceError):
+    """All replicas have agreed to end the training: no step is opened any more."""
+
+
+class Elastic:
+    """One training loader's samples, divided per step. The `DataManager` of its sampler, the Manager's listener.
+
+    Args:
+        run: whose windows the steps are.
+        make: makes the elastic loader, at its first use.
+    """
+
+    def __init__(self, run: Run, make: Callable[[], ElasticDataLoader]) -> None:
+        self._run = run
+        self._make = make
+        self._loader: ElasticDataLoader | None = None
+        self._manager: Manager | None = None
+        self._state: tuple[Any, ...] = ()
+        self._saved: Mapping[str, Any] | None = None
+        self.always = False
+        """The user made it elastic: there is no doubt what it is for."""
+        self.declares = True
+        """Weights are samples, told when a batch is handed out; False: somebody else tells them."""
+        self.told = 0
+        """The last weight: of the whole group's micro-batch."""
+        self.factor: float | None = None
+        """What the next loss is multiplied with, if somebody else than the sampler knows."""
+        self.resumed = False
+        """A checkpoint said where to begin."""
+        self.wanted: int | None = None
+        """What `set_epoch` was told since the last loop."""
+        self.looped: int | None = None
+        """Epoch of the last training loop."""
+        self.reading = 0
+        """Training loops that are open."""
+        self.samples = 0
+        """In the last committed step, over all replicas."""
+        self.advanced = 0
+        """Batches, as the user wrote the loader, that the last committed step was worth: what schedules advance by."""
+
+    def __repr__(self) -> str:
+        return f"Elastic({self._loader if self._loader is not None else 'not read yet'})"
+
+    # ------------------------------------------------------------ for the prepared loader and the Accelerator
+
+    @property
+    def loader(self) -> ElasticDataLoader:
+        """The elastic loader. Raises ConfigError if there cannot be one; the message says why."""
+        if self._loader is None:
+            loader = self._make()
+            loader.attach(self)
+            loader.sampler.equal_micro_steps = self._run.ranks > 1
+            loader.sampler.expect(self._run.groups)
+            if self._saved is not None:
+                loader.load_state_dict(self._saved)
+            self._loader = loader
+        return self._loader
+
+    @property
+    def sampler(self) -> ElasticSampler:
+        """Of that loader."""
+        return self.loader.sampler
+
+    @property
+    def attached(self) -> bool:
+        """The Manager of this run divides these samples."""
+        return self._manager is not None and self._manager is self._run.manager
+
+    def open(self) -> ElasticDataLoader:
+        """Before a training loop: the loader, attached to the run's Manager.
+
+        Raises:
+            ConfigError: another loader is, or this one cannot be divided.
+            UsageError: a quorum was opened before the first loop, or there is no model.
+        """
+        run, loader = self._run, self.loader
+        if self.attached:
+            return loader
+        if not run.models:
+            raise UsageError("an elastic loader is read, but no model was prepared: prepare(model, ...) comes first")
+        if run.elastic is not None:
+            raise ConfigError(
+                "two elastic loaders are read for training: a step has the samples of one. Join the datasets "
+                "(torch.utils.data.ConcatDataset, StackDataset), or leave elastic data off"
+            )
+        manager = run.start_manager()
+        try:
+            manager.attach_data(self)
+        except UsageError as error:
+            raise UsageError(
+                "a model was trained before the elastic loader was read: the first quorum must know how the data is "
+                "divided. Begin with `for batch in loader`"
+            ) from error
+        manager.register_state_dict_fn(*self._state)
+        self._manager, run.elastic = manager, self
+        return loader
+
+    def open_loop(self) -> ElasticDataLoader:
+        """As `open`, over the epoch that `set_epoch` asked for."""
+        loader = self.open()
+        wanted, self.wanted = self.wanted, None
+        if wanted is not None:
+            loader.set_epoch(wanted)
+        return loader
+
+    def enter(self, epoch: int) -> int:
+        """The number of the epoch that the next loop is over.
+
+        If it is known on all replicas from the beginning which loader is trained on, its first step opens here, so that
+        a newcomer learns the number. Else steps open in the loop only, or a newcomer would be in its loop already when
+        the others' state is taken here, before what the script does ahead of its loop. Raises Ended.
+        """
+        sampler = self.sampler
+        if epoch > sampler.cursor.epoch:
+            sampler.skip_to(epoch)
+        if self.always:
+            self.open()
+            sampler.open_step()
+        self.looped = sampler.cursor.epoch
+        return self.looped
+
+    def after(self) -> int:
+        """The number of the epoch that comes now; what is left of the one that a loop left early is dropped."""
+        epoch = self.sampler.cursor.epoch
+        return epoch + 1 if epoch == self.looped else epoch
+
+    @property
+    def loss_factor(self) -> float:
+        """What a loss of this rank is multiplied with before its group's gradients are averaged."""
+        return self.sampler.loss_factor if self.factor is None else self.factor
+
+    @property
+    def active(self) -> bool:
+        """What is being trained on is this data: a loop is open, or a batch of it was not voted on yet."""
+        return bool(self.reading) or self.sampler.half_read
+
+    def check_vote(self, *, again: bool) -> None:
+        """An optimizer is about to be stepped.
+
+        Args:
+            again: on other gradients than the vote before it in the same step.
+
+        Raises:
+            UsageError: the step's samples are not all there, or were voted on.
+        """
+        if not self.active:
+            return
+        if not self.sampler.last_micro_batch:
+            raise UsageError(
+                "optimizer.step() before the last micro-batch of a step: with elastic data that accumulates, write "
+                "`with accelerator.accumulate(model):` around forward, backward and step"
+            )
+        if again:
+            raise UsageError(
+                "a second optimizer is stepped on new gradients of the same batch: with elastic data, samples are "
+                "committed by one vote. Run all backward passes of a batch before the first optimizer.step()"
+            )
+
+    # ------------------------------------------------------------ checkpoints
+
+    def state_dict(self) -> Mapping[str, Any] | None:
+        """The position; None if it was never read for training."""
+        return self._saved if self._loader is None else self._loader.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on there, from the next loop on."""
+        self._saved, self.resumed = state, True
+        if self._loader is not None:
+            self._loader.load_state_dict(state)
+
+    # ------------------------------------------------------------ what the sampler sees of the Manager
+
+    def attach_data(self, listener: DataListener) -> None:
+        """There is one listener, the loader's own sampler: it is told by `committed` and `vetoed`."""
+
+    def register_state_dict_fn(self, *state: Any) -> None:
+        """Kept for the Manager."""
+        self._state = state
+
+    def start_quorum(self) -> None:
+        """Open the window, unless it is open."""
+        run = self._run
+        if run.stopped:
+            raise Ended("training has ended")
+        if run.ended:
+            raise UsageError(f"the elastic loader is read, but {run.ended}")
+        self.open()
+        run.before_batch(Position())
+        if run.stopped:
+            raise Ended("training has ended")
+
+    def num_participants(self) -> int:
+        """As the Manager's."""
+        assert self._manager is not None
+        return self._manager.num_participants()
+
+    def participating_rank(self) -> int | None:
+        """As the Manager's."""
+        assert self._manager is not None
+        return self._manager.participating_rank()
+
+    def set_batch_weight(self, weight: int) -> None:
+        """As the Manager's."""
+        self.told = weight
+        if self.declares:
+            assert self._manager is not None
+            self._manager.set_batch_weight(weight)
+
+    # ------------------------------------------------------------ what the Manager tells
+
+    def describe(self) -> str:
+        """Of the sampler."""
+        return self.sampler.describe()
+
+    def committed(self, contributed: Collection[int] | None = None) -> None:
+        """The open step was committed."""
+        sampler, before = self.sampler, self.sampler.cursor
+        if sampler.plan is None:  # a step on something else than this data
+            self.samples, self.advanced = 0, self._run.groups * self._run.ranks
+            return
+        sampler.committed(contributed)
+        after = sampler.cursor
+        left = after.left if after.epoch == before.epoch else 0
+        self.samples = before.left - left
+        unit = sampler.batching.batch_size * sampler.batching.accumulation_steps
+        done, now = before.length - before.left, before.length - left
+        self.advanced = -(-now // unit) - -(-done // unit)
+
+    def vetoed(self) -> None:
+        """The open step was not committed."""
+        self.sampler.vetoed()
+
+    def undivided(self, attempt: StepAttempt | None) -> float:
+        """How many times too large the reduced gradients are until the vote, which divides those of several models."""
+        planned = self.sampler.step_samples
+        if attempt is None or attempt.verdict is not None or not planned:
+            return 1.0
+        return planned / attempt.participants
+
+
+def is_elastic(loader: object) -> bool:
+    """The user made it so."""
+    return isinstance(loader, ElasticDataLoader)
+
+
+def converted(accelerator: Any, loader: Any, run: Run) -> Elastic:
+    """What makes a DataLoader of the user's elastic, with the settings of the plugin.
+
+    Raises:
+        ConfigError: settings that exclude each other.
+    """
+    plugin = accelerator.fault_tolerance_plugin
+    check(accelerator, plugin.global_batch_size)
+    steps = 1 if plugin.global_batch_size is not None else accelerator.gradient_accumulation_steps
+
+    def make() -> ElasticDataLoader:
+        return elastic_loader(
+            loader, seed=accelerator.dataloader_config.data_seed or 0, global_batch_size=plugin.global_batch_size,
+            accumulation_steps=steps, max_micro_steps=plugin.max_micro_steps,
+            min_readers=(plugin.min_replicas or 1) * run.ranks, group_rank=run.rank, num_replicas=run.ranks,
+        )  # fmt: skip
+
+    return Elastic(run, make)
+
+
+def made_by_user(accelerator: Any, loader: ElasticDataLoader, run: Run) -> Elastic:
+    """The user's own elastic loader, attached.
+
+    Raises:
+        ConfigError: it has a Manager already, or its arguments do not fit this group or the Accelerator.
+    """
+    sampler = loader.sampler
+    batching, steps = sampler.batching, accelerator.gradient_accumulation_steps
+    check(accelerator, batching.global_batch_size)
+    if batching.global_batch_size is None and steps not in (1, batching.accumulation_steps):
+        raise ConfigError(
+            f"Accelerator(gradient_accumulation_steps={steps}), but ElasticDataLoader(accumulation_steps="
+            f"{batching.accumulation_steps}): the loader decides; leave the first one out, or make them equal"
+        )
+    if (sampler.group_rank, sampler.num_replicas) != (run.rank, run.ranks):
+        raise ConfigError(
+            f"ElasticDataLoader(group_rank={sampler.group_rank}, num_replicas={sampler.num_replicas}) in process "
+            f"{run.rank} of a group of {run.ranks}: pass group_rank=accelerator.process_index, "
+            "num_replicas=accelerator.num_processes"
+        )
+    elastic = Elastic(run, lambda: loader)
+    elastic.always = True
+    assert elastic.loader is loader  # attached, or an error now
+    return elastic
+
+
+def check_uneven(accelerator: Any) -> None:
+    """Prepared loaders that are not elastic, and what is to be done where one ends before the others.
+
+    Raises:
+        ConfigError: a policy is asked for, and they may end at different steps.
+    """
+    policy = accelerator.fault_tolerance_plugin.on_exhausted
+    if policy is not None and not accelerator.even_batches:
+        raise ConfigError(
+            f"on_exhausted={policy!r} with even_batches=False: a prepared loader cannot tell the other groups "
+            "that it has ended; set elastic_data=True, by which all groups run out at the same step, or leave "
+            "even_batches out"
+        )
+
+
+def check(accelerator: Any, global_batch_size: int | None) -> None:
+    """Settings of the Accelerator that say otherwise.
+
+    Raises:
+        ConfigError: names the setting and what to do.
+    """
+    steps = accelerator.gradient_accumulation_steps
+    if global_batch_size is not None and steps != 1:
+        raise ConfigError(
+            f"gradient_accumulation_steps={steps} with global_batch_size={global_batch_size}: the number of "
+            "micro-batches per step follows from the global batch; leave gradient_accumulation_steps out"
+        )
+    why = {
+        "dispatch_batches": (accelerator.dispatch_batches, "one process would read for others"),
+        "split_batches": (accelerator.split_batches, "say global_batch_size= for a batch that all share"),
+        "use_stateful_dataloader": (accelerator.use_stateful_dataloader, "save_state keeps the position by itself"),
+        "sync_each_batch": (
+            accelerator.gradient_state.plugin_kwargs.get("sync_each_batch"),
+            "replicas have different numbers of micro-batches",
+        ),
+    }
+    for name, (given, reason) in why.items():
+        if given:
+            raise ConfigError(f"{name}=True cannot be used with elastic data: {reason}; leave it out")
+
+
+# ---------------------------------------------------------------------------------------------------------------- files
+
+
+def save(feeds: list[Elastic | None], folder: str) -> None:
+    """Write the position of the data that is trained on into a folder of `save_state`.
+
+    Args:
+        feeds: of the prepared loaders, in order; None for others.
+        folder: is there.
+    """
+    states = {str(number): feed.state_dict() for number, feed in enumerate(feeds) if feed is not None}
+    states = {number: state for number, state in states.items() if state is not None}
+    if states:
+        with open(os.path.join(folder, FILE), "w", encoding="utf-8") as file:
+            json.dump(states, file)
+
+
+def load(feeds: list[Elastic | None], folder: str) -> None:
+    """Go on where a folder says, if it does.
+
+    Raises:
+        ConfigError: the data is not the same, or loaders are missing.
+    """
+    try:
+        with open(os.path.join(folder, FILE), encoding="utf-8") as file:
+            states = json.load(file)
+    except FileNotFoundError:
+        return
+    for number, state in states.items():
+        feed = feeds[int(number)] if int(number) < len(feeds) else None
+        if feed is None:
+            raise ConfigError(
+                f"{os.path.join(folder, FILE)} has the position of elastic loader number {number}: prepare the same "
+                "loaders in the same order as in the run that saved it, with elastic_data=True"
+            )
+        feed.load_state_dict(state)
