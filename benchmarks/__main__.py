@@ -30,6 +30,7 @@ FIGURES = (
     "lightning_kill",
     "accelerate",
     "elastic_data",
+    "same_trajectory",
 )
 RESULTS = pathlib.Path(__file__).parent / "results.json"
 

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from ft_core.process_group import ProcessGroupBabyNCCL as ProcessGroupBabyNCCL
     from ft_core.process_group import ProcessGroupGloo as ProcessGroupGloo
     from ft_core.process_group import ProcessGroupNCCL as ProcessGroupNCCL
+    from ft_core.trajectory import FixedOrderDataParallel as FixedOrderDataParallel
 
 __version__ = "0.1.0"
 _HOME = {
@@ -32,6 +33,7 @@ _HOME = {
     "DistributedSampler": "ft_core.data",
     "ElasticDataLoader": "ft_core.data",
     "ElasticSampler": "ft_core.data",
+    "FixedOrderDataParallel": "ft_core.trajectory",
     "DiLoCo": "ft_core.local_sgd",
     "LocalSGD": "ft_core.local_sgd",
     "Manager": "ft_core.manager",
