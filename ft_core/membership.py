@@ -39,7 +39,7 @@ from ft_core.quorum import (
     late,
 )
 from ft_core.quorum_ids import QuorumIds
-from ft_core.refusals import Refusals, of_sizes
+from ft_core.refusals import Refusals, closed_by, of_sizes, too_late
 from ft_core.room_events import (
     Announce,
     Asked,
@@ -363,10 +363,8 @@ class Room:
         out.append(Note(f"{event.replica_id} left: {event.reason}"))
         if event.finished:
             self._finished = event.version
-            self.closed = (
-                f"training in room {self.name!r} finished at {event.version} ({event.replica_id}); start a new "
-                "lighthouse or another room to train again"
-            )
+            self.closed = closed_by(self.name, event)
+            out += too_late(self.records, self.closed, event.version)
 
     def _on_ended(self, event: Ended, now: float, out: list[Effect]) -> None:
         named = {i: r for i, r in self.records.items() if event.replica_id in (i, r.hello.name)}

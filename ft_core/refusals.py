@@ -20,8 +20,8 @@ from ft_core.room_layout import RoomLayout, difference
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
 
-    from ft_core.quorum import Ask
-    from ft_core.room_events import Hello
+    from ft_core.quorum import Ask, Version
+    from ft_core.room_events import Hello, Left
     from ft_core.room_record import Record
 
 
@@ -74,6 +74,22 @@ class Refusals:
         if known is None or (lines and not known.lines):
             self._layout = RoomLayout(layout, lines, replica_id)
         return None
+
+
+def closed_by(room: str, last: Left) -> str:
+    """What is told to whoever comes after the one that has finished."""
+    return (
+        f"training in room {room!r} finished at {last.version} ({last.replica_id}); start a new lighthouse or another "
+        "room to train again"
+    )
+
+
+def too_late(records: Mapping[str, Record], reason: str, finished: Version) -> list[Refuse]:
+    """Who waits for a quorum that no trained replica is left to form. Their asks are over."""
+    waiting = {i: r for i, r in records.items() if r.ask is not None and r.ask.version.step < finished.step}
+    for record in waiting.values():
+        record.ask = None
+    return [Refuse(i, reason, finished=True) for i in sorted(waiting)]
 
 
 def of_sizes(replica_id: str, size: int, records: Mapping[str, Record], members: Collection[str]) -> list[Refuse]:

@@ -517,6 +517,17 @@ def test_a_finished_room_stays_closed_until_it_is_reopened() -> None:
     assert script.hello("a:2") == []
 
 
+def test_who_waits_for_a_quorum_when_the_room_finishes_is_told() -> None:
+    """Nobody trained is left to form one: it would have waited for its whole quorum timeout."""
+    script = Script()
+    script.train("a")
+    script.hello("b")
+    script.ask("b", 3)
+    assert script.do(Left("a", 1, "out of data", True, Version(90, 1), agreed=True))[1].startswith(
+        "refuse b (finished): training in room 'job' finished at step 90"
+    )
+
+
 def test_a_restarted_lighthouse_adopts_the_highest_quorum_and_stays_above_it() -> None:
     old = Script()
     old.train("a", "b")
