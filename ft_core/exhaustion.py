@@ -75,12 +75,19 @@ class Exhaustion:
         while not self._step.stop_agreed and not self.shadow_step(apply, ends=ends):
             pass
 
-    def shadow_step(self, apply: Callable[[], object] | None = None, *, ends: bool = False) -> bool:
+    def shadow_step(
+        self,
+        apply: Callable[[], object] | None = None,
+        *,
+        ends: bool = False,
+        opened: Callable[[], object] | None = None,
+    ) -> bool:
         """One attempt without data. Returns True if the round is over: at once, if another replica has ended it.
 
         Args:
             apply: as in `run_out`.
             ends: end the round for all with this attempt. If nobody applies it here, nobody does.
+            opened: called when the quorum is there: makes the collectives that the others make at that point.
 
         Raises:
             As `run_out`.
@@ -98,6 +105,8 @@ class Exhaustion:
             elif step.rounds != rounds:
                 self._round_over = self._round_taken = True
                 return True
+            if opened is not None:
+                opened()
             if ends and apply is None:
                 manager.report_error(RoundEnds("a replica is out of data and ends the round for all"))
             commit = manager.should_commit()

@@ -158,8 +158,18 @@ def data_is_over(trainer: Trainer) -> bool:
 
 
 def end_epoch(trainer: Trainer) -> None:
-    """The batch under way is the last of its epoch. Relies on the loop and its fetcher keeping that in attributes."""
-    trainer.fit_loop.epoch_loop.batch_progress.is_last_batch = trainer.fit_loop._data_fetcher.done = True
+    """The batch under way is the last of its epoch."""
+    tell_length(trainer, epoch_and_batch(trainer)[1], last=True)
+
+
+def lengths(trainer: Trainer) -> tuple[Any, Any]:
+    """What `tell_length` changes for longer than an epoch."""
+    return trainer.fit_loop.max_batches, trainer.val_check_batch
+
+
+def set_lengths(trainer: Trainer, before: tuple[Any, Any]) -> None:
+    """Take that back."""
+    trainer.fit_loop.max_batches, trainer.val_check_batch = before
 
 
 def end_fit(trainer: Trainer) -> None:

@@ -105,6 +105,7 @@ class Adoption:
     """
 
     _run_out: Callable[[], None]
+    _uneven = False
 
     def __init__(self, trainer: Any, sharding: Sharding, elastic: ElasticData) -> None:
         self._trainer = trainer
@@ -131,13 +132,15 @@ class Adoption:
         epoch, batch = _position.epoch_and_batch(self._trainer)
         return f"Adoption(epoch {epoch}, batch {batch}, adopted {self.adoptions} times)"
 
-    def start(self, open_quorum: Callable[[], Manager], run_out: Callable[[], None]) -> None:
+    def start(self, open_quorum: Callable[[], Manager], run_out: Callable[[], None], *, uneven: bool = False) -> None:
         """From now on call `open_quorum` before each batch.
 
         Args:
             open_quorum: `start_quorum` unless an accumulation window is under way; returns the Manager.
             run_out: called after each batch.
+            uneven: the replicas' loaders are of different length on purpose.
         """
+        self._uneven = uneven
         self._open_quorum, self._run_out = open_quorum, run_out
         _position.around_each_batch(self._trainer, self.before_batch, self._after_batch)
 
@@ -303,7 +306,7 @@ class Adoption:
     def _count(self, manager: Manager) -> None:
         """The quorum is in place, so this does not wait."""
         self._first = self._trainer.global_rank == 0 and manager.participating_rank() == 0
-        if not self._elastic.active:
+        if not self._elastic.active and not self._uneven:
             self.unseen.count(manager.num_participants(), self._sharding.groups)
 
     def _tell_unseen(self) -> None:

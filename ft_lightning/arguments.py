@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 import inspect
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -135,7 +135,8 @@ class DataArguments:
     elastic_data: bool = False
     global_batch_size: int | None = None
     max_micro_steps: int | None = None
-    lr_scaling: tuple[str, int] | LearningRateScaling | None = None
+    lr_scaling: str | None = None
+    reference_batch_size: int | None = None
     on_exhausted: str | None = None
 
     def check(self) -> None:
@@ -173,17 +174,33 @@ class DataArguments:
         """What learning rates follow.
 
         Raises:
-            ConfigError: `lr_scaling` is nothing of that kind.
+            ConfigError: one of the two arguments cannot work.
         """
-        given: object = self.lr_scaling
-        if given is None or isinstance(given, LearningRateScaling):
-            return given
-        if not isinstance(given, tuple | list) or len(given) != 2:
+        if (self.lr_scaling is None) != (self.reference_batch_size is None):
             raise ConfigError(
-                f"lr_scaling={given!r} must be a rule and the samples per step that the learning rate is for, such as "
-                "('linear', 256)"
+                f"lr_scaling={self.lr_scaling!r} with reference_batch_size={self.reference_batch_size!r}: pass both, "
+                "the rule and the samples per step for which the learning rates were chosen"
             )
-        return LearningRateScaling(*given)
+        if self.lr_scaling is None or self.reference_batch_size is None:
+            return None
+        if self.lr_scaling not in ("linear", "sqrt"):
+            raise ConfigError(f"lr_scaling={self.lr_scaling!r} must be 'linear' or 'sqrt'")
+        return LearningRateScaling(self.lr_scaling, self.reference_batch_size)
+
+
+def check_fabric(kwargs: Mapping[str, Any]) -> None:
+    """Refuse what only the Trainer's loop can do.
+
+    Raises:
+        ConfigError: there is such an argument; says what to write instead.
+    """
+    for item in fields(DataArguments):
+        if item.name in kwargs:
+            raise ConfigError(
+                f"{item.name}={kwargs[item.name]!r} is for the Trainer: with Fabric the loop is yours; iterate "
+                "ft_core.data.ElasticDataLoader(dataset, manager=fabric.strategy.manager) itself, and see "
+                "docs/elastic-data.md"
+            )
 
 
 def check_kwargs(kwargs: Mapping[str, Any]) -> None:

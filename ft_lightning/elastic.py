@@ -255,7 +255,8 @@ class ElasticData:
             total = agreed[1] + self.loader.batches_left
         else:
             total = done + 1  # the others are in the next epoch
-        _position.tell_length(self._trainer, max(done + 1, _position.limited(self._trainer, total)))
+        # Not the last, so far: who came in late may have more behind it than a whole epoch has now.
+        _position.tell_length(self._trainer, max(done + 1, _position.limited(self._trainer, total)), last=False)
 
     def settled(self) -> None:
         """After each vote, before anybody asks whether this was the epoch's last batch."""

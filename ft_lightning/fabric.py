@@ -45,7 +45,7 @@ from ft_core.errors import ConfigError, JobFinishedError, UsageError
 from ft_core.inventory import check_arguments
 from ft_lightning import _autoload, _compat
 from ft_lightning.agreement import finished
-from ft_lightning.arguments import Arguments, check_kwargs
+from ft_lightning.arguments import Arguments, check_fabric, check_kwargs
 from ft_lightning.placement import Placed
 
 if TYPE_CHECKING:
@@ -105,6 +105,7 @@ class FabricFaultTolerance(Placed):
     ) -> None:
         self._arguments = Arguments(min_replicas, timeout, lighthouse, manager_kwargs or {}, ftrun_options or ())
         self._arguments.check()
+        check_fabric(kwargs)
         kwargs.update(find_unused_parameters=find_unused_parameters)
         kwargs.update({} if broadcast_buffers else {"broadcast_buffers": False})
         kwargs.update({} if bucket_cap_mb is None else {"bucket_cap_mb": bucket_cap_mb})

@@ -119,6 +119,10 @@ def _count(number: int, noun: str) -> str:
     return f"{number} {noun}" if number == 1 else f"{number} {noun}es"
 
 
+STORES: list[TCPStore] = []
+"""Of this process. Lightning leaves the port in MASTER_PORT, where later Trainers find it, when the first is gone."""
+
+
 class GroupEnvironment:
     """Lightning's ClusterEnvironment for one replica group; `environment` mixes it with the class of one tree.
 
@@ -156,6 +160,7 @@ class GroupEnvironment:
         if self._store is None:
             # Opened here and kept: a port that is only known to be free may be somebody's by the time torch listens.
             self._store = TCPStore(self.main_address, 0, is_master=True, wait_for_workers=False)
+            STORES.append(self._store)
             os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"  # init_process_group connects to it
         return int(self._store.port)
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, Any
 
-from ft_core.errors import ConfigError
+from ft_core.errors import ConfigError, JobFinishedError
 from ft_lightning import _compat_position as _position
 from ft_lightning import agreement
 from ft_lightning.adoption import patiently
@@ -45,6 +45,8 @@ class RunningOut:
         self._done = False
         """In this epoch."""
         self._applied = False
+        self._lengths: tuple[Any, Any] | None = None
+        """Of this replica's own epochs, while the others' end."""
 
     def __repr__(self) -> str:
         return f"RunningOut({self.policy}, left={self.left})"
@@ -56,6 +58,7 @@ class RunningOut:
             ConfigError: manual optimization, or a group of several ranks.
         """
         self.left = self._done = False
+        self._lengths = None
         if self.policy is None:
             return
         if self._strategy.elastic.active:
@@ -89,11 +92,15 @@ class RunningOut:
     def batch_begins(self) -> None:
         """Before each batch."""
         self._done = False
+        if self._lengths is not None:
+            lengths, self._lengths = self._lengths, None
+            _position.set_lengths(self._trainer, lengths)
 
     def voted(self) -> None:
         """After each vote: another replica may have ended the epoch for all."""
         manager: Manager = self._strategy.manager
         if self.policy is not None and manager.all_exhausted:
+            self._lengths = self._lengths or _position.lengths(self._trainer)
             _position.end_epoch(self._trainer)
 
     def run_out(self) -> None:
@@ -106,6 +113,7 @@ class RunningOut:
         if not self.pending:
             return
         self._done = True
+        self._lengths = self._lengths or _position.lengths(self._trainer)
         trainer, manager = self._trainer, self._strategy.manager
         if self.policy == "leave":
             self._leave(manager)
@@ -115,8 +123,8 @@ class RunningOut:
                 if not self._applied:
                     _position.count_batch(trainer)  # a vetoed one is counted, too
             agreement.told_to_stop(manager, trainer)
-            if _position.epoch_and_batch(trainer)[0] != before:
-                return  # healed by those who are further on
+            if manager.stop_agreed or _position.epoch_and_batch(trainer)[0] != before:
+                return  # all end here; or it was healed by those who are further on
         _position.end_epoch(trainer)
         _position.step_epoch_schedulers(trainer)
 
@@ -128,7 +136,10 @@ class RunningOut:
             return manager.shadow_step(self._apply, ends=self.policy == "stop_all", opened=self._strategy._opened)
 
         with self._strategy._adoption.staying():
-            return patiently(manager, self._strategy.lighthouse_address, attempt)
+            try:
+                return patiently(manager, self._strategy.lighthouse_address, attempt)
+            except JobFinishedError as error:
+                raise agreement.finished(error) from None
 
     def _apply(self) -> None:
         self._applied = True
@@ -137,8 +148,9 @@ class RunningOut:
         self._strategy.apply_committed()
 
     def _leave(self, manager: Manager) -> None:
-        log.info("%s: out of data: leaves with step %d", manager.replica_id, manager.current_step())
-        manager.leave("out of data")
-        self.left = True
-        self._strategy.leader.resign()
         _position.end_fit(self._trainer)
+        if len(manager.members) > 1:  # else it is the last one, and ends the job
+            log.info("%s: out of data: leaves with step %d", manager.replica_id, manager.current_step())
+            manager.leave("out of data")
+            self.left = True
+            self._strategy.leader.resign()

@@ -38,8 +38,6 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from ft_core.data import LearningRateScaling
-
 log = logging.getLogger("ft_lightning")
 NAME = _autoload.NAME
 
@@ -64,8 +62,9 @@ class FaultTolerance(Modes, Writing, Placed):
         global_batch_size: with elastic data, samples of one optimizer step, whatever the membership, by more or fewer
             micro-batches per replica.
         max_micro_steps: with `global_batch_size`, refuse more micro-batches per step and rank than this.
-        lr_scaling: ("linear" or "sqrt", samples): multiply learning rates in each step by what it follows from the
-            weight of the step and that for which they were chosen. Schedulers see the unscaled ones.
+        lr_scaling: "linear" or "sqrt": learning rates follow the samples of each committed step (without elastic data:
+            the number of replica groups in it). Schedulers see the unscaled ones.
+        reference_batch_size: with lr_scaling, samples (or groups) in the steps for which the rates were chosen.
         on_exhausted: what a replica does whose loader ends before the others' in an epoch: "shadow", "stop_all" or
             "leave", see `ft_core.Manager.run_out`; None: it begins its next epoch earlier. Not with elastic data, which
             ends everywhere at once.
@@ -93,13 +92,16 @@ class FaultTolerance(Modes, Writing, Placed):
         elastic_data: bool = False,
         global_batch_size: int | None = None,
         max_micro_steps: int | None = None,
-        lr_scaling: tuple[str, int] | LearningRateScaling | None = None,
+        lr_scaling: str | None = None,
+        reference_batch_size: int | None = None,
         on_exhausted: str | None = None,
         **kwargs: Any,
     ) -> None:
         self._arguments = Arguments(min_replicas, timeout, lighthouse, manager_kwargs or {}, ftrun_options or ())
         self._arguments.check()
-        self._data_arguments = DataArguments(elastic_data, global_batch_size, max_micro_steps, lr_scaling, on_exhausted)
+        self._data_arguments = DataArguments(
+            elastic_data, global_batch_size, max_micro_steps, lr_scaling, reference_batch_size, on_exhausted
+        )
         self._data_arguments.check()
         unused = {} if find_unused_parameters is None else {"find_unused_parameters": find_unused_parameters}
         kwargs.update(unused, **({} if broadcast_buffers else {"broadcast_buffers": False}))
@@ -171,7 +173,8 @@ class FaultTolerance(Modes, Writing, Placed):
                 self._begin(self.manager)
         super().setup(trainer)  # type: ignore[misc]
         if self.manager is not None and self._adoption is not None:
-            self._adoption.start(self.open_quorum, self.running_out.run_out)
+            uneven = self.running_out.policy is not None
+            self._adoption.start(self.open_quorum, self.running_out.run_out, uneven=uneven)
             self.start_voting()
 
     def _setup_model(self, model: nn.Module) -> nn.Module:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import os
 import pathlib
 import sys
-import time
 import warnings
 from typing import Any
 
@@ -33,7 +32,7 @@ MODES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "accumulate-vetoed": ({}, {"accumulate_grad_batches": 2}),
     "global": ({"global_batch_size": 13}, {}),
     "global-vetoed": ({"global_batch_size": 13}, {}),
-    "scaled": ({"lr_scaling": ("sqrt", 6)}, {}),
+    "scaled": ({"lr_scaling": "sqrt", "reference_batch_size": 6}, {}),
     "own": ({}, {}),
 }
 """Arguments of the strategy, and of the Trainer."""
@@ -192,7 +191,7 @@ def main(devices: int, folder: pathlib.Path, number: int, words: list[str]) -> N
         if store:
             os.environ |= {"MASTER_PORT": store, "TORCHELASTIC_USE_AGENT_STORE": "True"}
         torch.save(exhaust(mode) if mode in EXHAUSTED else train(mode, devices), folder / f"{mode}.{number}")
-        print(f"{mode} done", time.monotonic(), flush=True)
+        print(f"{mode} done", flush=True)
 
 
 if __name__ == "__main__":

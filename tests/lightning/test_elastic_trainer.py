@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 from ft_core.data import ElasticDataLoader
 from ft_core.errors import ConfigError
 from ft_core.lighthouse import LighthouseServer
-from ft_lightning import FaultTolerantStrategy
+from ft_lightning import FaultTolerantStrategy, fabric
 from tests.lightning.counting import Counts, Numbers
 
 if TYPE_CHECKING:
@@ -305,10 +305,16 @@ def test_modules_that_do_not_go_with_elastic_data(runs: Runs, kind: type[Model],
         ({"elastic_data": True, "max_micro_steps": 2}, "max_micro_steps=2 bounds"),
         ({"on_exhausted": "wait"}, "on_exhausted='wait' must be one of"),
         ({"on_exhausted": "shadow", "elastic_data": True}, "all replicas run out together"),
-        ({"lr_scaling": "linear"}, "lr_scaling='linear' must be a rule and"),
-        ({"lr_scaling": ("cubic", 8)}, "rule='cubic'"),
+        ({"lr_scaling": "linear"}, "lr_scaling='linear' with reference_batch_size=None: pass both"),
+        ({"lr_scaling": "cubic", "reference_batch_size": 8}, "lr_scaling='cubic' must be"),
+        ({"lr_scaling": "sqrt", "reference_batch_size": 0}, "reference=0"),
     ],
 )
 def test_arguments_that_cannot_work(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         FaultTolerantStrategy(**arguments)
+
+
+def test_fabric_says_where_its_elastic_loader_is() -> None:
+    with pytest.raises(ConfigError, match="elastic_data=True is for the Trainer: with Fabric the loop is yours"):
+        fabric.FaultTolerantStrategy(elastic_data=True)
