@@ -40,11 +40,19 @@ def _signals_as_on_a_terminal() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def forge() -> Iterator[Forge]:
+def _forges() -> Iterator[list[Forge]]:
+    forges: list[Forge] = []
+    yield forges
+    for forge in forges:
+        forge.close()
+
+
+@pytest.fixture
+def forge(_forges: list[Forge]) -> Forge:
     """Starts processes. A folder whose workers import more has one of its own."""
-    forge = Forge(["torch.distributed.run", "torch.distributed.elastic.rendezvous.c10d_rendezvous_backend"])
-    yield forge
-    forge.close()
+    if not _forges or not _forges[-1].alive:  # tests of ftrun's own end may end what they find
+        _forges.append(Forge(["torch.distributed.run", "torch.distributed.elastic.rendezvous.c10d_rendezvous_backend"]))
+    return _forges[-1]
 
 
 @pytest.fixture

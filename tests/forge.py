@@ -143,6 +143,11 @@ class Forge:
             finally:
                 libc.prctl(PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
 
+    @property
+    def alive(self) -> bool:
+        """It can start processes."""
+        return self._process.poll() is None
+
     def close(self) -> None:
         """End the forge; what it forged lives on."""
         self._line.close()
