@@ -20,7 +20,7 @@ import torch
 
 from ft_core.carrier import FENCE_SLOTS
 from ft_core.errors import CollectiveError
-from ft_core.step import Heal, Phase, Verdict
+from ft_core.step import Heal, Outcome, Phase, Verdict
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -53,6 +53,8 @@ class StepAttempt:
         self.planned = 1
         """What the carriers' gradients have been divided by: `participants`, then the fence's sum of weights."""
         self.source = -1
+        self.used = False
+        """Somebody asked whether it is usable: from then on it belongs to one step."""
         self._session = session
         self._round = round_
         self._weights = weights
@@ -73,18 +75,22 @@ class StepAttempt:
 
     def usable(self) -> bool:
         """Wait for the quorum. False if nothing may be launched (the reason is in `Manager.errored`)."""
-        self._round.wait_configured()
-        session = self._session
+        self.used = True
+        session, round_ = self._session, self._round
+        if not round_.configured.is_set():  # in the steady state it is: no lock of the event's is taken
+            round_.wait_configured()
         with session.lock:
             step = session.step
-            if self._round.error is not None or step.phase not in USABLE:
+            if round_.error is not None or step.phase not in USABLE:
                 return False
-            self.participants = max(1, len(step.participants))
+            self.participants = participants = max(1, len(step.participants))
             self.source = step.source
-            total = 1 if step.weight is None else step.weight
-            weight = total if self._weights.total is None else self._weights.reference
-            self._scale = weight / self.participants if step.contributes else 0.0
-            self._whole_scale = total / self.participants if step.contributes else 0.0
+            if step.contributes:
+                total = 1 if step.weight is None else step.weight
+                weight = total if self._weights.total is None else self._weights.reference
+                self._scale, self._whole_scale = weight / participants, total / participants
+            else:
+                self._scale = self._whole_scale = 0.0
         return True
 
     @property
@@ -137,7 +143,7 @@ class StepAttempt:
             session.step.lease_acked_at = session.control.last_ack
             self.verdict = session.step.judge(sums, time.monotonic())
         session.watchdog.disarm()
-        if self.verdict.outcome.value == "broken":
+        if self.verdict.outcome is Outcome.BROKEN:
             session.fail(CollectiveError(self.verdict.reason))
             session.lanes.abort(self.verdict.quorum_id)
         else:
@@ -191,5 +197,5 @@ class StepAttempt:
                 return False
             session.step.lease_acked_at = session.control.last_ack
             slots = session.step.slots(time.monotonic())
-        tail.copy_(torch.tensor(slots))
+        session.lanes.put(slots, tail)
         return True

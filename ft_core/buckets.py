@@ -28,6 +28,7 @@ guarded by `_lock`. Everything else is called on the training thread, outside fo
 from __future__ import annotations
 
 import threading
+from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
 import torch
@@ -101,8 +102,7 @@ class Bucketer:
         self._works: list[tuple[Bucket, PendingWork]] = []
         self._settled: Attempt | None = None
         """The attempt whose last round ended since the last verdict; `flush` has nothing to add to it."""
-        self._armed = False
-        self._consumed = True
+        self._armed, self._consumed = False, True
         self._scale_value = 1.0
         self._scale_tensor = torch.tensor(1.0, dtype=torch.float64)
         self.watches_outputs = False
@@ -233,8 +233,7 @@ class Bucketer:
         value = attempt.scale
         if value != self._scale_value:
             # A 0-dim float64 tensor rounds like the Python number DDP's reducer uses, and costs half of its time here.
-            self._scale_value = value
-            self._scale_tensor = torch.tensor(value, dtype=torch.float64)
+            self._scale_value, self._scale_tensor = value, torch.tensor(value, dtype=torch.float64)
         self._open = True
         self._round.scale = self._scale_tensor if value else _NOT_CONTRIBUTING
         return True
@@ -278,7 +277,8 @@ class Bucketer:
             self._round.scale = None
             self.watches_outputs = True
             return
-        with torch.no_grad():
+        # Only under create_graph does the engine leave it on here; asking costs a twentieth of no_grad.
+        with torch.no_grad() if torch.is_grad_enabled() else nullcontext():
             self._fill(with_accumulated=True)
             self._finish()
         self._consumed = True
@@ -394,8 +394,8 @@ class Bucketer:
         `with_accumulated`: an attempt without any round reduces the gradients that are there, instead of zeros.
         """
         attempt = self._manager.current_attempt()
-        if attempt is None:
-            return
+        if attempt is None or (attempt is self._settled and not self._open):
+            return  # the usual case, before a context is entered for nothing
         try:
             with torch.no_grad():
                 self._flush(attempt, with_accumulated)

@@ -20,7 +20,8 @@ from typing import Protocol
 from ft_core import wire
 from ft_core.client import LeaseClient, LeaseHandler, LeaseSettings
 from ft_core.errors import RefusedError
-from ft_core.group_server import GroupServer, group_tls
+from ft_core.group_ranks import group_tls
+from ft_core.group_server import GroupServer
 from ft_core.membership import Left, Progress
 from ft_core.quorum import VOID, Ask, Version
 from ft_core.rpc import GROUP, join_host, reachable_host, release

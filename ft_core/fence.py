@@ -139,7 +139,7 @@ def pieces_of(tag: int) -> tuple[int, int, int, int]:
 @functools.lru_cache(maxsize=16)
 def tag_of(*facts: int) -> int:
     """64 bits over numbers that have to be equal on all members. Asked for twice per attempt, therefore remembered."""
-    text = struct.pack(f"<{len(facts)}Q", *(fact & (2**64 - 1) for fact in facts))
+    text = struct.pack(f"<{len(facts)}Q", *[fact & 0xFFFF_FFFF_FFFF_FFFF for fact in facts])
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
 
 

@@ -18,21 +18,21 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import threading
 import time
 from collections import OrderedDict
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ft_core import wire
 from ft_core.client import LeaseClient, LeaseHandler, LeaseSettings
 from ft_core.errors import ConfigError, FaultToleranceError, ProtocolError, RefusedError
 from ft_core.group import Mismatch, Votes, merge_asks
+from ft_core.group_ranks import Rank, group_tls, unwanted
 from ft_core.membership import Left, Progress
 from ft_core.quorum import VOID, Ask, Quorum, Version
 from ft_core.relay import Relay
-from ft_core.rpc import GROUP, Tls, grpc, server_options, token_refusal
+from ft_core.rpc import GROUP, grpc, server_options, token_refusal
 from ft_core.serving import LoopServer, Stream, StreamDropped
 from ft_core.step import Outcome, Verdict
 from ft_core.stream_client import deliver
@@ -45,20 +45,10 @@ LATE_S = 1.0
 """After this long, ranks that have asked are told which ranks have not."""
 FLUSH_S = 0.5
 """How long a leader that shuts down waits for its last messages to leave."""
+TELL_S = 5.0
+"""How long a leader that was refused waits, before it ends, for ranks that have not connected yet, to tell them why."""
 
 _log = logging.getLogger(__name__)
-
-
-@dataclass
-class _Rank:
-    """One rank, as its leader sees it."""
-
-    stream: Stream | None = None
-    incarnation: int = 0
-    left: bool = False
-    grace: asyncio.TimerHandle | None = None
-    answered: tuple[int, Quorum] | None = None
-    paused_until: float = 0.0
 
 
 class GroupServer:
@@ -87,7 +77,7 @@ class GroupServer:
         self.fatal: Exception | None = None
         self._handler = handler
         self._world_size = world_size
-        self._ranks = {rank: _Rank() for rank in range(world_size) if rank != local_rank}
+        self._ranks = {rank: Rank() for rank in range(world_size) if rank != local_rank}
         self._asks: dict[int, Ask] = {}
         self._room: str | None = None
         self._open: Ask | None = None
@@ -101,6 +91,8 @@ class GroupServer:
         self._late_timer: asyncio.TimerHandle | None = None
         self._local_pause: tuple[int, str, Version, float] = (0, "", VOID, 0.0)
         self._stopping = False
+        self._nobody_missing = threading.Event()
+        """No rank is left that would have to be told of a refusal."""
         self._drains = drains
         self._drain: wire.Order | None = None
         self.lease = LeaseClient(settings, Relay(self.post, handler, self._on_push, self._refuse))
@@ -142,8 +134,10 @@ class GroupServer:
         self._server.post(work)
 
     def shutdown(self, timeout_s: float) -> None:
-        """End lease and server."""
+        """End lease and server; if the group was refused, not before every rank was told, or TELL_S."""
         self.lease.shutdown(timeout_s)
+        if self._server.post(self._look_for_missing):
+            self._nobody_missing.wait(min(TELL_S, timeout_s, self.settings.budget.connect_s))
         self._server.post(self._end)
         done = threading.Event()
         if self._server.post(lambda: self._flush(done)):
@@ -168,11 +162,17 @@ class GroupServer:
         gathered = asyncio.gather(*tasks, return_exceptions=True)
         gathered.add_done_callback(lambda _: done.set())
 
+    def _look_for_missing(self) -> None:
+        """The rest of the ranks may be starting up: they would find nobody here, and never learn what was refused."""
+        if self.fatal is None or all(rank.incarnation for rank in self._ranks.values()):
+            self._nobody_missing.set()
+
     def _missing(self) -> None:
         absent = [str(number) for number, rank in self._ranks.items() if rank.incarnation == 0]
         if absent and not self._stopping:
             who = f"group rank{'s' if len(absent) > 1 else ''} {', '.join(absent)} of {self.settings.replica_id}"
             limit = f"connect_timeout={self.settings.budget.connect_s:g} s"
+            self._nobody_missing.set()  # they were waited for
             self._refuse(
                 RefusedError(
                     f"{who} never connected to group rank 0 (port {self.port}) within {limit}: start all "
@@ -359,9 +359,9 @@ class GroupServer:
             return None
         if not isinstance(join, wire.Join):
             return ProtocolError("the first message of a rank must be a Join")
-        unwanted = self._unwanted(join)
-        if unwanted is not None:
-            return unwanted
+        refusal = unwanted(join, self.settings.replica_id, self._world_size, self._ranks)
+        if refusal is not None:
+            return refusal
         rank = self._ranks[join.rank]
         if rank.stream is not None:
             rank.stream.drop("a newer stream of the same process took over")
@@ -369,9 +369,10 @@ class GroupServer:
             rank.grace.cancel()
             rank.grace = None
         rank.stream, rank.incarnation, rank.left = stream, join.incarnation, False
-        stream.send(wire.encode_joined(self.settings.budget.liveness_s))
         if self.fatal is not None:
+            self._look_for_missing()
             return self.fatal
+        stream.send(wire.encode_joined(self.settings.budget.liveness_s))
         for quorum_id in self._told_broken:  # what it may have missed while it was away; receivers ignore old ones
             self._tell(join.rank, wire.Lost(quorum_id, (self.settings.replica_id,)))
         if self._drain is not None:
@@ -383,24 +384,7 @@ class GroupServer:
         finally:
             self._rank_went(join.rank, rank, stream)
 
-    def _unwanted(self, join: wire.Join) -> Exception | None:
-        mine = self.settings.replica_id
-        if join.replica_id != mine:
-            return RefusedError(
-                f"this is the group server of {mine}, not of {join.replica_id}: the ranks use two stores"
-            )
-        if join.world_size != self._world_size:
-            return ConfigError(
-                f"group rank {join.rank} of {mine} has world_size={join.world_size}, rank 0 has {self._world_size}"
-            )
-        rank = self._ranks.get(join.rank)
-        if rank is None:
-            return ConfigError(f"group rank {join.rank} of {mine} is not one of ranks {sorted(self._ranks)}")
-        if rank.stream is not None and rank.incarnation not in (0, join.incarnation):
-            return ConfigError(f"two processes of {mine} call themselves group rank {join.rank} (RANK)")
-        return None
-
-    async def _listen(self, number: int, rank: _Rank, stream: Stream) -> Exception | None:
+    async def _listen(self, number: int, rank: Rank, stream: Stream) -> Exception | None:
         while True:
             data = await stream.read()
             if data is None:
@@ -427,7 +411,7 @@ class GroupServer:
                 case _:
                     return ProtocolError("a stream has one Join only")
 
-    def _rank_went(self, number: int, rank: _Rank, stream: Stream) -> None:
+    def _rank_went(self, number: int, rank: Rank, stream: Stream) -> None:
         if rank.stream is not stream:
             return
         rank.stream = None
@@ -437,14 +421,8 @@ class GroupServer:
         grace_s = 0.0 if silent else self.settings.budget.grace_s
         rank.grace = self._later(grace_s, lambda: self._rank_died(number, rank))
 
-    def _rank_died(self, number: int, rank: _Rank) -> None:
+    def _rank_died(self, number: int, rank: Rank) -> None:
         if rank.stream is None and not rank.left and not self._stopping:
             self._asks.pop(number, None)
             reason = f"group rank {number} of {self.settings.replica_id} is gone (its connection to group rank 0 ended)"
             self._on_break(number, self._quorum_id, reason)
-
-
-def group_tls(settings: LeaseSettings) -> Tls | None:
-    """A group serves TLS where it has a certificate to show; FT_TLS_CA alone is for the way to the lighthouse."""
-    tls = settings.tls or Tls.from_env(os.environ)
-    return tls if tls is not None and tls.cert and tls.key else None

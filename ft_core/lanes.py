@@ -11,7 +11,9 @@ any time, and ends what is pending. Ownership: `configure` runs on the quorum wo
 
 from __future__ import annotations
 
+import array
 import contextlib
+import struct
 import threading
 from datetime import timedelta
 from typing import TYPE_CHECKING
@@ -20,13 +22,17 @@ import torch
 from torch.distributed import AllreduceOptions, ReduceOp, Work
 
 from ft_core.errors import CollectiveError
+from ft_core.fence import FENCE_SLOTS
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from ft_core.process_group import ProcessGroup
 
 ABORT_RETRY_S = 0.005
 ABORT_TRIES = 200
 """An abort is repeated until no configure is under way, for at most a second."""
+_FLOATS = struct.Struct(f"{FENCE_SLOTS}f")
 
 
 def sum_options(op: ReduceOp.RedOpType) -> AllreduceOptions:
@@ -51,6 +57,8 @@ class Lanes:
         self._quorum_id = 0
         self._user_on_main = False
         self._sum = sum_options(ReduceOp.SUM)
+        self._slots = array.array("f", bytes(_FLOATS.size))
+        self._slots_tensor = torch.frombuffer(self._slots, dtype=torch.float32)
 
     def __repr__(self) -> str:
         state = "aborted" if self._aborted else "up"
@@ -108,6 +116,15 @@ class Lanes:
     def sum(self, tensor: torch.Tensor, group: ProcessGroup) -> Work:
         """Launch an in-place SUM over the members of the quorum."""
         return group.allreduce([tensor], self._sum)
+
+    def put(self, slots: Sequence[float], tail: torch.Tensor) -> None:
+        """Write a fence's slots into `tail` (FENCE_SLOTS float32 elements on any device).
+
+        Through memory of our own that is packed in one call: making a tensor of a list asks each of its numbers for its
+        type, and costs five times as much.
+        """
+        _FLOATS.pack_into(self._slots, 0, *slots)
+        tail.copy_(self._slots_tensor)
 
     def set_timeout(self, timeout: timedelta) -> None:
         """Set the collective timeout of the data lane."""

@@ -26,7 +26,7 @@ import secrets
 import time
 import weakref
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 from torch.distributed import ReduceOp, Work
@@ -39,10 +39,11 @@ from ft_core.attempt import StepAttempt
 from ft_core.commit import Commit
 from ft_core.data_port import DataPort
 from ft_core.drain import EXIT_S, DrainedError
-from ft_core.errors import ConfigError, FaultToleranceError, UsageError
+from ft_core.errors import ConfigError, UsageError
 from ft_core.exhaustion import Exhaustion
 from ft_core.futures import future_timeout
 from ft_core.lanes import sum_options
+from ft_core.leaving import Leaving
 from ft_core.live_state import DEFAULT_KEY, LiveState
 from ft_core.parity import ParityCheck
 from ft_core.process_group import ProcessGroup
@@ -50,7 +51,7 @@ from ft_core.quorum import VOID, Version
 from ft_core.room_layout import WHOLE_STEPS
 from ft_core.rounds import QuorumWorker, Round
 from ft_core.settings import DEFAULT_ROOM
-from ft_core.step import Go, Heal, MustAsk, Outcome, Phase, Step, fold_lineage
+from ft_core.step import Go, Heal, MustAsk, Phase, Step, fold_lineage
 from ft_core.weights import BatchWeights, Weighted
 from ft_core.work import ManagedWork, finished_work
 
@@ -72,7 +73,7 @@ T = TypeVar("T")
 log = logging.getLogger("ft_core")
 
 
-class Manager(DataPort, Commit, Agreement, Weighted, Exhaustion):
+class Manager(DataPort, Commit, Agreement, Weighted, Exhaustion, Leaving):
     """Drives fault-tolerant training on one rank. Constructs and starts; call `shutdown` (or leave it to exit).
 
     Args:
@@ -180,8 +181,6 @@ class Manager(DataPort, Commit, Agreement, Weighted, Exhaustion):
         self._shrink_only = False
         self._riding = False
         self._last_commit: tuple[int, int] | None = None
-        self._shut_down = False
-        self._left = False
         lineage = secrets.randbits(62) if init_sync else 0
         step = Step(config.step, lineage=lineage, now=time.monotonic())
         started = setup.start(config, pg, checkpoint_transport, step, self._hello)
@@ -305,7 +304,8 @@ class Manager(DataPort, Commit, Agreement, Weighted, Exhaustion):
             self._healing.offer_live(self._whole_state())
         if isinstance(decision, Go):
             session.error = None
-            self._new_attempt()
+            if self._attempt is None or self._attempt.used:  # else it is the one that should_commit opened
+                self._new_attempt()
             if self._step.heal is not Heal.NONE and pending is not None:
                 self._settle_in(pending)
             return
@@ -512,14 +512,6 @@ class Manager(DataPort, Commit, Agreement, Weighted, Exhaustion):
         late = self._round.error if self._round is not None else None
         return self._session.error or late
 
-    @property
-    def drain_reason(self) -> str:
-        """Why this replica is to end at the next step boundary, or ''. Changes at the same step on all ranks."""
-        told, step = self._session.drain_reason, self._step
-        if step.drain_agreed:
-            return told or "another rank of its group was asked to drain"
-        return told if self._config.world_size == 1 or step.plan is None else ""
-
     @contextlib.contextmanager
     def pause(self, reason: str, max_s: float) -> Iterator[None]:
         """Announce that this replica is busy for at most `max_s` seconds (saving, validation, compiling).
@@ -533,80 +525,3 @@ class Manager(DataPort, Commit, Agreement, Weighted, Exhaustion):
             raise ConfigError(f"pause(max_s={max_s!r}) must be a positive number of seconds")
         with self._session.busy(reason, max_s):
             yield
-
-    # ------------------------------------------------------------ the end
-
-    def leave(self, reason: str = "left", finished: bool = False) -> None:
-        """Leave the quorum without costing the others a step: agree in a last fence, then say goodbye (R16).
-
-        Call at a step boundary. `finished`: training is over; the lighthouse keeps the room closed for latecomers, so a
-        late restart does not train again over the checkpoints.
-        """
-        if self._left or self._shut_down:
-            return
-        self._left = True
-        session, step = self._session, self._step
-        agreed = last = False
-        with session.lock:
-            decision = step.boundary() if step.plan is not None else None
-            if isinstance(decision, Go):
-                step.leaving = True
-            if step.heal is Heal.PENDING:
-                self._healing.cancel()  # the last fence waits for what becomes of it
-        if isinstance(decision, MustAsk) and not decision.failed:
-            agreed = True  # the last fence told everybody to ask: nobody waits for this rank
-        if isinstance(decision, Go) and self._round is not None and self._round.configured.is_set():
-            step.exhausted = True  # contributes zeros from here on
-            self._new_attempt()
-            assert self._attempt is not None
-            with contextlib.suppress(FaultToleranceError):
-                verdict = self._agree(self._attempt, session.patience_s)
-                # Not settled: the others may commit this step, here nobody steps the optimizer.
-                agreed, last = verdict.outcome is not Outcome.BROKEN, verdict.exhausted
-        if not agreed and step.plan is not None:
-            session.control.break_group(step.plan.quorum_id, f"this rank has left: {reason}")
-        session.control.leave(
-            reason=reason, finished=finished, version=step.version, agreed=agreed,
-            timeout_s=min(EXIT_S, self._config.budget.timeout_s),
-        )  # fmt: skip
-        if agreed and not last:
-            session.lanes.linger(min(EXIT_S, self._config.budget.timeout_s))
-
-    def _end_drained(self) -> NoReturn:
-        reason, step = self._session.drain_reason or "asked to drain", self.current_step()
-        self.leave(f"drained: {reason}")
-        self.shutdown()
-        log.warning("%s: drained at step %d (%s): left the quorum, ending with status 0", self.replica_id, step, reason)
-        raise SystemExit(0)
-
-    def shutdown(self, wait: bool = True) -> None:
-        """Leave if that is possible, then stop every thread and close every socket. Idempotent, bounded in time.
-
-        `wait=False`: do not take part in a last fence; peers lose the step in flight.
-        """
-        if self._shut_down:
-            return
-        session = getattr(self, "_session", None)
-        if session is None:
-            self._shut_down = True
-            return
-        if not self._left and session.control.connected:
-            if wait:
-                self.leave("shut down")
-            else:
-                self._left = True
-                session.control.leave(
-                    reason="shut down", finished=False, version=self._step.version, agreed=False, timeout_s=1.0
-                )
-        self._shut_down = True
-        drain.forget(session)
-        with session.changed:
-            session.closed = True
-            session.changed.notify_all()
-        self._healing.cancel()
-        session.watchdog.stop()
-        session.lanes.shutdown()
-        self._worker.stop(EXIT_S)
-        session.control.shutdown(EXIT_S)
-        self._healing.shutdown()
-        self._store = None  # if it is this replica's own, its server ends here

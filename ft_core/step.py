@@ -95,7 +95,7 @@ class Step:
 
     def __init__(self, settings: StepSettings, *, lineage: int, now: float) -> None:
         self.settings = settings
-        self.version = Version(0, 0)
+        self.version = self.base = Version(0, 0)
         self.lineage = lineage
         self.stable = VOID
         self.batches_committed = 0
@@ -103,8 +103,7 @@ class Step:
         """Sum of weights in the commit that made `version`; 0: unknown (none was made, or a checkpoint was loaded)."""
         self.phase = Phase.OUTSIDE
         self.plan: Plan | None = None
-        self.attempt = 0
-        self.base = Version(0, 0)
+        self.attempt = self.highest_id = 0
         self.base_lineage = lineage
         self.heal = Heal.NONE
         self.roles_switched = False
@@ -114,9 +113,7 @@ class Step:
         self.heals_late = False
         """Its last heal failed: it asks not to be counted on before it holds the state, so that a member that never
         heals costs the others one step at most (R11)."""
-        self.broken_reason = ""
-        self.soft_error = ""
-        self.change_wanted = ""
+        self.broken_reason = self.soft_error = self.change_wanted = self.ask_next = ""
         self.leaving = self.drain_wanted = self.drain_agreed = False
         self.stop_wanted = self.stop_agreed = False
         self.exhausted = False
@@ -134,16 +131,11 @@ class Step:
         """Weight of this member's gradient; None: 1."""
         self.user_ops = 0
         """User collectives launched in this quorum: part of the tag, so a skipped one cannot pair with a later one."""
-        self.lease_acked_at = now
-        self.launched_at = now
+        self.lease_acked_at = self.launched_at = now
         self.verdict: Verdict | None = None
-        self.ask_next: str = ""
-        self.highest_id = 0
         self.open_attempt = -1
         """Attempt of the left quorum whose reduced gradients were kept (R5)."""
-        self.own_failures = 0
-        self.vetoes = 0
-        self.asks = 0
+        self.own_failures = self.vetoes = self.asks = 0
         self._error_sent = self._voted = False
         """The soft error was there when the fence's slots were taken; the latched verdict was told to the group:
         whatever fails from now on belongs to the next attempt."""
@@ -187,8 +179,9 @@ class Step:
     @property
     def contributes(self) -> bool:
         """This member's gradient really goes into the sum (else zeros do)."""
-        able = self.heal in (Heal.NONE, Heal.READY) and self.version == self.base
-        return self.participating and able and not self.soft_error and not self.exhausted
+        if self.soft_error or self.exhausted or not self.participating:
+            return False
+        return (self.heal is Heal.NONE or self.heal is Heal.READY) and self._at_base
 
     @property
     def broken(self) -> bool:
@@ -201,9 +194,14 @@ class Step:
         return self.settings.group_world_size > 1 and self.settings.rules.r12_alike
 
     @property
+    def _at_base(self) -> bool:
+        # After a commit both are one object; a dataclass's == is a call that makes two tuples, and this is asked often.
+        return self.version is self.base or self.version == self.base
+
+    @property
     def behind(self) -> bool:
         """This member does not hold the state the attempt builds on."""
-        return self.version != self.base or self.lineage != self.base_lineage
+        return self.lineage != self.base_lineage or not self._at_base
 
     @property
     def _adds_nothing(self) -> bool:
@@ -374,6 +372,8 @@ class Step:
         if self.phase is Phase.FENCED and self.verdict is not None:
             self._voted = self.settings.rules.r0_verdict
             change = self.verdict.change or (self._alike and bool(self.ask_next))
+            if not self.drain_wanted and change == self.verdict.change:
+                return self.verdict  # nothing to add, as in nearly every step: `replace` makes all fields anew
             return replace(self.verdict, drain=self.drain_wanted, change=change)
         reason = self.broken_reason or "the fence has not completed"
         return Verdict(self.plan.quorum_id, self.attempt, Outcome.BROKEN, reason)

@@ -13,6 +13,7 @@ import pytest
 from ft_core.client import LeaseSettings
 from ft_core.control import Control, LeaderControl, LocalControl, RankControl
 from ft_core.errors import ConfigError, LighthouseError, RefusedError
+from ft_core.group_server import TELL_S
 from ft_core.membership import Hello
 from ft_core.quorum import VOID, Ask, Quorum, Version
 from ft_core.step import Outcome, Verdict
@@ -264,6 +265,27 @@ def test_ranks_that_never_come_are_named(lighthouse: LighthouseServer) -> None:
     assert isinstance(error, RefusedError)
     assert "group ranks 1, 2 of late:1 never connected" in str(error)
     leader.shutdown()
+    group.close()
+
+
+def test_a_leader_that_was_refused_tells_ranks_that_start_later(
+    lighthouse: LighthouseServer, replica: Callable[..., Replica]
+) -> None:
+    other = replica("h:1")
+    other.ask()
+    other.answer()
+    group = Group(lighthouse.address())
+    leader, *late = group.controls
+    leader.start()
+    group.recorders[0].wait("refused")
+    ending = threading.Thread(target=leader.shutdown)
+    ending.start()
+    for control in late:
+        control.start()
+    for recorder in group.recorders:
+        assert "g:1 has 3 ranks, but h:1 has 1" in str(recorder.wait("refused")[0])
+    ending.join(TELL_S / 2)
+    assert not ending.is_alive(), "it waited although everybody knew"
     group.close()
 
 

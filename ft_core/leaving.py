@@ -1,0 +1,138 @@
+"""How a replica ends: it leaves in agreement with the others, drains when told to, shuts down. A part of `Manager`.
+
+How it works. `leave` contributes zeros to one last attempt with the change flag up, so the others commit that step
+without waiting for anybody, and says goodbye to the lighthouse. A replica that was asked to drain does that at its next
+boundary (`_end_drained`, out of `start_quorum`), as does one that is shut down at a boundary. How it is told is
+`drain`'s.
+
+Invariants: one goodbye per Manager; `shutdown` is idempotent, bounded in time, and never raises for what a peer does.
+All ranks of a group drain at the same boundary. Threads: the training thread.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from typing import TYPE_CHECKING, NoReturn, cast
+
+from ft_core import drain
+from ft_core.drain import EXIT_S
+from ft_core.errors import FaultToleranceError
+from ft_core.step import Go, Heal, MustAsk, Outcome
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+
+    from ft_core.attempt import StepAttempt
+    from ft_core.healing import Healing
+    from ft_core.manager import Manager
+    from ft_core.manager_setup import Config
+    from ft_core.rounds import QuorumWorker, Round
+    from ft_core.session import Session
+    from ft_core.step import Step
+    from ft_core.verdict import Verdict
+
+log = logging.getLogger("ft_core")
+
+
+class Leaving:
+    """Mixed into `Manager`."""
+
+    _attempt: StepAttempt | None
+    _config: Config
+    _healing: Healing
+    _round: Round | None
+    _session: Session
+    _step: Step
+    _store: Store | None
+    _worker: QuorumWorker
+    _left = _shut_down = False
+
+    if TYPE_CHECKING:
+
+        def _agree(self, attempt: StepAttempt, limit_s: float) -> Verdict: ...
+        def _new_attempt(self) -> None: ...
+
+    @property
+    def drain_reason(self) -> str:
+        """Why this replica is to end at the next step boundary, or ''. Changes at the same step on all ranks."""
+        told, step = self._session.drain_reason, self._step
+        if step.drain_agreed:
+            return told or "another rank of its group was asked to drain"
+        return told if self._config.world_size == 1 or step.plan is None else ""
+
+    def leave(self, reason: str = "left", finished: bool = False) -> None:
+        """Leave the quorum without costing the others a step: agree in a last fence, then say goodbye (R16).
+
+        Call at a step boundary. `finished`: training is over; the lighthouse keeps the room closed for latecomers, so a
+        late restart does not train again over the checkpoints.
+        """
+        if self._left or self._shut_down:
+            return
+        self._left = True
+        session, step = self._session, self._step
+        agreed = last = False
+        with session.lock:
+            decision = step.boundary() if step.plan is not None else None
+            if isinstance(decision, Go):
+                step.leaving = True
+            if step.heal is Heal.PENDING:
+                self._healing.cancel()  # the last fence waits for what becomes of it
+        if isinstance(decision, MustAsk) and not decision.failed:
+            agreed = True  # the last fence told everybody to ask: nobody waits for this rank
+        if isinstance(decision, Go) and self._round is not None and self._round.configured.is_set():
+            step.exhausted = True  # contributes zeros from here on
+            self._new_attempt()
+            assert self._attempt is not None
+            with contextlib.suppress(FaultToleranceError):
+                verdict = self._agree(self._attempt, session.patience_s)
+                # Not settled: the others may commit this step, here nobody steps the optimizer.
+                agreed, last = verdict.outcome is not Outcome.BROKEN, verdict.exhausted
+        if not agreed and step.plan is not None:
+            session.control.break_group(step.plan.quorum_id, f"this rank has left: {reason}")
+        session.control.leave(
+            reason=reason, finished=finished, version=step.version, agreed=agreed,
+            timeout_s=min(EXIT_S, self._config.budget.timeout_s),
+        )  # fmt: skip
+        if agreed and not last:
+            session.lanes.linger(min(EXIT_S, self._config.budget.timeout_s))
+
+    def _end_drained(self) -> NoReturn:
+        reason, step = self._session.drain_reason or "asked to drain", cast("Manager", self).current_step()
+        self.leave(f"drained: {reason}")
+        self.shutdown()
+        name = self._step.settings.replica_id
+        log.warning("%s: drained at step %d (%s): left the quorum, ending with status 0", name, step, reason)
+        raise SystemExit(0)
+
+    def shutdown(self, wait: bool = True) -> None:
+        """Leave if that is possible, then stop every thread and close every socket. Idempotent, bounded in time.
+
+        `wait=False`: do not take part in a last fence; peers lose the step in flight.
+        """
+        if self._shut_down:
+            return
+        session = getattr(self, "_session", None)
+        if session is None:
+            self._shut_down = True
+            return
+        if not self._left and session.control.connected:
+            if wait:
+                self.leave("shut down")
+            else:
+                self._left = True
+                session.control.leave(
+                    reason="shut down", finished=False, version=self._step.version, agreed=False, timeout_s=1.0
+                )
+        self._shut_down = True
+        drain.forget(session)
+        with session.changed:
+            session.closed = True
+            session.changed.notify_all()
+        self._healing.cancel()
+        session.watchdog.stop()
+        session.lanes.shutdown()
+        self._worker.stop(EXIT_S)
+        session.control.shutdown(EXIT_S)
+        self._healing.shutdown()
+        self._store = None  # if it is this replica's own, its server ends here
