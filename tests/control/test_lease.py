@@ -19,7 +19,7 @@ from ft_core.membership import Hello
 from ft_core.quorum import Version
 from ft_core.rpc import LIGHTHOUSE, grpc, open_channel
 from ft_core.wire import pb
-from tests.conftest import ONE_PER_PROCESS
+from tests.conftest import MAY_STAY
 from tests.control.recorder import BUDGET, Recorder, Replica, wait_until
 
 if TYPE_CHECKING:
@@ -370,7 +370,7 @@ def test_a_failing_handler_does_not_end_the_lease(replica: Callable[..., Replica
 
 def test_shutdown_leaves_nothing_behind() -> None:
     def threads() -> set[str]:
-        return {thread.name for thread in threading.enumerate()} - set(ONE_PER_PROCESS)
+        return {thread.name for thread in threading.enumerate()} - set(MAY_STAY)
 
     server = LighthouseServer("127.0.0.1:0", token="")
     port = port_of(server)
