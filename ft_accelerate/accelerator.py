@@ -19,11 +19,10 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-import logging
 import os
 from typing import TYPE_CHECKING, Any
 
-from ft_accelerate import _compat, checkpoints, data, dispatch, elastic, elastic_loader, heal, refusals
+from ft_accelerate import _compat, checkpoints, data, dispatch, elastic, elastic_loader, heal, refusals, running_out
 from ft_accelerate.elastic_steps import ElasticSteps
 from ft_accelerate.leader import Leadership
 from ft_accelerate.optimizer import GroupScheduler, VotedOptimizer
@@ -37,8 +36,6 @@ if TYPE_CHECKING:
     import torch
 
     from ft_core import Manager
-
-log = logging.getLogger("ft_accelerate")
 
 
 class FaultTolerantAccelerator(ElasticSteps, _compat.Accelerator):  # type: ignore[misc]
@@ -152,7 +149,6 @@ class FaultTolerantAccelerator(ElasticSteps, _compat.Accelerator):  # type: igno
             prepared: data.GroupDataLoader = elastic_loader.prepare(self, data_loader, self._run, place)
             self._dataloaders.append(prepared)
             return prepared
-        elastic.check_uneven(self)
         divided = data.divider(self, data_loader, self._run, place)
         if self.dispatch_batches:
             prepared = dispatch.prepare(self, divided, self._run, slice_fn_for_dispatch)
@@ -168,6 +164,7 @@ class FaultTolerantAccelerator(ElasticSteps, _compat.Accelerator):  # type: igno
         place = self.device_placement if device_placement is None else device_placement
         prepared = VotedOptimizer(optimizer, self._run, device_placement=place, scaler=self.scaler)
         self._optimizers.append(prepared)
+        self._run.out.optimizers = len(self._optimizers)
         return prepared
 
     def prepare_scheduler(self, scheduler: Any) -> Any:
@@ -206,12 +203,14 @@ class FaultTolerantAccelerator(ElasticSteps, _compat.Accelerator):  # type: igno
             yield
 
     def join_uneven_inputs(self, joinables: Any, even_batches: bool | None = None) -> Any:
-        """Without effect: prepared loaders give all processes equally many batches, unless `even_batches` is False."""
+        """As Accelerator's, over all groups, and also in a group of one process.
+
+        Raises:
+            ConfigError: several models or optimizers, or others than were prepared.
+        """
         if self._run is None:
             return super().join_uneven_inputs(joinables, even_batches)
-        if even_batches is False or not self.even_batches:
-            log.warning("join_uneven_inputs has no effect with fault tolerance: who is out of batches goes on alone")
-        return contextlib.nullcontext()
+        return running_out.joined(self, self._run, joinables, even_batches)
 
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
         """As Accelerator's; afterwards gradients are averaged over all groups if they are synchronized."""

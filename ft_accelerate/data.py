@@ -56,6 +56,8 @@ class Position:
         """Epochs that the run is ahead of this replica's script."""
         self.trained = False
         """The loader has been read for training."""
+        self.taken_over = False
+        """It came with a peer's state, and nothing was opened there yet."""
 
     def __repr__(self) -> str:
         return f"epoch {self.epoch}, batch {self.batch}"
@@ -161,7 +163,7 @@ class GroupDataLoader(_compat.DataLoaderShard):  # type: ignore[misc]
 
     def go_on(self, progress: Mapping[str, int | None]) -> None:
         """Take over what `progress` of a peer returned; counts from the next batch that is read."""
-        self.position.moved_to(progress["at"] or 0)
+        self.position.moved_to(progress["at"] or 0).taken_over = True
         self._take_seed(progress["seed"])
 
     def _take_seed(self, seed: int | None) -> None:
@@ -190,47 +192,67 @@ class GroupDataLoader(_compat.DataLoaderShard):  # type: ignore[misc]
     def _train(self) -> Iterator[Any]:
         if self.rng_types is not None:
             _compat.synchronize_rng_states(self.rng_types, self.synchronized_generator)
-        position = self.position
-        position.epoch, position.batch = self.iteration, self._first
+        position, run = self.position, self._run
+        position.epoch, position.batch, position.taken_over = self.iteration, self._first, False
         self.begin()
-        source: _Source | None = None
-        with self._run.reading():
-            while source is None or not source.empty:
-                at = position.code
-                self._run.before_batch(position)
-                if self._run.stopped:
-                    break
-                if position.batch == 0:  # not `_first`, which may differ on a newcomer
-                    self._run.divide_anew()
-                if position.code != at or source is None:
-                    if source is not None and position.code == (self.iteration + 1) * EPOCH:
-                        self._run.busy("ending the epoch that the others have ended")
-                        break
-                    source = self._open()
-                    if source.empty:
-                        break
-                position.batch += 1
-                yield source.take(self)
-        if not self._run.stopped:
+        with run.reading():
+            yield from self._batches()
+            run.out.run_out(position)
+            while self._goes_on:  # those who healed this replica when it was out of data are further
+                yield from self._batches()
+                run.out.run_out(position)
+        if not run.stopped:
             self.iteration += 1
         self.end()
+
+    @property
+    def _goes_on(self) -> bool:
+        """The others are in a later epoch, and this loop goes on there.
+
+        At the beginning of the next epoch the script's next loop does, unless its number came with the others' state.
+        """
+        further = self.position.code - (self.iteration + 1) * EPOCH
+        return bool(further > 0 or (further == 0 and self.position.taken_over))
+
+    def _batches(self) -> Iterator[Any]:
+        """Those of one epoch, from `position` on."""
+        position, run = self.position, self._run
+        source: _Source | None = None
+        run.out.loop_begins()
+        while (source is None or not source.empty) and not run.out.over:
+            at = position.code
+            run.before_batch(position)
+            if run.stopped:
+                break
+            if position.batch == 0:  # not `_first`, which may differ on a newcomer
+                run.divide_anew()
+            if position.code != at or source is None:
+                if source is not None and position.epoch > self.iteration and not self._goes_on:
+                    run.busy("ending the epoch that the others have ended")
+                    break
+                source = self._open()
+                if source.empty:
+                    break
+            position.batch += 1
+            yield source.take(self)
 
     def _open(self) -> _Source:
         """The data from `position` on."""
         position = self.position
         position.ahead += position.epoch - self.iteration
+        position.taken_over = False
         super().set_epoch(position.epoch)
         self.end_of_dataloader = False
         if _compat.can_skip(self.base_dataloader):
             with _compat.open_at(self.base_dataloader, position.batch * self.reads):
-                return _Source(self._handed_out(iter(self.base_dataloader)))
+                return _Source(self._handed_out(iter(self.base_dataloader)), self._run)
         iterator = iter(self.base_dataloader)
         if position.batch and (self._run.rank == 0 or self.readers > 1):
             with self._run.pause("reading through the data that the others have read"):
                 for _ in range(position.batch * self.reads):
                     if next(iterator, _END) is _END:
                         break
-        return _Source(self._handed_out(iterator))
+        return _Source(self._handed_out(iterator), self._run)
 
     def _handed_out(self, iterator: Iterator[Any]) -> Iterator[Any]:
         """The batches of this process, made of what is read."""
@@ -249,14 +271,15 @@ def _rebuild(kind: type, kept: dict[str, Any]) -> Any:
 class _Source:
     """Batches, one of them read ahead: the last one must be known as such when it is handed out."""
 
-    def __init__(self, iterator: Iterator[Any]) -> None:
+    def __init__(self, iterator: Iterator[Any], run: Run) -> None:
         self._iterator = iterator
-        self._next = next(iterator, _END)
+        self._run = run
+        self._read()
 
-    @property
-    def empty(self) -> bool:
+    def _read(self) -> None:
+        self._next = next(self._iterator, _END)
+        self.empty = self._run.out.ends(self._next is _END)
         """There is no further batch."""
-        return self._next is _END
 
     def take(self, loader: GroupDataLoader) -> Any:
         """The next batch, on the device; as DataLoaderShard does it, with its state of before the read-ahead."""
@@ -264,7 +287,7 @@ class _Source:
         if loader.device is not None:
             batch = send_to_device(batch, loader.device, non_blocking=loader._non_blocking)
         loader._update_state_dict()
-        self._next = next(self._iterator, _END)
+        self._read()
         if self.empty:
             loader.end_of_dataloader = True
             loader._update_state_dict()

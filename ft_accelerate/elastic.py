@@ -327,21 +327,6 @@ def made_by_user(accelerator: Any, loader: ElasticDataLoader, run: Run) -> Elast
     return elastic
 
 
-def check_uneven(accelerator: Any) -> None:
-    """Prepared loaders that are not elastic, and what is to be done where one ends before the others.
-
-    Raises:
-        ConfigError: a policy is asked for, and they may end at different steps.
-    """
-    policy = accelerator.fault_tolerance_plugin.on_exhausted
-    if policy is not None and not accelerator.even_batches:
-        raise ConfigError(
-            f"on_exhausted={policy!r} with even_batches=False: a prepared loader cannot tell the other groups "
-            "that it has ended; set elastic_data=True, by which all groups run out at the same step, or leave "
-            "even_batches out"
-        )
-
-
 def check(accelerator: Any, global_batch_size: int | None) -> None:
     """Settings of the Accelerator that say otherwise.
 

@@ -70,7 +70,7 @@ class Leadership:
         """A quorum was opened: elect, and make good what the former leader may not have written."""
         manager = self._run.manager
         assert manager is not None
-        leads = manager.participating_rank() == 0
+        leads = not self._run.left and manager.participating_rank() == 0
         before, self._leads = self._leads, leads
         # Kept until a commit: the leader's death may show only in the step after this window was opened with it.
         missed = self._missed

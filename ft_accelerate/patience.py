@@ -1,6 +1,6 @@
 """What the lighthouse knows, for questions that no Manager can answer yet: who trains, who is paused.
 
-How it works. `start_patiently` is `Manager.start_quorum` for those who come while the others validate or save:
+How it works. `patiently` makes `Manager.start_quorum` fit for those who come while the others validate or save:
 that forming a quorum takes longer than `quorum_timeout` then is no error.
 
 Threads: the training thread; `ft_core.lighthouse_client.rooms` bounds what the lighthouse may take.
@@ -9,14 +9,17 @@ Threads: the training thread; `ft_core.lighthouse_client.rooms` bounds what the 
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from ft_core.errors import JobFinishedError, QuorumTimeoutError
 from ft_core.lighthouse_client import rooms
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from ft_core import Manager
 
+T = TypeVar("T")
 log = logging.getLogger("ft_accelerate")
 TRIES = 3
 """How often a quorum that trains, unpaused, may fail to take this replica in within `quorum_timeout`."""
@@ -46,12 +49,17 @@ def nothing_left(error: JobFinishedError) -> SystemExit:
 
 
 def start_patiently(manager: Manager, address: str, room: str) -> None:
-    """`start_quorum`, for as long as the others are paused.
+    """`start_quorum` in a room, for as long as the others are paused. Raises as `patiently`."""
+    patiently(manager, address, lambda: manager.start_quorum(room))
+
+
+def patiently(manager: Manager, address: str, attempt: Callable[[], T]) -> T:
+    """What starts a quorum, for as long as the others are paused.
 
     Args:
         manager: of this rank.
         address: of the lighthouse.
-        room: where the others are.
+        attempt: calls `start_quorum`, first of all.
 
     Raises:
         QuorumTimeoutError: and nobody is paused.
@@ -60,8 +68,7 @@ def start_patiently(manager: Manager, address: str, room: str) -> None:
     tries = 0
     while True:
         try:
-            manager.start_quorum(room)
-            return
+            return attempt()
         except JobFinishedError as error:
             manager.shutdown(wait=False)
             raise nothing_left(error) from error

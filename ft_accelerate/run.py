@@ -30,12 +30,14 @@ from torch.distributed import ReduceOp
 
 from ft_accelerate import store
 from ft_accelerate.data import groups_needed
+from ft_accelerate.ending import Ending
 from ft_accelerate.patience import nothing_left, start_patiently
+from ft_accelerate.running_out import RunningOut
 from ft_accelerate.settling import Settling
 from ft_accelerate.succession import Succession
 from ft_accelerate.wrapping import WrappedModel
 from ft_core import Manager, ProcessGroupGloo
-from ft_core.errors import FaultToleranceError, JobFinishedError, UsageError
+from ft_core.errors import JobFinishedError, UsageError
 from ft_core.settings import room_of_run
 
 if TYPE_CHECKING:
@@ -65,11 +67,7 @@ def runs_of_this_process() -> Succession:
     return _current
 
 
-class StopTogether(FaultToleranceError):
-    """The reason of the vetoes at the end: some replica has ended its training."""
-
-
-class Run:
+class Run(Ending):
     """One training run of one Accelerator, on one rank.
 
     Args:
@@ -94,7 +92,7 @@ class Run:
     ) -> None:
         self.plugin = plugin
         self.group = plugin.group
-        self._address = plugin.address  # once: it reads the environment, and each step would
+        self.address = plugin.address  # once: it reads the environment, and each step would
         self.groups = plugin.groups
         """By how many the data is divided, and the schedules are advanced; equal on all members."""
         self.ranks, self.rank = ranks, rank
@@ -137,6 +135,9 @@ class Run:
         """Set while something waits for what a vote, or the end, shows."""
         self.elastic: Elastic | None = None
         """The data that is divided per step, once it is read for training."""
+        self.out = RunningOut(self)
+        self.left = False
+        """This replica has left the others, which go on."""
 
     def __repr__(self) -> str:
         state = "stopped" if self.stopped else "lost" if self.lost else "open" if self._open else "between steps"
@@ -249,6 +250,8 @@ class Run:
         """A forward that records gradients. This opens a window, unless a loader that is being read will do it."""
         if self._open or self.stopped or self._ended:
             return
+        if not self._reading:
+            self.out.unread()
         if self._verdict is None or not self._reading or self._votes > VOTES_PER_BATCH:
             self._start(None)
 
@@ -277,7 +280,12 @@ class Run:
     def _start(self, position: Position | None) -> None:
         manager = self.start_manager()
         self._pauses.close()
-        start_patiently(manager, self._address, self._room)
+        start_patiently(manager, self.address, self._room)
+        self.entered(position)
+
+    def entered(self, position: Position | None) -> None:
+        """The quorum is there: a window begins. `position`: of the loader that is read, or was."""
+        manager = self.start_manager()
         self._open, self.lost, self._verdict, self._votes = True, False, None, 0
         self._division_due = True
         if manager.quorum_id != self._agreed_in:
@@ -364,10 +372,24 @@ class Run:
                 model.carrier.flush(with_accumulated=True)
         self.settle_gradients()
         commits = manager.should_commit()
+        self.concluded(manager)
+        self.out.voted(manager)
+        return commits
+
+    def concluded(self, manager: Manager) -> None:
+        """An attempt has ended."""
+        self._open = False
         self.lost, self.stopped = manager.quorum_lost, manager.stop_agreed
         for model in self.models if self.silent else ():
             model.carrier.before_backward(sync=False)
-        return commits
+
+    def drop_window(self) -> None:
+        """No step follows on what was accumulated; one on what was reduced is due, as the others vote on it."""
+        self._pauses.close()
+        if self._open and self.unsettled:
+            self.vote()
+        for model in self.models:
+            model.drop_gradients()
 
     def torn(self, error: BaseException) -> None:
         """An optimizer failed after the vote: the others have the new state, this replica may have half of it."""
@@ -385,38 +407,6 @@ class Run:
         manager.allreduce(count, reduce_op=ReduceOp.SUM).wait()
         return None if manager.errored() is not None else bool(int(count))
 
-    # ------------------------------------------------------------ the end
-
-    def end(self) -> None:
-        """All replicas stop after the same step, then this one leaves. A replica that wanted to go on stops too."""
-        manager = self.manager
-        if manager is None or self._ended:
-            self._ended = True
-            return
-        self._pauses.close()
-        if manager.quorum_id:
-            self._stop_together(manager)
-        self._leave("finished", finished=True)
-
-    def _stop_together(self, manager: Manager) -> None:
-        """Take part in further fences, with STOP raised and a veto, until everybody knows."""
-        if self._open and self.unsettled:
-            self.vote()  # a backward that no step followed
-        manager.request_stop()
-        while not manager.stop_agreed:
-            try:
-                manager.start_quorum(self._room, shrink_only=True)
-            except JobFinishedError:
-                return  # the others have agreed without this one
-            if manager.quorum_id != self._agreed_in:
-                self._agree_on(None, manager)
-            manager.report_error(StopTogether("training has ended"))
-            try:
-                manager.should_commit()
-            except RuntimeError:  # max_retries: these vetoes are no failures
-                if not manager.stop_agreed:
-                    raise
-
     def begin_anew(self) -> None:
         """Another run begins in this process: the models so far are trained no more."""
         if self.manager is not None and not self._ended:
@@ -424,18 +414,3 @@ class Run:
         for model in self.models:
             model.unwrap()
         self._begin()
-
-    def leave(self) -> None:
-        """The script ends, and did not say so."""
-        if self.manager is not None and not self._ended:
-            self._leave("the script ends", finished=False)
-
-    def _leave(self, reason: str, *, finished: bool) -> None:
-        manager, self._ended = self.manager, True
-        assert manager is not None
-        self._pauses.close()
-        self._runs.end(manager)
-        manager.leave(reason, finished=finished)
-        if self.after_vote is not None:
-            self.after_vote()
-        manager.shutdown()

@@ -125,6 +125,12 @@ class FaultTolerantTrainerMixin(ElasticEpochs):
             own = getattr(self.accelerator, bound.__name__)
             self.gather_function = functools.partial(own, **gather.keywords) if bound is not gather else own
         if self._ft_run is not None:
+            plugin = self._ft_run.plugin
+            if plugin.on_exhausted is not None and not plugin.elastic_data:
+                raise ConfigError(
+                    f"on_exhausted={plugin.on_exhausted!r} with transformers' Trainer, which counts the updates of an "
+                    "epoch beforehand: all replicas need equally many batches; leave it out, or set elastic_data=True"
+                )
             self.accelerator.register_for_checkpointing(_Progress(self))
 
     @property

@@ -40,7 +40,7 @@ from torch.utils.data import DataLoader, TensorDataset, random_split
 from ft_accelerate import FaultTolerantAccelerator as Accelerator
 
 KEPT = 2
-"""Checkpoints; older ones are deleted."""
+"""Checkpoints, at least 2; older ones are deleted."""
 
 
 def get_dataloaders(batch_size: int) -> tuple[DataLoader[Any], DataLoader[Any]]:
@@ -121,10 +121,10 @@ def training_function(args: argparse.Namespace) -> None:
             flush=True,
         )
         if args.save_every and (accelerator.epoch + 1) % args.save_every == 0:
-            accelerator.save_state(str(args.dir / f"epoch_{accelerator.epoch + 1}"))
-            if accelerator.is_main_process:
-                for _, path in checkpoints(args.dir)[:-KEPT]:
+            if accelerator.is_main_process:  # before: what is saved now is in its place after the next step
+                for _, path in checkpoints(args.dir)[: 1 - KEPT]:
                     shutil.rmtree(path)
+            accelerator.save_state(str(args.dir / f"epoch_{accelerator.epoch + 1}"))
 
     accelerator.save_model(model, str(args.dir / "model"))
     accelerator.end_training()

@@ -311,11 +311,8 @@ def test_settings_that_contradict_it_are_refused(plugin: dict[str, Any], options
         Setup(plugin={"elastic_data": True, **plugin}, **options)
 
 
-def test_uneven_loaders_need_elastic_data_for_a_policy() -> None:
+def test_a_policy_for_running_out_changes_nothing_as_all_run_out_together() -> None:
     uneven = DataLoaderConfiguration(even_batches=False)
-    with pytest.raises(ConfigError, match="on_exhausted='leave' with even_batches=False"):
-        Setup(plugin={"on_exhausted": "leave"}, dataloader_config=uneven)
-    forget()
     s = Setup(plugin={"on_exhausted": "leave", "elastic_data": True}, dataloader_config=uneven)
     s.train()
     assert sorted(s.committed) == list(range(LENGTH))

@@ -21,12 +21,14 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from ft_accelerate import FaultTolerantAccelerator, heal, refusals
 from ft_accelerate.checkpoints import MANAGER
-from ft_accelerate.data import GroupDataLoader, groups_needed
+from ft_accelerate.data import EPOCH, GroupDataLoader, groups_needed
 from ft_core.errors import ConfigError, NotAvailableError, UsageError
 from ft_core.lighthouse import LighthouseServer
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+    from ft_accelerate.data import Position
 
 pytestmark = [pytest.mark.filterwarnings("ignore::FutureWarning"), pytest.mark.filterwarnings("ignore::UserWarning")]
 
@@ -102,6 +104,53 @@ def test_a_quorum_that_breaks_is_formed_anew_with_the_next_batch() -> None:
         assert index != 3 or s.accelerator._run.silent
         assert index != 4 or (s.accelerator.manager.quorum_id == quorum and not s.accelerator._run.silent)
     assert s.accelerator.committed_steps == 7
+    s.accelerator.end_training()
+
+
+def test_a_heal_to_the_beginning_of_the_next_epoch_counts_that_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The loop goes on there, as it does in the middle of an epoch: the number of the epoch came with the state."""
+    s = Setup()
+    run, calls, epochs = s.accelerator._run, itertools.count(), []
+    begins = run.before_batch
+
+    def heals(position: Position) -> None:
+        begins(position)
+        if next(calls) == 3:
+            state = heal.save(s.accelerator)
+            loaders = [{**state["loaders"][0], "at": EPOCH}]
+            heal.load(s.accelerator, {**state, "epoch": 1, "loaders": loaders})
+
+    monkeypatch.setattr(run, "before_batch", heals)
+    for _ in s.accelerator.epochs(3):
+        for (x,) in s.data:
+            epochs.append((s.accelerator.epoch, s.data.position.epoch))
+            s.step(x)
+    assert epochs == [(0, 0)] * 3 + [(1, 1)] * 8 + [(2, 2)] * 8
+    s.accelerator.end_training()
+
+
+def test_join_uneven_inputs_alone(tmp_path: pathlib.Path) -> None:
+    """It runs out as soon as its data ends; what was accumulated then is dropped, and accumulation begins anew."""
+    s = Setup(gradient_accumulation_steps=2, project_config=ProjectConfiguration(str(tmp_path)))
+    batches = [x for (x,) in s.data]
+    for even in (False, None):
+        with s.accelerator.join_uneven_inputs([s.model, s.optimizer], even_batches=even):
+            assert s.accelerator.even_batches is (even is None)
+            for x in batches[:5]:
+                with s.accelerator.accumulate(s.model):
+                    s.step(x)
+    assert s.accelerator.even_batches
+    assert s.accelerator.committed_steps == 2 + 2
+    s.accelerator.end_training()
+
+
+def test_what_cannot_run_out() -> None:
+    s = Setup()
+    with pytest.raises(ConfigError, match=r"join_uneven_inputs\(\[Linear\]\): not a model or an optimizer"):
+        s.accelerator.join_uneven_inputs([nn.Linear(2, 1)]).__enter__()
+    Setup(s.accelerator)
+    with pytest.raises(ConfigError, match="with 2 prepared models"):
+        s.accelerator.join_uneven_inputs([s.model], even_batches=False).__enter__()
     s.accelerator.end_training()
 
 

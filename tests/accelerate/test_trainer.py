@@ -210,6 +210,13 @@ def test_several_gpus_without_a_launcher_are_refused(tmp_path: Path, monkeypatch
         FaultTolerantTrainer(tiny_model(), settings, train_dataset=Text(16))
 
 
+def test_running_out_at_different_steps_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"FT_LIGHTHOUSE": "127.0.0.1:1", "ACCELERATE_FT_ON_EXHAUSTED": "shadow"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match=r"on_exhausted='shadow' with transformers' Trainer.*elastic_data=True"):
+        FaultTolerantTrainer(tiny_model(), arguments(tmp_path), train_dataset=Text(16))
+
+
 def test_an_unknown_training_loop_is_an_error_at_once() -> None:
     check(FaultTolerantTrainer)
 
