@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import threading
-import time
 from typing import TYPE_CHECKING
 
 import pytest
+from accelerate.state import AcceleratorState, GradientState
 
 from tests.forge import Forge
 
@@ -19,10 +18,6 @@ IMPORTS = (
     "ft_accelerate.trainer",
 )  # fmt: skip
 
-ENDS_S = 5.0
-FOR_EVER = ("ft-gloo-reaper",)
-"""One in a process, whatever runs in it."""
-
 
 @pytest.fixture(scope="session")
 def forge() -> Iterator[Forge]:
@@ -33,15 +28,11 @@ def forge() -> Iterator[Forge]:
 
 
 @pytest.fixture(autouse=True)
-def _no_thread_stays() -> Iterator[None]:
-    """A test ends the threads of ours that it started in this process: Managers, lighthouses, stores."""
-    before = set(threading.enumerate())
+def _no_accelerator_stays() -> Iterator[None]:
+    """Accelerate's states are one per process: the next test, and what it forks, begins without."""
     yield
-    deadline = time.monotonic() + ENDS_S
-    for thread in set(threading.enumerate()) - before:
-        if thread.name.startswith("ft-") and thread.name not in FOR_EVER:
-            thread.join(max(0.0, deadline - time.monotonic()))
-            assert not thread.is_alive(), f"{thread} was left behind"
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
 
 
 @pytest.fixture
