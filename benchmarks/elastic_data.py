@@ -53,7 +53,7 @@ class Quorum:
     def participating_rank(self) -> int:
         return 0
 
-    def set_batch_weight(self, weight: int) -> None:
+    def weigh(self, weight: int) -> None:
         del weight
 
 

@@ -104,7 +104,7 @@ class Port:
     def participating_rank(self) -> int:
         return int(self.group.rank())
 
-    def set_batch_weight(self, weight: int) -> None:
+    def weigh(self, weight: int) -> None:
         pass
 
     def commit(self) -> None:

@@ -61,7 +61,10 @@ def write(target: str, save: Callable[[str], Any], manager_state: dict[str, int]
 def place(target: str) -> None:
     """Put what `write` wrote in its place, where files that are there are replaced one by one. On the first rank."""
     partial = partial_folder(target)
-    os.makedirs(target, exist_ok=True)
+    if not os.path.exists(target):
+        os.makedirs(os.path.dirname(os.path.abspath(target)), exist_ok=True)
+        os.rename(partial, target)  # at once: nobody sees a part of it
+        return
     for name in sorted(os.listdir(partial)):
         path = os.path.join(target, name)
         if os.path.isdir(path):

@@ -237,12 +237,12 @@ class Elastic:
         assert self._manager is not None
         return self._manager.participating_rank()
 
-    def set_batch_weight(self, weight: int) -> None:
+    def weigh(self, weight: int) -> None:
         """As the Manager's."""
         self.told = weight
         if self.declares:
             assert self._manager is not None
-            self._manager.set_batch_weight(weight)
+            self._manager.weigh(weight)
 
     # ------------------------------------------------------------ what the Manager tells
 

@@ -47,7 +47,7 @@ class Leadership:
         self._changed = changed
         self._leads: bool | None = None
         self._missed: list[tuple[str, Callable[[], Any], int]] = []
-        """Name, how it is written, and after how many steps; at most MAX_MISSED."""
+        """Name, how it is written, and at which step; at most MAX_MISSED."""
         self._held: dict[str, tuple[Callable[[], Any], int]] = {}
         """Written checkpoints: how each is put in its place, and the step that must be stable for that."""
 
@@ -60,6 +60,18 @@ class Leadership:
         if self._leads is None:
             self._leads = self._run.group == 0 and not self._trains_without_us()
         return self._leads
+
+    @property
+    def _step(self) -> int:
+        """Of the state that would be written now. Not this replica's own commits: a heal moves on as well."""
+        manager = self._run.manager
+        return self._run.first_step if manager is None else manager.current_step()
+
+    def forget(self) -> None:
+        """The others' state is taken over. What they have not lost they have written; the rest is not theirs."""
+        for name in self._held:
+            log.info("%s is not put in its place: others have trained on without this replica, and write it", name)
+        self._held = {}
 
     def _trains_without_us(self) -> bool:
         # Not this group's own earlier process, nor an earlier run of this one: their leases may stand for a moment.
@@ -75,9 +87,11 @@ class Leadership:
         # Kept until a commit: the leader's death may show only in the step after this window was opened with it.
         missed = self._missed
         if missed:
-            missed = self._missed = [item for item in missed if item[2] == self._run.committed_steps]
+            missed = self._missed = [item for item in missed if item[2] == self._step]
         if leads == bool(before):
             return
+        if not leads:  # whoever leads now writes again what was to be written at this step
+            self._held = {name: held for name, held in self._held.items() if held[1] != self._step}
         self._missed = []
         if leads:
             log.info("%s saves and logs from step %d on", manager.replica_id, manager.current_step())
@@ -138,5 +152,5 @@ class Leadership:
                 return written
         if len(self._missed) < MAX_MISSED:
             again = functools.partial(self.writing, name, write, place)
-            self._missed.append((name, again, self._run.committed_steps))
+            self._missed.append((name, again, self._step))
         return None

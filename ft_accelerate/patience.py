@@ -44,7 +44,7 @@ def trains_already(address: str, besides: str) -> bool | None:
 
 def nothing_left(error: JobFinishedError) -> SystemExit:
     """What ends a replica that came after the others had finished: its work is done as well."""
-    log.warning("nothing left to train: %s", error)
+    log.warning("nothing left to train: %s", str(error).partition(";")[0])  # the rest is for who starts lighthouses
     return SystemExit(0)
 
 

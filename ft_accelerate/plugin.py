@@ -250,19 +250,16 @@ def from_file(path: str) -> dict[str, Any]:
     """
     import yaml
 
+    from ft_accelerate import config  # it knows the launcher's keys, and with them this module
+
     try:
         with open(path, encoding="utf-8") as file:
-            content = yaml.safe_load(file) or {}
+            content = yaml.load(file, Loader=yaml.BaseLoader)  # texts: `replicas: 2:8` is no number
     except (OSError, yaml.YAMLError) as error:
         raise ConfigError(f"config file {path} cannot be read: {error}") from error
     section = content.get(SECTION) if isinstance(content, dict) else None
-    # Other keys of the section are the launcher's (`ft_accelerate.config` knows and checks them all).
-    values = section if isinstance(section, dict) else {}
-    return {
-        name: check(name, value, f"{SECTION}.{name} in {path}")
-        for name, value in values.items()
-        if name in FIELDS and value is not None
-    }
+    values = config.check(section or {}, path)  # other keys of the section are the launcher's
+    return {name: value for name, value in values.items() if name in FIELDS}
 
 
 def check(name: str, value: object, source: str) -> Any:

@@ -174,7 +174,8 @@ class Commit:
             log.info("%s: step %d not committed%s", self.replica_id, self.current_step(), why)
         self._quorum_lost = verdict.outcome is Outcome.BROKEN
         if again and not self._shut_down and not session.draining:
-            if self._config.quorum_in_commit:
+            # What broke after the vote is told in the next one, where all ranks of the group ask (R12).
+            if self._config.quorum_in_commit and self._quorum_lost:
                 commit = self._recover(places)
             else:
                 session.lanes.abort()  # the others may be waiting for this rank in a collective

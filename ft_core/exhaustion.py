@@ -14,11 +14,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, cast
 
-from ft_core.errors import FaultToleranceError
+from ft_core.errors import FaultToleranceError, UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from ft_core.data_port import DataListener
     from ft_core.manager import Manager
     from ft_core.manager_setup import Config
     from ft_core.session import Session
@@ -33,6 +34,7 @@ class Exhaustion:
     """Mixed into `Manager`."""
 
     _config: Config
+    _data: DataListener | None
     _session: Session
     _step: Step
     _round_over: bool
@@ -92,6 +94,11 @@ class Exhaustion:
         Raises:
             As `run_out`.
         """
+        if self._data is not None:
+            raise UsageError(
+                "run_out(), or torch's Join, with an elastic loader: all run out of its data in the same step; "
+                "one that takes part without data would lose its share of the samples; leave it out"
+            )
         if self._round_over and not self._round_taken:
             self._round_taken = True
             return True

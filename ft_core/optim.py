@@ -10,6 +10,8 @@ step was vetoed: `scaler.update(None if optimizer.committed else scaler.get_scal
 from __future__ import annotations
 
 import contextlib
+import logging
+import weakref
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol, SupportsIndex, cast
 
 import torch
@@ -27,10 +29,23 @@ if TYPE_CHECKING:
 
 __all__ = ["CommitManager", "Optimizer", "OptimizerWrapper", "learning_rates_times"]
 
+log = logging.getLogger("ft_core")
+_factors: weakref.WeakKeyDictionary[TorchOptimizer, float] = weakref.WeakKeyDictionary()
+"""What the learning rates of each optimizer were multiplied by last."""
+
 
 @contextlib.contextmanager
 def learning_rates_times(optimizer: TorchOptimizer, factor: float) -> Iterator[None]:
-    """Inside, every learning rate of `optimizer` is multiplied by `factor`; after it schedulers see the old ones."""
+    """Inside, every learning rate of `optimizer` is multiplied by `factor`; after it schedulers see the old ones.
+
+    A factor that changes is logged: it must not be a surprise that it follows the number of replicas.
+    """
+    if _factors.get(optimizer, 1.0) != factor:
+        log.info(
+            "learning rates are multiplied by %.4g from this step on: its weight over the reference (it counts samples "
+            "with elastic data or set_batch_weight, else replicas)", factor
+        )  # fmt: skip
+    _factors[optimizer] = factor
     groups = [(group, group["lr"]) for group in optimizer.param_groups if "lr" in group]
     for group, rate in groups:
         group["lr"] = rate * factor

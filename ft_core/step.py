@@ -308,7 +308,10 @@ class Step:
         if self.phase in (Phase.BROKEN, Phase.OUTSIDE):
             return False
         if self._voted:
-            self.ask_next = self.ask_next or reason
+            if self._alike:  # too late to ask together for it
+                self._lost_since = self._lost_since or reason
+            else:
+                self.ask_next = self.ask_next or reason
             return False
         kept = keep_gradients and self.phase is Phase.LAUNCHED and not self.behind and not self.trails
         self.open_attempt = self.attempt if kept else -1
@@ -325,11 +328,8 @@ class Step:
         if self.settings.rules.r15_stale and (self.plan is None or self.plan.quorum_id != quorum_id):
             self._remember("lost", quorum_id, reason)
             return False
-        if self.phase is Phase.FENCED and self.settings.rules.r0_verdict:
-            if self._alike and self._voted:
-                self._lost_since = reason  # too late to ask together for it
-            else:
-                self.ask_next = self.ask_next or reason
+        if self.phase is Phase.FENCED and self.settings.rules.r0_verdict and not self._voted:
+            self.ask_next = self.ask_next or reason
             return False
         if self.phase is Phase.OPEN and self.ask_next:
             # Nothing is launched, and the next boundary asks: an abort could only hurt who is still receiving.

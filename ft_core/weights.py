@@ -26,6 +26,7 @@ from ft_core.fence import MAX_WEIGHT
 
 if TYPE_CHECKING:
     from ft_core.attempt import StepAttempt
+    from ft_core.data_port import DataListener
     from ft_core.session import Session
 
 
@@ -96,6 +97,7 @@ class Weighted:
     _attempt: StepAttempt | None
     _session: Session
     _weights: BatchWeights
+    _data: DataListener | None
 
     def set_batch_weight(self, weight: int) -> None:
         """Samples (or tokens) in the micro-batch whose forward comes next; its loss is the mean over them.
@@ -107,8 +109,18 @@ class Weighted:
         Raises:
             ConfigError: it is not an integer from 0 on, or the step's sum is more than 2**32 - 1.
             UsageError: `allreduce` averaged something in this step, which was weighted with the sum so far; or a
-                backward of this step was reduced in which this replica's weight was 0.
+                backward of this step was reduced in which this replica's weight was 0; or an elastic loader is
+                attached, which weighs its micro-batches itself.
         """
+        if self._data is not None:
+            raise UsageError(
+                f"set_batch_weight({weight!r}) with an elastic loader: it weighs each micro-batch by its samples, and "
+                "weights add up; leave it out"
+            )
+        self.weigh(weight)
+
+    def weigh(self, weight: int) -> None:
+        """`set_batch_weight` for elastic data (`ft_core.data.port`): who divides samples weighs them. Raises as it."""
         if self._attempt is not None and self._attempt.averaged:
             raise UsageError(
                 "set_batch_weight after an allreduce of the same step: that average used the weights known then; set "

@@ -145,6 +145,8 @@ class DataArguments:
         Raises:
             ConfigError: names the argument, the value, and what to do.
         """
+        if not isinstance(self.elastic_data, bool):
+            raise ConfigError(f"elastic_data={self.elastic_data!r} must be True or False")
         for name in ("global_batch_size", "max_micro_steps"):
             value: object = getattr(self, name)
             if value is None:

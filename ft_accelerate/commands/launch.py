@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 REFUSED = {
     "use_deepspeed": "DeepSpeed", "use_megatron_lm": "Megatron-LM", "tpu": "TPUs", "tpu_use_cluster": "TPU pods",
-    "mpirun_hostfile": "mpirun",
+    "mpirun_hostfile": "mpirun", "use_fsdp": "FSDP",
 }  # fmt: skip
 """What accelerate can launch and replica groups cannot be."""
 FORWARDED = ("tee", "log_dir", "monitor_interval")

@@ -109,8 +109,23 @@ class ElasticDataLoader:
             )  # fmt: skip
         elif not isinstance(sampler, ElasticSampler):
             raise ConfigError(f"sampler={type(sampler).__name__}: must be an ElasticSampler; it divides the samples")
-        elif shuffle is not None or batch_size != 1 or samples_per_epoch is not None:
-            raise ConfigError("batch_size, shuffle and samples_per_epoch are arguments of the sampler that was passed")
+        else:
+            said = {
+                "batch_size": batch_size != 1, "shuffle": shuffle is not None, "seed": seed != 0,
+                "samples_per_epoch": samples_per_epoch is not None, "global_batch_size": global_batch_size is not None,
+                "accumulation_steps": accumulation_steps != 1, "max_micro_steps": max_micro_steps is not None,
+                "min_readers": min_readers != 1, "fixed_micro_batches": fixed_micro_batches,
+                "group_rank": group_rank != 0, "num_replicas": num_replicas != 1,
+            }  # fmt: skip
+            if any(said.values()):
+                names = ", ".join(name for name, given in said.items() if given)
+                raise ConfigError(f"{names}: to be given to the sampler that was passed, not to the loader")
+            length = dataset.length if isinstance(dataset, IndexedStream) else len(cast("Sized", dataset))
+            if length is not None and length != sampler.cursor.length:
+                raise ConfigError(
+                    f"the dataset has {length} samples, and the sampler that was passed was made for "
+                    f"{sampler.cursor.length}: make it from this dataset"
+                )
         sampler.claim(f"an ElasticDataLoader over {type(dataset).__name__} ({id(self):#x})")
         self.sampler = sampler
         self._endless = isinstance(dataset, IndexedStream) and dataset.length is None

@@ -18,16 +18,19 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections.abc import Sized
 from typing import TYPE_CHECKING
 
 import torch
+
+from ft_core.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from torch import Tensor
 
-__all__ = ["EpochOrder"]
+__all__ = ["EpochOrder", "length_of"]
 
 SMALL = 1 << 16
 """Up to here the order is written out; tiny sets also give a network's rounds too few values to mix with."""
@@ -132,3 +135,20 @@ def _round_keys(length: int, seed: int, epoch: int) -> tuple[tuple[int, int], ..
     text = f"ft_core.data.order 1 {length} {seed} {epoch} ".encode()
     raw = [hashlib.blake2b(text + str(number).encode(), digest_size=8).digest() for number in range(ROUNDS)]
     return tuple((int.from_bytes(word[:4], "little"), int.from_bytes(word[4:], "little")) for word in raw)
+
+
+def length_of(dataset: Sized | int) -> int:
+    """Samples in a dataset, or that number itself.
+
+    Raises:
+        ConfigError: it has no length, or one that no epoch can have.
+    """
+    if isinstance(dataset, bool) or not isinstance(dataset, int | Sized):
+        raise ConfigError(
+            f"{type(dataset).__name__} has no length: the elastic sampler needs a map-style dataset, or an "
+            "ft_core.data.IndexedStream with samples_per_epoch"
+        )
+    length = dataset if isinstance(dataset, int) else len(dataset)
+    if not 1 <= length <= MAX_LENGTH:
+        raise ConfigError(f"the dataset has {length} samples: must be from 1 to {MAX_LENGTH}")
+    return length

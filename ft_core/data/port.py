@@ -50,6 +50,6 @@ class DataManager(Protocol):
         """This group's place among them, or None. Waits for the quorum."""
         ...
 
-    def set_batch_weight(self, weight: int) -> None:
+    def weigh(self, weight: int) -> None:
         """Samples in the micro-batch that comes next; added up over the micro-batches of an attempt."""
         ...

@@ -26,7 +26,7 @@ from torch.utils.data import Sampler
 from ft_core.data.cursor import Cursor, Ranges
 from ft_core.data.division import Batching, MicroBatch, StepPlan, plan_step
 from ft_core.data.open_step import OpenStep, Reader
-from ft_core.data.order import MAX_LENGTH, EpochOrder
+from ft_core.data.order import EpochOrder, length_of
 from ft_core.data.seeded import EpochIndices
 from ft_core.errors import ConfigError, UsageError
 
@@ -85,7 +85,7 @@ class ElasticSampler(Sampler[list[int]]):
         self.dataset = dataset
         self.shuffle, self.seed = shuffle, seed
         self.group_rank, self.num_replicas = group_rank, num_replicas
-        self.cursor = Cursor(_length_of(dataset))
+        self.cursor = Cursor(length_of(dataset))
         self._orders: dict[int, EpochOrder] = {}
         self._manager: DataManager | None = None
         self._owner = ""
@@ -93,6 +93,8 @@ class ElasticSampler(Sampler[list[int]]):
         self._current: MicroBatch | None = None
         self._reader = Reader(None, 1)
         self._wanted: int | None = None
+        self._loop = object()
+        """The loop that began last."""
         self.equal_micro_steps = False
         """Each reader gets as many micro-batches per step as the busiest, fillers if need be. For hosts that count
         batches, and for groups of several ranks; all replicas alike. A group's ranks then all weigh what the group
@@ -300,7 +302,6 @@ class ElasticSampler(Sampler[list[int]]):
         are in.
         """
         while self.cursor.epoch < count:
-            self._check_length()
             self.open_step()
             epoch = self.cursor.epoch
             if epoch >= count:
@@ -327,8 +328,12 @@ class ElasticSampler(Sampler[list[int]]):
         return wanted is None or wanted >= self.cursor.epoch
 
     def steps(self) -> Iterator[OpenStep]:
-        """Open one step after the other until the epoch is committed. Each is to be voted on before the next."""
-        self._check_length()
+        """Open one step after the other until the epoch is committed. Each is to be voted on before the next.
+
+        Raises:
+            UsageError: another loop has begun meanwhile.
+        """
+        self._loop = mine = object()
         if self.half_read:
             self._open = None  # the loop before was left in the middle of a step
         if not self.start_epoch():
@@ -337,6 +342,11 @@ class ElasticSampler(Sampler[list[int]]):
         epoch = self.cursor.epoch  # a newcomer has got that of the others with its heal
         while True:
             yield step
+            if self._loop is not mine:
+                raise UsageError(
+                    "a second loop over this elastic sampler has begun before this one ended: they would take each "
+                    "other's samples; give each loop its own loader, and each loader its own sampler"
+                )
             if self.cursor.epoch != epoch:
                 return
             step = self.open_step()
@@ -362,6 +372,7 @@ class ElasticSampler(Sampler[list[int]]):
                 "accumulation_steps=... or global_batch_size=...; DataLoader workers read ahead, so with num_workers > "
                 "0 use ElasticDataLoader instead of DataLoader(batch_sampler=ElasticSampler(...))"
             )
+        self._check_length()
         manager.start_quorum()
         groups, place = manager.num_participants(), manager.participating_rank()
         number = None if place is None else place * self.num_replicas + self.group_rank
@@ -399,7 +410,7 @@ class ElasticSampler(Sampler[list[int]]):
         self._open.handed_out += 1
         self._current = micro_batch
         weights = self._open.weights
-        self._manager.set_batch_weight(weights[self._open.handed_out - 1] if weights else micro_batch.weight)
+        self._manager.weigh(weights[self._open.handed_out - 1] if weights else micro_batch.weight)
 
     def forecast(self, step: OpenStep, number: int) -> Iterator[MicroBatch]:
         """What this rank will be handed out after micro-batch `number` of `step` if nothing changes. Without end."""
@@ -430,21 +441,9 @@ class ElasticSampler(Sampler[list[int]]):
         return order
 
     def _check_length(self) -> None:
-        length = _length_of(self.dataset)
+        length = length_of(self.dataset)
         if length != self.cursor.length:
             raise ConfigError(
                 f"the dataset has {length} samples now, and had {self.cursor.length} when the sampler was made: which "
                 "samples an epoch still lacks cannot be told any more; make a new sampler for another dataset"
             )
-
-
-def _length_of(dataset: Sized | int) -> int:
-    if isinstance(dataset, bool) or not isinstance(dataset, int | Sized):
-        raise ConfigError(
-            f"{type(dataset).__name__} has no length: the elastic sampler needs a map-style dataset, or an "
-            "ft_core.data.IndexedStream with samples_per_epoch"
-        )
-    length = dataset if isinstance(dataset, int) else len(dataset)
-    if not 1 <= length <= MAX_LENGTH:
-        raise ConfigError(f"the dataset has {length} samples: must be from 1 to {MAX_LENGTH}")
-    return length

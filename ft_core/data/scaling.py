@@ -31,6 +31,8 @@ class LearningRateScaling:
     def __post_init__(self) -> None:
         if isinstance(self.reference, bool) or not isinstance(self.reference, int):
             raise ConfigError(f"reference must be an int, got {self.reference!r}: samples in the step the rate is for")
+        if self.reference < 1:
+            raise ConfigError(f"reference={self.reference}: must be at least 1: samples in the step the rate is for")
         learning_rate_factor(1, self.reference, self.rule)
 
     def factor(self, weight: int) -> float:

@@ -39,7 +39,7 @@ class Membership:
     def participating_rank(self) -> int | None:
         return self.place
 
-    def set_batch_weight(self, weight: int) -> None:
+    def weigh(self, weight: int) -> None:
         self.weight += weight
 
     def vote(self, commit: bool = True) -> None:

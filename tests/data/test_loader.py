@@ -197,7 +197,7 @@ class Endless(IterableDataset[int]):
         ({"drop_last": True}, "drop_last=True: no sample of an epoch is dropped"),
         ({"in_order": False}, "in_order=False"),
         ({"sampler": RandomSampler(range(3))}, "sampler=RandomSampler: must be an ElasticSampler"),
-        ({"sampler": ElasticSampler(4, 2), "shuffle": True}, "arguments of the sampler that was passed"),
+        ({"sampler": ElasticSampler(4, 2), "shuffle": True}, "to be given to the sampler that was passed"),
         ({"samples_per_epoch": 4}, "samples_per_epoch=4: the dataset has a length"),
     ],
 )
@@ -211,3 +211,10 @@ def test_a_sampler_given_twice() -> None:
     ElasticDataLoader(Samples(4), sampler=sampler)
     with pytest.raises(ConfigError, match=r"used by an ElasticDataLoader over Samples .* already"):
         ElasticDataLoader(Samples(4), sampler=sampler)
+
+
+def test_a_sampler_made_for_another_dataset() -> None:
+    with pytest.raises(ConfigError, match="has 100 samples, and the sampler that was passed was made for 12"):
+        ElasticDataLoader(Samples(100), sampler=ElasticSampler(12, 3))
+    with pytest.raises(ConfigError, match="seed, accumulation_steps: to be given to the sampler"):
+        ElasticDataLoader(Samples(12), sampler=ElasticSampler(12, 3), seed=3, accumulation_steps=2)

@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import pytest
 
-from ft_core.errors import RefusedError
+from ft_core.errors import RefusedError, UsageError
 from tests.data.counters import EPOCHS, LENGTH, Counter
 from tests.data.managed import Counting
 from tests.manager.harness import Cluster, both, crash, hang, soft_error
@@ -112,3 +112,18 @@ def test_a_newcomer_with_other_data_is_told_so(cluster: Cluster) -> None:
     assert "61 samples" in str(late.error)
     for replica in (a, b):
         assert (replica.error, replica.model.faults()) == (None, [])
+
+
+def test_what_an_elastic_loader_does_itself_is_refused(cluster: Cluster) -> None:
+    """Weights of the user's would add to the loader's; a replica without data would lose its share of the samples."""
+
+    class Meddles(Counter):
+        def train(self) -> None:
+            with pytest.raises(UsageError, match=r"set_batch_weight\(7\) with an elastic loader"):
+                self.manager.set_batch_weight(7)
+            with pytest.raises(UsageError, match=r"run_out\(\), or torch's Join, with an elastic loader"):
+                self.manager.run_out()
+            super().train()
+
+    cluster.run(Meddles(0))
+    assert not cluster.replicas[0].model.faults()

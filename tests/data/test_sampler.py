@@ -207,6 +207,28 @@ def test_a_dataset_that_changes_its_length() -> None:
         next(iter(sampler))
 
 
+def test_a_dataset_that_changes_its_length_in_mid_epoch() -> None:
+    dataset, manager = Numbers(4), Membership()
+    loop = iter(ElasticSampler(dataset, 2, manager=manager))
+    next(loop)
+    manager.vote()
+    dataset.length = 3
+    with pytest.raises(ConfigError, match="has 3 samples now, and had 4"):
+        next(loop)
+
+
+def test_two_loops_at_once() -> None:
+    manager = Membership()
+    sampler = ElasticSampler(8, 2, manager=manager)
+    first = iter(sampler)
+    next(first)
+    manager.vote()
+    next(iter(sampler))
+    manager.vote()
+    with pytest.raises(UsageError, match="a second loop over this elastic sampler has begun"):
+        next(first)
+
+
 @pytest.mark.parametrize("other", [ElasticSampler(11, 2), ElasticSampler(10, 2, seed=1), ElasticSampler(10, 3)])
 def test_a_donor_with_other_data(other: ElasticSampler) -> None:
     with pytest.raises(ConfigError, match=r"differs from that of the others. Here: data: 10 samples.* There: data: 1"):

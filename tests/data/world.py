@@ -119,7 +119,7 @@ class Port:
         participants = self.rank.group.world.attempt.participants
         return participants.index(self.rank.group) if self.rank.group in participants else None
 
-    def set_batch_weight(self, weight: int) -> None:
+    def weigh(self, weight: int) -> None:
         self.weights.append(weight)
 
 

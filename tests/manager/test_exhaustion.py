@@ -87,7 +87,8 @@ def test_when_all_that_train_die_a_shadow_has_everything(cluster: Cluster) -> No
     trailing = Epochs(2, 2, applies=False)
     shadow = Epochs(0, 2)
     cluster.run(shadow, Epochs(1, 9, at={(5, "boundary"): crash}), trailing)
-    assert check_ends(cluster) == [5], "the trailing one healed from the shadow"
+    # The death may be known here before the last fence is: then that step was only the dead one's.
+    assert check_ends(cluster) in ([5], [4]), "the trailing one healed from the shadow"
     cluster.check_numbers(optim=sgd)
 
 
