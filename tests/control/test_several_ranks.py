@@ -7,6 +7,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
+import pytest
 import torch
 from torch import nn
 from torch._C._distributed_c10d import TCPStore
@@ -16,10 +17,9 @@ from ft_core.errors import HealError, RefusedError
 from ft_core.group import UNEVEN
 
 if TYPE_CHECKING:
-    import pytest
-
     from ft_core.healing import Received
     from ft_core.lighthouse import LighthouseServer
+    from ft_core.verdict import Verdict
 
 LIMIT_S = 30.0
 SIZE = 2
@@ -166,3 +166,38 @@ def test_another_model_is_refused_on_all_ranks(lighthouse: LighthouseServer) -> 
         assert isinstance(rank.error, RefusedError), rank
         assert "weight" in str(rank.error), rank
     assert [rank.error for rank in a.ranks] == [None, None], "who was there trains on"
+
+
+@pytest.mark.parametrize("in_commit", [True, False])
+@pytest.mark.parametrize("what", ["lost", "failed"])
+def test_what_one_rank_hears_between_vote_and_answer(lighthouse: LighthouseServer, what: str, in_commit: bool) -> None:
+    """Found by review: it asked alone while its group went on, or crashed; now the group asks together."""
+    a, b = Group(lighthouse, "a"), Group(lighthouse, "b")
+    for rank in (*a.ranks, *b.ranks):
+        rank._options["quorum_in_commit"] = in_commit
+
+    def hears_late(rank: Rank) -> None:
+        session = rank.manager._session
+        vote = session.control.vote
+
+        def then_vote(verdict: Verdict, limit_s: float) -> Verdict:
+            del session.control.vote
+            if what == "lost":
+                with session.lock:
+                    assert session.step.plan is not None
+                    session.step.lost(session.step.plan.quorum_id, "somebody is gone")
+            else:
+                session.fail(OSError("a late failure"))
+            return vote(verdict, limit_s)
+
+        session.control.vote = then_vote  # type: ignore[method-assign,assignment]
+
+    b.ranks[1].at[3] = hears_late
+    a.start()
+    b.start()
+    a.join()
+    b.join()
+    for rank in (*a.ranks, *b.ranks):
+        assert rank.error is None
+        assert [step for step, committed, _ in rank.seen if committed] == list(range(STEPS))
+        assert sum(not committed for _, committed, _ in rank.seen) == 1
