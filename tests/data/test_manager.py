@@ -125,5 +125,6 @@ def test_what_an_elastic_loader_does_itself_is_refused(cluster: Cluster) -> None
                 self.manager.run_out()
             super().train()
 
-    cluster.run(Meddles(0))
-    assert not cluster.replicas[0].model.faults()
+    replica = Meddles(0)
+    cluster.run(replica)
+    assert replica.model.faults() == []
