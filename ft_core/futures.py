@@ -128,7 +128,8 @@ class _Timer:
                 if wait_s > 0:
                     self._changed.wait(min(wait_s, threading.TIMEOUT_MAX))
                     continue
-                callback = heapq.heappop(self._heap).callback
+                deadline = heapq.heappop(self._heap)
+                callback, deadline.callback = deadline.callback, None  # taken: a `cancel` from now on is too late
                 assert callback is not None
                 return callback
 

@@ -196,6 +196,21 @@ class TestTimer:
         timer.schedule(3600, lambda: None)
         assert repr(timer).startswith("_Timer(open=3")
 
+    def test_one_whose_callback_was_taken_cannot_be_cancelled(self) -> None:
+        """Else a result that comes while the callback runs would complete the future a second time."""
+        timer = futures._Timer()
+        taken, go_on = threading.Event(), threading.Event()
+
+        def callback() -> None:
+            taken.set()
+            go_on.wait(5)
+
+        deadline = timer.schedule(0, callback)
+        assert taken.wait(5)
+        assert not timer.cancel(deadline)
+        assert timer._cancelled == 0
+        go_on.set()
+
     def test_cancelled_ones_do_not_pile_up(self) -> None:
         timer = futures._Timer(compact_at=10)
         kept = timer.schedule(3600, lambda: None)

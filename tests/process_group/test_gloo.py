@@ -297,7 +297,8 @@ def test_a_rank_that_died_after_publishing_does_not_hold_up_an_abort(
     group = ProcessGroupGloo(GROUP_TIMEOUT)
     with ThreadPoolExecutor(1) as pool:
         future = pool.submit(group.configure, address, "replica0", 0, 2)
-        assert wait_until(lambda: bool(getattr(mine(group)._rendezvous, "peers", None)))
+        # The pool's thread may not have begun to configure when this looks for the first time.
+        assert wait_until(lambda: bool(group._incarnation and getattr(group._incarnation._rendezvous, "peers", None)))
         group.abort()
         begin = time.monotonic()
         with pytest.raises(PeerError):
