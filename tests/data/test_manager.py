@@ -102,14 +102,15 @@ def test_deaths_and_newcomers_at_random(cluster: Cluster, seed: int) -> None:
 
 
 def test_a_newcomer_with_other_data_is_told_so(cluster: Cluster) -> None:
-    late = Counter(2, length=61)
-    late._build = lambda: Counting(60, EPOCHS)
-    a, b = Counter(0, length=60), Counter(1, length=60)
+    # Long enough that it comes while they train: a room that has finished would tell it only that.
+    late = Counter(2, length=601)
+    late._build = lambda: Counting(600, EPOCHS)
+    a, b = Counter(0, length=600), Counter(1, length=600)
     a.actions[3, "boundary"] = lambda r: r.cluster.start(late)
     cluster.run(a, b)
     assert isinstance(late.error, RefusedError)
     assert "reads other data" in str(late.error)
-    assert "61 samples" in str(late.error)
+    assert "601 samples" in str(late.error)
     for replica in (a, b):
         assert (replica.error, replica.model.faults()) == (None, [])
 

@@ -1,4 +1,8 @@
-"""Replicas with different numbers of batches: nobody hangs, all end equal, and nothing of anybody's data is skewed."""
+"""Replicas with different numbers of batches: nobody hangs, all end equal, and nothing of anybody's data is skewed.
+
+Named so that it runs right after test_debug: both fork this process, which must not have used gRPC before (its servers
+in other tests leave locks that a child inherits; a group's first rank then did not answer for 60 s).
+"""
 
 from __future__ import annotations
 
