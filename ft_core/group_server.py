@@ -336,7 +336,7 @@ class GroupServer:
         refusal = token_refusal(context.invocation_metadata(), self.settings.token, "the replica group")
         if refusal:
             await context.abort(grpc.StatusCode.UNAUTHENTICATED, refusal)
-        stream = Stream(context, time.monotonic())
+        stream = Stream(context, time.monotonic)
         try:
             error = await self._serve(stream)
             if error is not None:
@@ -417,7 +417,7 @@ class GroupServer:
         rank.stream = None
         if rank.left or self._stopping or self.fatal is not None:
             return
-        silent = time.monotonic() - stream.heard_at > 0.75 * self.settings.budget.liveness_s
+        silent = stream.silence_s > 0.75 * self.settings.budget.liveness_s
         grace_s = 0.0 if silent else self.settings.budget.grace_s
         rank.grace = self._later(grace_s, lambda: self._rank_died(number, rank))
 

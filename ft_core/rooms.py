@@ -281,7 +281,7 @@ class Rooms:
     async def serve(self, _requests: object, context: Context) -> None:
         """Handler of the Lease stream."""
         await self.refuse_token(context)
-        stream = Stream(context, self.now())
+        stream = Stream(context, self.now)
         try:
             error = await self._serve_lease(stream)
             if error is not None:
@@ -316,7 +316,6 @@ class Rooms:
                 data = await stream.read()
                 if data is None:
                     return None
-                stream.heard_at = self.now()
                 message = wire.decode_lease_request(data, lease.replica_id, lease.generation)
                 match message:
                     case wire.Renewal():
@@ -377,7 +376,7 @@ class Rooms:
         if left or self._beat_timer is None:
             return
         now = self.now()
-        self.feed(shell, LeaseEnded(lease.replica_id, lease.generation, now - lease.stream.heard_at))
+        self.feed(shell, LeaseEnded(lease.replica_id, lease.generation, lease.stream.silence_s))
         while shell.ends and now - shell.ends[0] > TURBULENCE_S:
             shell.ends.popleft()
         shell.ends.append(now)

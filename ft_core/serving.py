@@ -49,9 +49,10 @@ class StreamDropped(Exception):
 class Stream:
     """One open bidirectional call, used on the server's loop only; created inside its handler."""
 
-    def __init__(self, context: grpc.aio.ServicerContext[bytes, bytes], now: float) -> None:
-        self.heard_at = now
+    def __init__(self, context: grpc.aio.ServicerContext[bytes, bytes], clock: Callable[[], float]) -> None:
         self.dropped = ""
+        self._clock = clock
+        self._heard_at = clock()
         self._context = context
         self._queue: deque[bytes] = deque()
         self._queued_bytes = 0
@@ -63,6 +64,11 @@ class Stream:
     def __repr__(self) -> str:
         return f"Stream(queued={len(self._queue)}{', dropped: ' + self.dropped if self.dropped else ''})"
 
+    @property
+    def silence_s(self) -> float:
+        """Time since the last message, or since the start: whoever reads a stream need not keep it up to date."""
+        return self._clock() - self._heard_at
+
     async def read(self) -> bytes | None:
         """The next message; None at the end. Raises StreamDropped after `drop`."""
         try:
@@ -71,7 +77,11 @@ class Stream:
             if self.dropped:
                 raise StreamDropped(self.dropped) from None
             raise
-        return None if data is grpc.aio.EOF else data
+        if data is grpc.aio.EOF:
+            return None
+        self._heard_at = self._clock()
+        message: bytes = data
+        return message
 
     def send(self, data: bytes) -> None:
         """Queue one message; never blocks."""

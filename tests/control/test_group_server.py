@@ -16,6 +16,7 @@ from ft_core.errors import ConfigError, LighthouseError, RefusedError
 from ft_core.group_server import TELL_S
 from ft_core.membership import Hello
 from ft_core.quorum import VOID, Ask, Quorum, Version
+from ft_core.settings import TimeBudget
 from ft_core.step import Outcome, Verdict
 from tests.control.recorder import BUDGET, Recorder, Replica, wait_until
 
@@ -31,9 +32,9 @@ SIZE = 3
 class Group:
     """Three ranks in this process."""
 
-    def __init__(self, address: str, *, drains: bool = False, **settings: Any) -> None:
+    def __init__(self, address: str, *, drains: bool = False, budget: TimeBudget = BUDGET, **settings: Any) -> None:
         self.recorders = [Recorder(Hello(ID, "g", 0, 0, group_world_size=SIZE)) for _ in range(SIZE)]
-        lease = LeaseSettings(address, ID, BUDGET, **settings)
+        lease = LeaseSettings(address, ID, budget, **settings)
         leader = LeaderControl(lease, self.recorders[0], world_size=SIZE, hostname="127.0.0.1", drains=drains)
         self.address = leader.address
         to_leader = replace(lease, address=leader.address, setting="group rank 0's address")
@@ -178,6 +179,27 @@ def test_a_dead_rank_breaks_the_group_and_is_named(group: Group) -> None:
     for rank in (0, 1):
         group.recorders[rank].wait("reason", lambda text: "group rank 2" in text and "not connected: 2" in text)
         assert "group rank 2" in group.controls[rank].last_reason
+
+
+def test_a_rank_that_was_connected_for_long_may_reconnect_within_the_grace(lighthouse: LighthouseServer) -> None:
+    budget = TimeBudget.derive(8.0, overrides={"liveness_s": 0.4, "grace_s": 0.4, "progress_s": 0.05})
+    group = Group(lighthouse.address(), budget=budget).start()
+    try:
+        for rank in range(SIZE):
+            group.ask(rank)
+        group.answers()
+        one = group.controls[1]
+        assert isinstance(one, RankControl)
+        first = one.last_ack
+        wait_until(lambda: one.last_ack - first > budget.liveness_s)  # its stream has been renewed all the time
+        call = one._call
+        assert call is not None
+        call.cancel()
+        wait_until(lambda: one._call not in (None, call) and one.connected)
+        assert {verdict.outcome for verdict in group.vote(0, [COMMIT, COMMIT, COMMIT])} == {COMMIT}
+        assert not any(recorder.of("member_lost") for recorder in group.recorders)
+    finally:
+        group.close()
 
 
 def test_a_dead_leader_breaks_the_others(group: Group) -> None:
