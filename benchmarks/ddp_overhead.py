@@ -3,14 +3,15 @@
     python benchmarks/ddp_overhead.py [--json FILE] [--rounds N] [--world-size N]
 
 Two processes train the same model four ways, in turn, in the same run: torch's DDP, torch's DDP again (the A/A row:
-noise), ours, and ours with the tail and the commit calls of a real step. Each way does a short block of steps, then the
-next one does; the figure is the median over blocks of the ratio to torch's block beside it. A step is zero_grad,
-forward, loss, backward, optimizer.step.
+noise), ours with the tail and the commit calls of a real step, and the same with `find_unused_parameters=False`. Each
+way does a short block of steps, then the next one does; the figure is the median over blocks of the ratio to torch's
+block beside it. A step is zero_grad, forward, loss, backward, optimizer.step.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import itertools
 import json
 import os
@@ -115,6 +116,12 @@ def stepper(model: nn.Module, inputs: Tensor, after: Callable[[], None] | None) 
     return step
 
 
+def vote(ours: DistributedDataParallel) -> None:
+    """What should_commit asks of a carrier."""
+    ours.carrier.flush()
+    ours.carrier.committed()
+
+
 def measure(rank: int, world_size: int, store_path: str, rounds: int, out: str) -> None:
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
@@ -125,15 +132,12 @@ def measure(rank: int, world_size: int, store_path: str, rounds: int, out: str) 
         default = dist.group.WORLD
         assert default is not None
         ours = DistributedDataParallel(Port(default), build(name))
-
-        def vote(ours: DistributedDataParallel = ours) -> None:
-            ours.carrier.flush()
-            ours.carrier.committed()
-
+        all_used = DistributedDataParallel(Port(default), build(name), find_unused_parameters=False)
         ways = {
             "torch DDP": stepper(nn.parallel.DistributedDataParallel(build(name)), inputs, None),
             "torch DDP again (A/A)": stepper(nn.parallel.DistributedDataParallel(build(name)), inputs, None),
-            "ft_core DDP": stepper(ours, inputs, vote),
+            "ft_core DDP": stepper(ours, inputs, functools.partial(vote, ours)),
+            "ft_core DDP, all used": stepper(all_used, inputs, functools.partial(vote, all_used)),
         }
         for step in ways.values():
             for _ in range(10):

@@ -4,7 +4,8 @@ A hook on every trained parameter runs when its gradient is complete. It multipl
 scale straight into the parameter's view of its bucket (one pass, the rounding of torch's DDP) and makes that view the
 parameter's `.grad`. A bucket whose last gradient arrived is launched, in layout order: a complete one waits for those
 before it. At the end of backward whatever did not arrive is filled in (with the accumulated gradient if there is one,
-else with zeros), the rest is launched, and all works are waited for, so gradients are valid when `backward()` returns.
+else with zeros; None in the end, if all did so), the rest is launched, and all works are waited for, so gradients are
+valid when `backward()` returns.
 
 A *round* is one such backward. It is opened by the first hook, closed at the end of backward or by `flush`.
 
@@ -75,9 +76,7 @@ class Bucketer:
         self, manager: ManagerPort, module: nn.Module, parameters: Sequence[nn.Parameter], layout: Layout,
         devices: Sequence[torch.device], buffer_owners: Sequence[tuple[nn.Module, str]],
     ) -> None:  # fmt: skip
-        self._manager = manager
-        self._module = module
-        self._layout = layout
+        self._manager, self._module, self._layout = manager, module, layout
         self._memory = memory = FlatGradients(layout, parameters, devices)
         self._buckets, self._views = memory.buckets, memory.views
         self._bucket_count = len(memory.buckets)
@@ -114,10 +113,8 @@ class Bucketer:
 
     def __repr__(self) -> str:
         state = "broken" if self._broken else f"{self._next}/{self._bucket_count} launched" if self._open else "idle"
-        return (
-            f"Bucketer({len(self._arrived)} parameters, {self._bucket_count} buckets, "
-            f"layout {self._layout.digest:016x}, {state})"
-        )
+        size = f"{len(self._arrived)} parameters, {self._bucket_count} buckets"
+        return f"Bucketer({size}, layout {self._layout.digest:016x}, {state})"
 
     # ------------------------------------------------------------------------------------------- forward and backward
 
@@ -143,8 +140,7 @@ class Bucketer:
 
     def before_backward(self, *, sync: bool) -> None:
         """Decide about the next backward alone: for several, some of them under no_sync, after one forward."""
-        self._armed = sync
-        self._consumed = not sync
+        self._armed, self._consumed = sync, not sync
 
     @property
     def unsettled(self) -> bool:
@@ -303,6 +299,8 @@ class Bucketer:
         parameter, view = self._memory.parameters[index], self._views[index]
         if not with_accumulated or parameter.grad is None:
             view.zero_()
+            if with_accumulated and self._scale_value and self._memory.used is None:
+                self._memory.tell_unused(self._name(index))
         else:
             # Used earlier, under no_sync, but not in this backward: its gradient counts as well.
             self._arrived[index] = 1
@@ -322,7 +320,8 @@ class Bucketer:
         self._settled = attempt
         if self._broken:
             return
-        self._memory.forget_unused()
+        if not self._scale_value or 0 in self._arrived:  # else this member used them all
+            self._memory.forget_unused()
         try:
             attempt.fence_arrived(self._memory.fence)
         except Exception as error:  # noqa: BLE001 (backward must not raise; the attempt decides what it means)

@@ -8,8 +8,10 @@ attributes that torch's DDP and its users expect exist.
 
 What differs from torch's DDP, on purpose:
 - Gradients are always views of the buckets (torch's `gradient_as_bucket_view=True`).
-- A parameter that got no gradient in a backward gets zeros, not None, unless `find_unused_parameters=True`; then it is
-  None if no participant used it. No graph is walked for either.
+- A parameter may be without a gradient in a backward, as with torch's `find_unused_parameters=True`, but no graph is
+  walked: how many participants used each parameter is summed in the last bucket's tail. The gradient is None if
+  nobody did, so that weight decay and momentum leave the parameter alone. `find_unused_parameters=False`, given, says
+  that all parameters are used: nothing is counted, and what is unused all the same gets zeros and a log line.
 - Buffers are not broadcast before forward. They follow the first participant at each commit and are restored on a veto.
 - After a failed collective, `backward()` returns normally, gradients are garbage, and the step will be vetoed.
 - Every backward after a synchronizing forward is reduced, where torch's reduces only the first one.
@@ -75,7 +77,8 @@ class DistributedDataParallel(JoinMember, TorchDistributedDataParallel):
         module: the module; its parameters decide the layout, so they may not be frozen, unfrozen, cast or replaced
             afterwards (`unwrap()` and wrap again). With `find_unused_parameters=True` they may be frozen, for any time.
         kwargs: torch's arguments. Honoured: device_ids, output_device, bucket_cap_mb, bucket_cap_mb_list,
-            broadcast_buffers / forward_sync_buffers, find_unused_parameters. Accepted without effect: dim, init_sync,
+            broadcast_buffers / forward_sync_buffers, find_unused_parameters (see above; the same on all replicas, but
+            True and leaving it out go together). Accepted without effect: dim, init_sync,
             check_reduction, gradient_as_bucket_view, static_graph, batched_grad_copy. Others raise ConfigError.
 
     Raises:
@@ -320,7 +323,7 @@ def _define_torch_attributes(
     ddp.broadcast_buffers = options.sync_buffers
     if not hasattr(ddp, "forward_sync_buffers"):  # a property of torch's class sets it from 2.13 on
         ddp.forward_sync_buffers = options.sync_buffers
-    ddp.find_unused_parameters = options.buckets.find_unused
+    ddp.find_unused_parameters = options.may_freeze
     ddp.gradient_as_bucket_view = True
     ddp.static_graph = False
     ddp.batched_grad_copy = False

@@ -10,6 +10,7 @@ Threads: see ft_core.buckets, which owns this memory; nothing here is called whi
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING
 
 import torch
@@ -19,6 +20,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from ft_core.layout import BucketPlan, Layout
+
+
+log = logging.getLogger("ft_core")
 
 
 class Bucket:
@@ -63,6 +67,9 @@ class FlatGradients:
             self.fence = last[tail.fence : tail.fence + tail.fence_slots]
             self.used = last[tail.used : tail.used + tail.used_numel] if tail.used_numel else None
             """With find_unused: how many participants used each parameter."""
+            self._counted = last[: tail.used + tail.used_numel]
+            """The last bucket up to the end of these counts."""
+        self._told_unused = False
 
     def lacking(self) -> list[int]:
         """Indices of the buckets that are not reduced, or changed since."""
@@ -84,11 +91,11 @@ class FlatGradients:
         """Average all gradients with `all_reduce`, a SUM in place over `ranks` ranks that all call this."""
         with torch.no_grad():
             for bucket in self.buckets:
-                if bucket.parameters:
-                    all_reduce(bucket.gradients)
+                # The counts go with the last gradients; what the fence said lies between them and was read.
+                with_counts = self.used is not None and bucket is self.buckets[-1]
+                if bucket.parameters or with_counts:
+                    all_reduce(self._counted if with_counts else bucket.gradients)
                     bucket.gradients.div_(ranks)
-            if self.used is not None:
-                all_reduce(self.used)
             for parameter, view in zip(self.parameters, self.views, strict=True):
                 parameter.grad = view
             self.forget_unused()
@@ -117,6 +124,16 @@ class FlatGradients:
             self.used.zero_()
         else:
             self.used.copy_(arrived)
+
+    def tell_unused(self, name: str) -> None:
+        """Without find_unused: this parameter got no gradient from the first backward that had to bring one."""
+        if not self._told_unused:
+            self._told_unused = True
+            log.warning(
+                "parameter %s got no gradient in a backward(), although find_unused_parameters=False says that all "
+                "are used: its gradient is zeros, and weight decay or momentum still move it; leave the argument out, "
+                "on all replicas, and it stays None (said once)", name
+            )  # fmt: skip
 
     def forget_unused(self) -> None:
         """With find_unused: a gradient that no participant has is None, also here."""

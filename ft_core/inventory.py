@@ -43,7 +43,7 @@ IMPOSSIBLE: dict[str, str] = {
     "mixed_precision": "use torch.autocast, or cast the module before wrapping it",
     "delay_all_reduce_named_params": "all gradients are reduced in backward",
     "param_to_hook_all_reduce": "all gradients are reduced in backward",
-    "skip_all_reduce_unused_params": "the layout must not depend on use; find_unused_parameters=True keeps them None",
+    "skip_all_reduce_unused_params": "the layout must not depend on use; gradients that nobody has stay None as it is",
 }
 """Arguments of torch's DDP that can't be honoured, and what to do. None and False are accepted."""
 
@@ -67,6 +67,8 @@ class Options:
     device_ids: Sequence[Any] | None
     output_device: Any
     sync_buffers: bool
+    may_freeze: bool
+    """`find_unused_parameters=True`: parameters may be frozen later, which makes them unused ones."""
     buckets: BucketSettings
 
 
@@ -85,12 +87,13 @@ def check_arguments(kwargs: dict[str, object]) -> Options:
     if sync is None:
         sync = kwargs.get("broadcast_buffers")
     sync_buffers = sync is None or bool(sync)
+    find_unused = kwargs.get("find_unused_parameters")
     settings = BucketSettings(
         caps_bytes=_caps_bytes(kwargs.get("bucket_cap_mb"), kwargs.get("bucket_cap_mb_list")),
-        find_unused=bool(kwargs.get("find_unused_parameters", False)),
+        find_unused=find_unused is None or bool(find_unused),
         broadcast_buffers=sync_buffers,
     )
-    return Options(device_ids, kwargs.get("output_device"), sync_buffers, settings)
+    return Options(device_ids, kwargs.get("output_device"), sync_buffers, bool(find_unused), settings)
 
 
 def _caps_bytes(cap_mb: object, caps_mb: object) -> tuple[int, ...]:

@@ -10,7 +10,7 @@ last parameter, so that in the usual case bucket i is complete before bucket i +
 
 The tail lies at the end of the last bucket if that is float32, else in a bucket of its own:
 
-    | gradients ... | fence slots | bitmap of used parameters | float32 buffers | other buffers as 16-bit pieces |
+    | gradients ... | fence slots | users of each parameter | float32 buffers | other buffers as 16-bit pieces |
 
 Invariants: every trained parameter is in exactly one bucket; the tail is in the last bucket; offsets and sizes are in
 elements of the bucket's dtype (a complex gradient is planned as two real elements).
@@ -63,7 +63,11 @@ class TensorSpec:
 
 @dataclass(frozen=True)
 class BucketSettings:
-    """How gradients are cut into buckets. `caps_bytes`: one cap per bucket of a dtype, the last one for all further."""
+    """How gradients are cut into buckets, and what travels with them.
+
+    `caps_bytes`: one cap per bucket of a dtype, the last one for all further. `find_unused`: the tail has an element
+    per trained parameter, which counts the members that used it.
+    """
 
     caps_bytes: tuple[int, ...] = (1 << 20, 25 << 20)
     find_unused: bool = False

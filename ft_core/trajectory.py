@@ -89,7 +89,7 @@ class FixedOrderDataParallel(nn.Module):
         if names := self._counting():
             raise ConfigError(_STATISTICS.format(names))
         settings = BucketSettings(DEFAULT_CAPS_BYTES, find_unused=True, broadcast_buffers=False)
-        inventory = take_inventory(module, Options(None, None, False, settings))
+        inventory = take_inventory(module, Options(None, None, sync_buffers=False, may_freeze=True, buckets=settings))
         if len(inventory.devices) > 1:
             places = ", ".join(map(str, inventory.devices))
             raise ConfigError(f"FixedOrderDataParallel: the parameters are on {places}; put them on one device")

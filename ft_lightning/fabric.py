@@ -78,7 +78,8 @@ class FabricFaultTolerance(Placed):
         lighthouse: host:port; None: FT_LIGHTHOUSE, or an embedded one where `launch` starts the replica groups itself.
         manager_kwargs: further arguments of `ft_core.Manager`, for example {"max_retries": 100}.
         ftrun_options: options of ftrun for a run without a launcher, for example ["--standby", "1"].
-        find_unused_parameters: parameters that no participant used keep a gradient of None instead of zeros.
+        find_unused_parameters: False: all parameters are used in every step (their users are not counted; one that is
+            unused all the same gets zeros). True: they may also be frozen for a time. None: neither is said.
         broadcast_buffers: buffers (BatchNorm's statistics) follow the first participant at each commit.
         bucket_cap_mb: size of the gradient buckets; None: torch's.
         process_group_backend: of the group's own process group; None: Lightning's choice.
@@ -97,7 +98,7 @@ class FabricFaultTolerance(Placed):
         lighthouse: str | None = None,
         manager_kwargs: dict[str, Any] | None = None,
         ftrun_options: list[str] | None = None,
-        find_unused_parameters: bool = False,
+        find_unused_parameters: bool | None = None,
         broadcast_buffers: bool = True,
         bucket_cap_mb: float | None = None,
         process_group_backend: str | None = None,
@@ -106,7 +107,7 @@ class FabricFaultTolerance(Placed):
         self._arguments = Arguments(min_replicas, timeout, lighthouse, manager_kwargs or {}, ftrun_options or ())
         self._arguments.check()
         check_fabric(kwargs)
-        kwargs.update(find_unused_parameters=find_unused_parameters)
+        kwargs.update({} if find_unused_parameters is None else {"find_unused_parameters": find_unused_parameters})
         kwargs.update({} if broadcast_buffers else {"broadcast_buffers": False})
         kwargs.update({} if bucket_cap_mb is None else {"bucket_cap_mb": bucket_cap_mb})
         check_kwargs(kwargs)
@@ -293,10 +294,9 @@ class FabricFaultTolerance(Placed):
         if ranks == 1 or self.manager is None:
             return
         for wrapped in self._modules:
-            for parameter in wrapped.parameters() if wrapped.require_backward_grad_sync else ():
-                if parameter.grad is not None:
-                    torch.distributed.all_reduce(parameter.grad)
-                    parameter.grad.div_(ranks)
+            # All of a bucket, whoever used what: ranks of other rings may have a gradient where this one has None.
+            if wrapped.require_backward_grad_sync and wrapped.carrier.unsettled:
+                wrapped.carrier.average_inside(torch.distributed.all_reduce, ranks)
 
     def clip_gradients_norm(self, module: nn.Module, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Tensor:
         """Vote, then clip. A step that was vetoed has no gradients: nothing is clipped, the norm is zero."""

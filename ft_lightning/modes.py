@@ -117,7 +117,7 @@ class Modes:
         this: Any = self
         if this.world_size > 1:
             _compat.share_state(this._tree, module)
-        return {"find_unused_parameters": not module.automatic_optimization, **given}
+        return {**({} if module.automatic_optimization else {"find_unused_parameters": True}), **given}
 
     def end_voting(self) -> None:
         """The run is over, or failed."""

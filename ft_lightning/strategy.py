@@ -52,8 +52,9 @@ class FaultTolerance(Modes, Writing, Placed):
         lighthouse: host:port; None: FT_LIGHTHOUSE, or an embedded one where `fit` starts the replica groups itself.
         manager_kwargs: further arguments of `ft_core.Manager`, for example {"max_retries": 100}.
         ftrun_options: options of ftrun for a run without a launcher, for example ["--standby", "1"].
-        find_unused_parameters: parameters that no participant used keep a gradient of None instead of zeros, and may be
-            frozen for a time (toggle_optimizer); None: True with manual optimization, else False.
+        find_unused_parameters: False: all parameters are used in every step (their users are not counted; one that is
+            unused all the same gets zeros). True: they may also be frozen for a time (toggle_optimizer). None: True
+            with manual optimization, else neither is said.
         broadcast_buffers: buffers (BatchNorm's statistics) follow the first participant at each commit.
         bucket_cap_mb: size of the gradient buckets; None: torch's.
         process_group_backend: of the group's own process group; None: Lightning's choice.

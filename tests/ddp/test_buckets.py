@@ -60,7 +60,7 @@ def test_gradients_are_scaled_summed_and_views_of_the_bucket() -> None:
     module = mlp()
     expected = local_gradients(module, inputs())
     model, port = wrap(module)
-    peers = [torch.ones(60 + FENCE_SLOTS)]
+    peers = [torch.ones(60 + FENCE_SLOTS + 6)]
     attempt = port.start(scale=1 / 3, peers=peers)
     backward(model)
     assert equal(gradients(model), [g * (1 / 3) + 1 for g in expected])
@@ -110,7 +110,7 @@ def test_gradients_that_arrive_in_another_order_change_nothing_on_the_wire() -> 
         model(inputs(), swap=swap).sum().backward()
         sizes.append([tensor.numel() for tensor in attempt.sent])
         assert attempt.events[-1] == "arrived"
-    assert sizes[0] == sizes[1] == [4, 16, 4, 16 + FENCE_SLOTS]
+    assert sizes[0] == sizes[1] == [4, 16, 4, 16 + FENCE_SLOTS + 4]
 
 
 def test_a_second_backward_reduces_the_average_plus_the_new_gradient() -> None:
@@ -279,12 +279,37 @@ class Branches(nn.Module):
         return self.left(x) if which == "left" else self.right(x)
 
 
-def test_unused_parameters_get_zeros() -> None:
+def test_a_parameter_that_nobody_used_has_no_gradient_and_does_not_decay() -> None:
     model, port = wrap(Branches(), bucket_cap_mb=1e-5)
-    attempt = port.start()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.1)
+    before = model.module.right.weight.detach().clone()
+    for _ in range(2):
+        attempt = port.start()
+        optimizer.zero_grad()
+        model(inputs()).sum().backward()
+        assert attempt.events == ["ready", *["bucket"] * 3, "fence", "arrived"]
+        assert model.module.right.weight.grad is None
+        optimizer.step()
+        model.carrier.committed()
+    assert torch.equal(model.module.right.weight, before)
+
+
+def test_find_unused_parameters_false_counts_nobody_and_an_unused_parameter_is_logged_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    model, port = wrap(Branches(), find_unused_parameters=False)
+    assert model.carrier.layout.tail.used_numel == 0
+    port.start(scale=0.0)
     model(inputs()).sum().backward()
-    assert attempt.events == ["ready", *["bucket"] * 3, "fence", "arrived"]
-    assert torch.count_nonzero(model.module.right.weight.grad) == 0
+    assert not caplog.records  # what a member without a contribution does not have is nobody's loss
+    for _ in range(2):
+        port.start()
+        model.zero_grad()
+        model(inputs()).sum().backward()
+        assert torch.count_nonzero(model.module.right.weight.grad) == 0
+    (record,) = caplog.records
+    assert "parameter right.bias got no gradient" in record.getMessage()
+    assert "find_unused_parameters=False" in record.getMessage()
 
 
 def test_a_gradient_accumulated_under_no_sync_counts_where_the_last_backward_does_not_use_it() -> None:
@@ -302,8 +327,9 @@ def gradient_of(parameter: Any) -> Any:
     return parameter.grad
 
 
-def test_find_unused_parameters_keeps_none_unless_a_participant_used_it() -> None:
-    model, port = wrap(Branches(), find_unused_parameters=True)
+@pytest.mark.parametrize("options", [{}, {"find_unused_parameters": True}])
+def test_a_gradient_is_none_unless_a_participant_used_it(options: dict[str, bool]) -> None:
+    model, port = wrap(Branches(), **options)
     tail = model.carrier.layout.tail
     attempt = port.start()
     model(inputs()).sum().backward()
@@ -332,7 +358,7 @@ def test_find_unused_parameters_keeps_none_unless_a_participant_used_it() -> Non
 def test_a_member_that_does_not_contribute_sends_exact_zeros_even_with_nan_gradients() -> None:
     model, port = wrap(mlp())
     for _ in range(2):  # the second time .grad is the view, full of what the first round brought
-        attempt = port.start(scale=0.0, peers=[torch.full((60 + FENCE_SLOTS,), 3.0)])
+        attempt = port.start(scale=0.0, peers=[torch.full((60 + FENCE_SLOTS + 6,), 3.0)])
         (model(inputs()) * float("nan")).sum().backward()
         assert torch.equal(attempt.sent[0][:60], torch.zeros(60))
         assert all(torch.equal(g, torch.full_like(g, 3.0)) for g in gradients(model))
@@ -340,7 +366,7 @@ def test_a_member_that_does_not_contribute_sends_exact_zeros_even_with_nan_gradi
 
 def test_flush_launches_everything_with_zeros_when_there_was_no_backward() -> None:
     model, port = wrap(mlp(), bucket_cap_mb=1e-5)
-    sizes = [4, 16, 4, 16, 4, 16 + FENCE_SLOTS]
+    sizes = [4, 16, 4, 16, 4, 16 + FENCE_SLOTS + 6]
     attempt = port.start(peers=[torch.ones(size) for size in sizes])
     with model.no_sync():
         backward(model)
@@ -586,7 +612,7 @@ def test_rescale_reaches_gradients_the_caller_replaced_and_not_the_tail() -> Non
     module[0].weight.grad = gradients(model)[0].clone()
     model.carrier.rescale(3.0)
     assert equal(gradients(model), expected)
-    assert attempt.works[0].tensor[60:].tolist() == [float(i + 1) for i in range(FENCE_SLOTS)]
+    assert attempt.works[0].tensor[60:-6].tolist() == [float(i + 1) for i in range(FENCE_SLOTS)]
 
 
 def test_a_broken_member_finishes_with_the_buckets_it_lacks() -> None:

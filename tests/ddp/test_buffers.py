@@ -116,7 +116,8 @@ def test_loaded_state_is_not_undone_by_a_veto() -> None:
 
 def test_no_buffers_no_elements() -> None:
     member, _ = wrap(nn.Linear(2, 3))
-    assert member.carrier.layout.tail.end == member.carrier.layout.tail.used
+    tail = member.carrier.layout.tail
+    assert tail.end == tail.used + tail.used_numel
     member.carrier.vetoed()
     member.carrier.committed()
 
@@ -126,7 +127,7 @@ def test_broadcast_buffers_false_leaves_them_alone() -> None:
     member, port = wrap(module, broadcast_buffers=False)
     attempt = port.start()
     member(torch.randn(4, 2)).sum().backward()
-    assert attempt.sent[0].numel() == 9 + 6 + FENCE_SLOTS
+    assert attempt.sent[0].numel() == 9 + 6 + FENCE_SLOTS + 4
     after = all_bits(module)
     member.carrier.vetoed()
     assert all_bits(module) == after

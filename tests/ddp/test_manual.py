@@ -95,8 +95,11 @@ def test_a_flush_without_any_round_reduces_zeros_or_what_is_there(with_accumulat
         backward(model)
     model.carrier.flush(with_accumulated=with_accumulated)
     assert attempt.events == ONE
-    factor = 0.5 if with_accumulated else 0.0
-    assert equal(gradients(model), [factor * g for g in local_gradients(model.module, inputs())])
+    if with_accumulated:
+        assert equal(gradients(model), [0.5 * g for g in local_gradients(model.module, inputs())])
+    else:
+        assert torch.count_nonzero(attempt.sent[0][:60]) == 0
+        assert all(parameter.grad is None for parameter in model.parameters())  # nobody used any of them
 
 
 def test_average_inside_a_group() -> None:
@@ -123,7 +126,8 @@ def test_average_inside_with_a_parameter_that_only_another_rank_used() -> None:
     port.start()
     model(torch.ones(1, 2)).sum().backward()
     assert module["b"].weight.grad is None
-    other = iter([torch.tensor([4.0, 4.0, 0.0, 0.0]), torch.tensor([0.0, 1.0])])  # gradients b, a; used a, b
+    # Gradients of b and a, the fence, who used a and b.
+    other = iter([torch.tensor([4.0, 4.0, 0.0, 0.0, *[9.0] * FENCE_SLOTS, 0.0, 1.0])])
     model.carrier.average_inside(lambda tensor: tensor.add_(next(other)), 2)
     averages = [module[name].weight.grad for name in "ab"]
     assert [a.tolist() for a in averages] == [[[0.5, 0.5]], [[2.0, 2.0]]]

@@ -91,7 +91,7 @@ def compare(rank: int, name: str, style: str, optimizer: Any, group: dist.Proces
         warnings.simplefilter("ignore")
         reference = nn.parallel.DistributedDataParallel(theirs, find_unused_parameters=find_unused)
     port = GlooPort(group)
-    model = DistributedDataParallel(port, ours, find_unused_parameters=find_unused, bucket_cap_mb=0.001)
+    model = DistributedDataParallel(port, ours, bucket_cap_mb=0.001)
     train(reference, optimizer(theirs.parameters(), lr=0.05), rank, style, None)
     train(model, optimizer(ours.parameters(), lr=0.05), rank, style, port)
     buffers = dict(theirs.named_buffers())
