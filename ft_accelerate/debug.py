@@ -30,7 +30,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate import PartialState
-from torch._C._distributed_c10d import TCPStore
 from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException
 
 from ft_accelerate._compat import is_initialized
@@ -38,6 +37,7 @@ from ft_core.errors import ConfigError, LighthouseError, UsageError
 from ft_core.launch import stub
 from ft_core.launch.keeper import Keeper
 from ft_core.launch.remote import base_folder
+from ft_core.process_group import open_store
 from ft_core.settings import MAX_REPLICAS
 
 if TYPE_CHECKING:
@@ -130,10 +130,7 @@ def _open(
     stack.callback(keeper.close)
     token = secrets.token_hex(16)
     lighthouse = _lighthouse(stack, keeper, groups, token)
-    stores = [
-        TCPStore(HERE, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=STORE_S))
-        for _ in range(groups)
-    ]
+    stores = [open_store(HERE, timedelta(seconds=STORE_S)) for _ in range(groups)]
     stack.callback(stores.clear)
     attempts = [secrets.token_hex(8) for _ in range(groups)]
     common = {

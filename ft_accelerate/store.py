@@ -10,13 +10,16 @@ Threads: the training thread.
 from __future__ import annotations
 
 import os
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch._C._distributed_c10d import TCPStore
 
 from ft_core.net import advertised_host
+from ft_core.process_group import open_store
 from ft_core.settings import Environment, parse_address
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import TCPStore
 
 _kept: list[TCPStore] = []
 """Stores of this process's runs; one per run, closed at the end of the process."""
@@ -37,7 +40,7 @@ def place(ranks: int, rank: int, lighthouse: str) -> dict[str, Any]:
         env = Environment.read(os.environ)
         towards = parse_address(lighthouse, "lighthouse")[0] if lighthouse else "localhost"
         host = advertised_host(env.hostname, env.interface, towards)
-        _kept.append(TCPStore(host, 0, is_master=True, wait_for_workers=False))
+        _kept.append(open_store(host))
         told = [(host, int(_kept[-1].port))]
     if ranks > 1:
         torch.distributed.broadcast_object_list(told, 0)

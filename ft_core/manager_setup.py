@@ -14,8 +14,6 @@ from datetime import timedelta
 from threading import Lock
 from typing import TYPE_CHECKING, Any
 
-from torch._C._distributed_c10d import Store, TCPStore
-
 from ft_core.checkpointing import CheckpointTransport, HTTPTransport
 from ft_core.client import LeaseSettings
 from ft_core.control import Control, LeaderControl, LocalControl, RankControl
@@ -24,7 +22,7 @@ from ft_core.healing import Healing
 from ft_core.lanes import Lanes
 from ft_core.membership import Hello
 from ft_core.net import advertised_host, is_here, is_loopback
-from ft_core.process_group import ProcessGroup, create_store_client
+from ft_core.process_group import ProcessGroup, create_store_client, open_store
 from ft_core.quorum import Ask
 from ft_core.rpc import Tls
 from ft_core.session import Session
@@ -33,6 +31,8 @@ from ft_core.step import Step, StepSettings, fold_lineage
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
+
+    from torch._C._distributed_c10d import Store
 
     from ft_core.assignment import WorldSizeMode
     from ft_core.data_port import DataListener
@@ -297,7 +297,7 @@ def _store_place(a: Arguments, variables: Mapping[str, str], world_size: int) ->
 
 def _open_store(config: Config) -> tuple[Store, str]:
     if config.store is None:
-        server = TCPStore(config.host, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
+        server = open_store(config.host, timedelta(seconds=60))
         return server, f"{_bracketed(config.host)}:{server.port}"
     host, port = config.store
     advertised = config.host if is_here(host) else host

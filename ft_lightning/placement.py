@@ -18,16 +18,17 @@ import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from torch._C._distributed_c10d import TCPStore
-
 from ft_core.errors import ConfigError
 from ft_core.net import advertised_host
+from ft_core.process_group import open_store
 from ft_core.settings import Environment, parse_address
 from ft_lightning import _compat
 from ft_lightning.arguments import check_surroundings
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
+
+    from torch._C._distributed_c10d import TCPStore
 
     from ft_lightning.arguments import Arguments
 
@@ -159,7 +160,7 @@ class GroupEnvironment:
             return int(os.environ["MASTER_PORT"])
         if self._store is None:
             # Opened here and kept: a port that is only known to be free may be somebody's by the time torch listens.
-            self._store = TCPStore(self.main_address, 0, is_master=True, wait_for_workers=False)
+            self._store = open_store(self.main_address)
             STORES.append(self._store)
             os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"  # init_process_group connects to it
         return int(self._store.port)

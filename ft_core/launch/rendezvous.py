@@ -21,6 +21,8 @@ from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousIn
 from torch.distributed.elastic.rendezvous.api import RendezvousStoreInfo
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
+from ft_core.process_group import open_store
+
 STORE_S = 60.0
 """How long an operation on the group's store may wait."""
 LOOK_S = 0.1
@@ -54,9 +56,7 @@ class SoloRendezvous(RendezvousHandler):
 
     def next_rendezvous(self) -> RendezvousInfo:
         """The next start of the group: rank 0 of 1, at once."""
-        self._store = TCPStore(
-            self._host, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=STORE_S)
-        )
+        self._store = open_store(self._host, timedelta(seconds=STORE_S))
         self._round += 1
         place = RendezvousStoreInfo(self._host, self._store.port)
         return RendezvousInfo(PrefixStore("ftrun", self._store), 0, 1, place)

@@ -7,7 +7,7 @@ from ft_core.process_group.fork import close_in_child
 from ft_core.process_group.gloo import ProcessGroupGloo
 from ft_core.process_group.managed import ManagedProcessGroup
 from ft_core.process_group.sockets import fds_on_port
-from ft_core.process_group.store import create_store_client, warm_store
+from ft_core.process_group.store import create_store_client, open_store, warm_store
 from ft_core.process_group.swallowing import ErrorSwallowingProcessGroupWrapper
 from ft_core.process_group.unavailable import (
     ProcessGroupBabyGloo,
@@ -32,6 +32,7 @@ __all__ = [
     "ProcessGroupBabyNCCL",
     "DoneWork",
     "create_store_client",
+    "open_store",
     "warm_store",
     "close_in_child",
     "fds_on_port",

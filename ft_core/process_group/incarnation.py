@@ -39,11 +39,11 @@ from torch.distributed import DistError
 
 from ft_core.errors import CollectiveError, ConfigError, FaultToleranceError
 from ft_core.process_group import reaper as reaping
-from ft_core.process_group import sockets
+from ft_core.process_group import sockets, store
 from ft_core.process_group.complaints import first_line, wrap
 from ft_core.process_group.fork import close_in_child
 from ft_core.process_group.rendezvous import RendezvousStore
-from ft_core.process_group.store import StoreClient, parse_store_addr, pool
+from ft_core.process_group.store import StoreClient, parse_store_addr
 from ft_core.process_group.work import GRACE_S, Outcome
 
 if TYPE_CHECKING:
@@ -165,7 +165,7 @@ class Incarnation:
         client, prefix = None, ""
         if spec.world_size > 1:
             address, prefix = parse_store_addr(spec.store_addr)
-            client = pool.take(address, self._deadline - time.monotonic())
+            client = store.pool.take(address, self._deadline - time.monotonic())
         with self._lock:
             self._client = client
         try:
@@ -184,8 +184,8 @@ class Incarnation:
     def _connect(self, client: StoreClient | None, prefix: str) -> TorchGloo:
         spec = self.spec
         self._checkpoint()
-        store = None if client is None else client.store
-        self._rendezvous = RendezvousStore(store, prefix, spec.replica_id, spec.world_size, self._checkpoint)
+        meeting = None if client is None else client.store
+        self._rendezvous = RendezvousStore(meeting, prefix, spec.replica_id, spec.world_size, self._checkpoint)
         options = TorchGloo._Options()  # type: ignore[attr-defined]  # not in torch's stub
         options._devices = [self._create_device(client)]
         options._timeout = min(spec.timeout, timedelta(seconds=MAX_CONNECT_S))
@@ -199,7 +199,7 @@ class Incarnation:
         with self._lock:
             self._client = None
         if client is not None and good:
-            pool.give_back(client)
+            store.pool.give_back(client)
 
     def _checkpoint(self) -> None:
         if self.aborted:

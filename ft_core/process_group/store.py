@@ -33,7 +33,7 @@ from typing import TYPE_CHECKING
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from ft_core.errors import ConfigError, PeerError
-from ft_core.process_group import sockets
+from ft_core.process_group import host_names, sockets
 from ft_core.process_group.fork import close_in_child
 from ft_core.process_group.sockets import Connection, Endpoint
 
@@ -43,6 +43,7 @@ if TYPE_CHECKING:
 MAX_IDLE = 16
 MAX_ADDRESS_LOCKS = 256
 IDENTIFY_ATTEMPTS = 3
+STORE_TIMEOUT = timedelta(minutes=5)  # c10d's own default
 
 
 class StoreClient:
@@ -161,6 +162,12 @@ def create_store_client(store_addr: str, timeout: timedelta) -> Store:
     return PrefixStore(prefix, client.store)
 
 
+def open_store(host: str, timeout: timedelta = STORE_TIMEOUT) -> TCPStore:
+    """Open a store of this process's own on a free port of `host`; `timeout` is that of its operations."""
+    host_names.stop_asking()
+    return TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=timeout)
+
+
 def warm_store(store_addr: str, timeout: timedelta, connections: int = 1) -> None:
     """Have `connections` idle clients of the store ready, so that a later configure opens none; raises like above.
 
@@ -175,6 +182,7 @@ def warm_store(store_addr: str, timeout: timedelta, connections: int = 1) -> Non
 def connect(address: Endpoint, timeout_s: float) -> StoreClient:
     """Open a connection to the store at `address`; PeerError if that takes longer than `timeout_s`."""
     deadline = time.monotonic() + timeout_s
+    host_names.stop_asking()
     hosts = _probe(address, deadline)
     with _one_at_a_time(address, deadline):
         for attempt in range(1, IDENTIFY_ATTEMPTS + 1):

@@ -7,20 +7,22 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from torch._C._distributed_c10d import TCPStore
 
 from ft_core import manager_setup
+from ft_core.process_group import open_store
 from tests.manager.harness import Cluster
 from tests.manager.loopback import Loopback, LoopbackControl
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from torch._C._distributed_c10d import TCPStore
+
 
 @pytest.fixture(scope="session")
 def store() -> TCPStore:
-    """One for all tests: connecting to a TCPStore makes a reverse DNS query, which may take seconds."""
-    return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=30))
+    """One for all tests."""
+    return open_store("127.0.0.1", timedelta(seconds=30))
 
 
 @pytest.fixture

@@ -1,17 +1,10 @@
 """Fixtures: a c10d store per test session, and a check that nothing is left behind."""
 
-import os
-
 import pytest
 import torch
 
 from ft_core.process_group import reaper as reaping
 from tests.process_group.ranks import Store
-
-# c10d looks up the name of both ends of every store connection it opens or accepts, for its log messages. Where the
-# name server drops queries, that takes the resolver's timeout (5 s) each time.
-os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
-
 
 _left_by_others: list[object] = []
 """Groups that other tests of this run broke on purpose and that Gloo cannot end before their timeout: kept, so that

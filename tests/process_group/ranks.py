@@ -18,9 +18,8 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
-from torch._C._distributed_c10d import TCPStore
 
-from ft_core.process_group import ProcessGroupGloo
+from ft_core.process_group import ProcessGroupGloo, open_store
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -34,7 +33,7 @@ class Store:
     """A TCPStore server in this process that hands out fresh prefixes."""
 
     def __init__(self) -> None:
-        self.server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self.server = open_store("127.0.0.1")
         self._count = 0
 
     def fresh(self) -> str:
