@@ -20,6 +20,7 @@ from benchmarks.common import BenchmarkError, Options, Row, machine, table
 
 FIGURES = (
     "step",
+    "step_apart",
     "kill",
     "stop",
     "lighthouse",

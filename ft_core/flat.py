@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
+from ft_core.heap import keep_freed_memory
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
@@ -53,6 +55,7 @@ class FlatGradients:
     """The buckets of one module. `parameters` in the order of `layout.trained`, `devices` by the layout's numbers."""
 
     def __init__(self, layout: Layout, parameters: Sequence[nn.Parameter], devices: Sequence[torch.device]) -> None:
+        keep_freed_memory()
         self.parameters = list(parameters)
         self.buckets = [Bucket(plan, devices[plan.device]) for plan in layout.buckets]
         self.views: list[Tensor] = [torch.empty(0)] * len(self.parameters)
