@@ -116,6 +116,8 @@ class Commit:
     def should_commit(self, timeout: timedelta | None = None) -> bool:
         """End the attempt. True: every member applies it, step the optimizer now. False: skip the step.
 
+        A committed step is undone only if all who saw its fence complete are lost before the next one completes, while
+        a member that did not see it goes on. `Manager.stable_step` tells which step is held by every member.
         Call on every rank, after backward and before anything changes parameters. State received from a peer is loaded
         here, before it returns.
 

@@ -1,9 +1,9 @@
 """The lighthouse's memory of one room, and its only mutator. Pure: `(state, event, now) -> effects`, no clock, no I/O.
 
 How it works. `Room.handle(event, now)` changes the records, then `_settle` draws every consequence that follows: leases
-whose grace is over become deaths, deaths are announced to the quorum they belonged to, and `quorum.decide` is asked
-whether the next quorum may form. What the shell must do comes back as effects, in order; `Room.next_at` is the instant
-at which to call `handle(Tick(), now)` if nothing happens before. There is no polling.
+that stay closed become losses (`absence`), losses are announced to the quorum they belonged to, and `quorum.decide` is
+asked whether the next quorum may form. What the shell must do comes back as effects, in order; `Room.next_at` is the
+instant at which to call `handle(Tick(), now)` if nothing happens before. There is no polling.
 
 Invariants:
 - one quorum_id names one member list; ids only grow (`ids.next`);
@@ -20,9 +20,12 @@ import math
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from ft_core.absence import Absence, doubts
 from ft_core.crash_log import CRASH_WINDOW_S, CrashLog
 from ft_core.quorum import (
+    ABSENT,
     PLAIN_PHASES,
+    UNTRAINED,
     VOID,
     Ask,
     Current,
@@ -95,11 +98,16 @@ class Room:
         self._settings = settings
         self._ids = ids
         self._current: Current | None = None
-        self._adopted = False
         self._boot_at = boot_at
         self._boot_until = boot_at + settings.boot_window_s
         self._turbulent_until = boot_at
-        """Until then no closed connection counts as a death (R15)."""
+        """Until then no closed connection counts as a loss (R15)."""
+        self._returning_until = boot_at
+        """Until then the members whose connection closed get the time to return: one of them has just done so."""
+        self._trained = False
+        """A commit made in the current quorum was reported, or may have been: it was adopted."""
+        self.presumed_over = 0
+        """The last quorum that was taken as ended because all its connections closed before it reported a commit."""
         self._refusals = Refusals()
         self._failed = 0
         """The quorum that a member last reported as broken."""
@@ -189,14 +197,15 @@ class Room:
                 # Another process under the same id; its predecessor closed its connection: nothing is left of that one.
                 record.ask = record.answered = None
                 record.stable, record.committed, record.stalled = VOID, False, ""
+                record.crash_counted = False
                 if self._current is not None and hello.replica_id in self._current.members:
                     self._end_current(now)
             record.hello, record.generation = hello, hello.generation
             record.stable = max(record.stable, hello.stable)
             if record.life is not Life.UP:
-                record.life, record.since = Life.UP, now
+                self._on_return(record, now)
         record.heard_at = now
-        record.accused = record.told_lost = record.agreed = False
+        record.accused = record.suspected = record.told_lost = record.agreed = False
         record.word_until = 0.0
         self._push_again(hello.replica_id)
         self._present(hello, record, now, out)
@@ -206,6 +215,17 @@ class Room:
         if answer > hello.quorum_id and record.ask is None and not self._in_force(answer):
             # It may be about to enter a quorum whose whole life it slept through (its answer lay in a socket's buffer).
             out.append(Superseded(hello.replica_id, answer))
+
+    def _on_return(self, record: Record, now: float) -> None:
+        """A replica without a lease has one again."""
+        current = self._current
+        if current is not None and record.hello.replica_id in current.members and record.life is not Life.UNKNOWN:
+            absence_s = record.hello.liveness_s + self._settings.boot_window_s
+            self._returning_until = doubts(now, self._returning_until, self._settings.boot_window_s, absence_s)
+        if record.crash_counted:
+            self._crashes.forgive(record.hello.name)
+            record.crash_counted = False
+        record.life, record.since, record.presumed_dead = Life.UP, now, False
 
     def _push_again(self, replica_id: str) -> None:
         """What was pushed while a member had no lease is lost: have it pushed once more (pushes are idempotent)."""
@@ -237,7 +257,7 @@ class Room:
                 return
             ended = any(self.records[i].life is Life.GONE for i in hello.members if i in self.records)
             self._current = Current(hello.quorum_id, hello.members, ended, now)
-            self._adopted = True
+            self._trained = True
             self._pending = frozenset()
             for replica_id in hello.members:
                 if replica_id not in self.records and len(self.records) < MAX_RECORDS:
@@ -258,7 +278,7 @@ class Room:
         if record is None or record.generation != event.generation or record.life is not Life.UP:
             return
         # Keepalives go unanswered for a whole liveness timeout before they end a lease. A lease that ends sooner after
-        # its last word was closed by the other side's kernel: that process is gone, not merely silent.
+        # its last message was closed: by the kernel of a process that is gone, or by something in between.
         closed = event.silence_s < 0.75 * record.hello.liveness_s
         if now < record.word_until:
             self._end(event.replica_id, record, now, out)
@@ -269,7 +289,7 @@ class Room:
         member = current is not None and event.replica_id in current.members and self._failed == current.quorum_id
         record.accused = member and record.ask is None
         record.ask = None
-        if not closed:  # what a closed connection amounts to is said when the grace is over
+        if not closed:  # what a closed connection amounts to is noted when it is known (`_age`)
             out.append(Note(f"{event.replica_id} went silent (frozen or cut off)"))
 
     def _on_progress(self, event: Progress, now: float, out: list[Effect]) -> bool:
@@ -279,6 +299,7 @@ class Room:
             return False
         record.heard_at = now
         record.step, record.phase = event.step, event.phase
+        self._note_training(event.replica_id, event.step)
         newer = event.stable > record.stable
         record.stable = max(record.stable, event.stable)
         self._saw_commit(event.stable.epoch)
@@ -395,7 +416,7 @@ class Room:
         """Draw every consequence of the records as they are at `now`, and set `next_at`."""
         times: list[float] = []
         self._age(now, times, out)
-        self._announce_losses(out)
+        self._announce_losses(now, times, out)
         view = self._view(now)
         self._note_stalled(view, times, out)
         outcome = decide(view)
@@ -412,7 +433,7 @@ class Room:
         self.next_at = min((t for t in times if t > now), default=None)
 
     def _age(self, now: float, times: list[float], out: list[Effect]) -> None:
-        """Turn closed leases into deaths when their grace is over, and silent unary clients into missed ones."""
+        """Draw what follows from leases that are closed, unknown or silent for long enough."""
         for replica_id, record in list(self.records.items()):
             if record.life is Life.UP and not record.hello.leased and record.ask is None:
                 until = record.heard_at + self._settings.heartbeat_timeout_s
@@ -423,22 +444,84 @@ class Room:
             if record.twin_until and not self._keep_twin(record, now, times, out):
                 continue
             if record.life is Life.UNKNOWN:
-                times.append(self._boot_until)
-                if record.accused and now >= self._boot_until:
-                    record.life, record.since = Life.MISSED, now
-            if record.life is Life.CLOSED:
-                over = max(record.since + self._settings.grace_s, self._turbulent_until)
-                if now >= over or (record.accused and now >= self._turbulent_until):
-                    record.goes(now)
-                    self._count_crash(record, now)
-                    doing = f", {record.phase}" if record.phase not in PLAIN_PHASES else ""
-                    out.append(Note(f"{replica_id} is gone (last seen at step {record.step}{doing})"))
+                # R9: a member of a presented quorum is expected until liveness or a peer's accusation removes it.
+                silent_at = record.since + record.hello.liveness_s + self._settings.boot_window_s
+                over = self._boot_until if record.accused else max(self._boot_until, silent_at)
+                if not self.rules.r9_silent and not record.accused:
+                    over = math.inf
+                if now >= over:
+                    record.life = Life.MISSED
+                    out.append(Note(f"{replica_id} has not returned since the lighthouse started"))
                 else:
                     times.append(over)
+            if record.life is Life.CLOSED:
+                self._age_closed(replica_id, record, now, times, out)
             if self._current is None or replica_id not in self._current.members:
                 self._forget(replica_id, record, now)
             elif record.life is Life.GONE:
                 self._end_current(now)
+        self._presume_over(now)
+
+    def _age_closed(self, replica_id: str, record: Record, now: float, times: list[float], out: list[Effect]) -> None:
+        """Its connection closed: a suspicion, then a loss (`absence`); never a death of one that was in a quorum."""
+        doubt_until = max(self._turbulent_until, self._returning_until)
+        harmless = not self._may_be_missed(replica_id, record)
+        if harmless or not self.rules.r1_closed:
+            over = max(record.since + self._settings.grace_s, self._turbulent_until)
+            if now >= over or (record.accused and now >= self._turbulent_until):
+                record.goes(now)
+                self._lose(replica_id, record, "is gone", now, out)
+            else:
+                times.append(over)
+            return
+        absence = Absence(
+            record.since, self._settings.grace_s, record.hello.liveness_s + self._settings.boot_window_s,
+            record.accused, self._most_closed(), doubt_until,
+        )  # fmt: skip
+        record.suspected = now >= absence.suspected_at()
+        if now >= absence.lost_at():
+            record.life = Life.LOST  # `since` stays: orphan_s counts from the end of the lease
+            self._lose(replica_id, record, "is lost: its connection closed", now, out)
+        times.append(absence.lost_at())
+        times.append(absence.suspected_at())
+
+    def _lose(self, replica_id: str, record: Record, how: str, now: float, out: list[Effect]) -> None:
+        self._count_crash(record, now)
+        doing = f", {record.phase}" if record.phase not in PLAIN_PHASES else ""
+        out.append(Note(f"{replica_id} {how} (last seen at step {record.step}{doing})"))
+
+    def _may_be_missed(self, replica_id: str, record: Record) -> bool:
+        """Whether something could go on beside it, or be made again, should it live: it is or was in a quorum."""
+        member = self._current is not None and replica_id in self._current.members
+        return member or record.stable > UNTRAINED
+
+    def _most_closed(self) -> bool:
+        """More than half of the current quorum has no lease."""
+        members = self._current.members if self._current else ()
+        return 2 * sum(r.life is not Life.UP for i in members if (r := self.records.get(i)) is not None) > len(members)
+
+    def _presume_over(self, now: float) -> None:
+        """A quorum of which every connection closed and none returned, and that reported no commit, holds up nobody.
+
+        Without a supervisor a job that dies in its first step would otherwise wait orphan_s for its own dead. What is
+        at stake if it lives is what it committed since: it had reported nothing.
+        """
+        current = self._current
+        if current is None or current.ended or self._trained or not self.rules.r1_closed:
+            return
+        members = [r for i in current.members if (r := self.records.get(i)) is not None]
+        if all(r.life in (Life.LOST, Life.GONE) for r in members):
+            self.presumed_over = current.quorum_id
+            self._end_current(now)
+            for record in members:
+                record.presumed_dead = record.life is Life.LOST and record.stable <= UNTRAINED
+
+    def _note_training(self, replica_id: str, step: int) -> None:
+        """A member reported a step: is it one that was committed in the current quorum?"""
+        quorum = self._last_quorum
+        if not self._trained and quorum is not None and self._current is not None:
+            same = quorum.quorum_id == self._current.quorum_id and replica_id in self._current.members
+            self._trained = same and step > max(0, *(m.version.step for m in quorum.members))
 
     def _twin(self, hello: Hello) -> str:
         """Another admitted, living replica of the same name; ''  if there is none."""
@@ -467,7 +550,8 @@ class Room:
         """Drop the record of a replica that no quorum names and nothing waits for; should it return, it says hello."""
         kept_s = {
             Life.GONE: CRASH_WINDOW_S,
-            Life.MISSED: max(CRASH_WINDOW_S, record.hello.orphan_s),  # until then R1 and R2 may wait for it
+            Life.LOST: max(CRASH_WINDOW_S, record.hello.orphan_s),  # until then R1 and R2 may wait for it
+            Life.MISSED: max(CRASH_WINDOW_S, record.hello.orphan_s),
             Life.UNKNOWN: max(CRASH_WINDOW_S, record.hello.orphan_s),
         }
         if now - record.since > kept_s.get(record.life, math.inf):
@@ -483,14 +567,21 @@ class Room:
                 record.stalled = late(view, view.seen[replica_id])
                 out.append(Note(record.stalled))
 
-    def _announce_losses(self, out: list[Effect]) -> None:
+    def _announce_losses(self, now: float, times: list[float], out: list[Effect]) -> None:
+        """Tell the members of the quorum who will not answer any more, or may not: they break off and ask."""
         current = self._current
         if current is None:
             return
         lost = []
+        doubt_until = max(self._turbulent_until, self._returning_until)
         for replica_id in current.members:
             record = self.records.get(replica_id)
-            if record is not None and record.life in (Life.GONE, Life.MISSED) and not record.told_lost:
+            if record is None or record.told_lost:
+                continue
+            absent = record.life in ABSENT
+            if absent and now < doubt_until:
+                times.append(doubt_until)
+            elif absent or record.life is Life.GONE or (record.life is Life.CLOSED and record.suspected):
                 record.told_lost = True
                 lost.append(replica_id)
         peers = self._up(i for i in current.members if (r := self.records.get(i)) is not None and r.ask is None)
@@ -510,6 +601,7 @@ class Room:
             record.ask, record.answered = None, (ask.seq, quorum)
             record.hello = replace(record.hello, quorum_id=quorum_id, members=quorum.ids)
             record.told_lost = record.accused = False
+        self._trained = False
         out.append(Announce(quorum, tuple((ask.replica_id, ask.seq) for ask in formed.asks)))
         newest = max(ask.version for ask in formed.asks)
         joined = sorted(set(quorum.ids) - set(before))
@@ -586,6 +678,7 @@ class Room:
         current = self._current
         if current is None or epoch != current.quorum_id:
             return
+        self._trained = True
         for replica_id in current.members:
             record = self.records.get(replica_id)
             if record is not None and not record.committed:
@@ -595,13 +688,20 @@ class Room:
     def _count_crash(self, record: Record, now: float) -> None:
         if record.committed:
             self._crashes.forgive(record.hello.name)
-        else:
+        elif not record.crash_counted:
+            record.crash_counted = True
             self._crashes.crashed(record.hello.name, now)
 
     def _evict(self) -> bool:
-        """Make room for a newcomer by forgetting the longest-gone replica that no quorum names."""
+        """Make room for a newcomer by forgetting the longest-gone replica that no quorum names.
+
+        Else the longest-absent one whose stable state a later one has reported as well: nothing would wait for it.
+        """
         members = self._current.members if self._current else ()
-        gone = [(r.since, i) for i, r in self.records.items() if r.life is Life.GONE and i not in members]
+        others = [(r.since, i, r) for i, r in self.records.items() if i not in members]
+        newest = max((r.stable for r in self.records.values() if r.life is Life.UP), default=VOID)
+        gone = [(since, i) for since, i, r in others if r.life is Life.GONE]
+        gone = gone or [(since, i) for since, i, r in others if r.life in ABSENT and r.stable <= newest]
         if gone:
             del self.records[min(gone)[1]]
         return bool(gone)

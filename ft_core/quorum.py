@@ -127,13 +127,20 @@ class Life(Enum):
 
     UP = "up"
     CLOSED = "closed"
-    """Its lease ended within a heartbeat of its last word: the connection was closed. Death after the grace."""
+    """Its lease ended within a heartbeat of its last message: the connection was closed. It may be re-opened."""
+    LOST = "lost"
+    """Its connection closed, and it did not return or its quorum broke as well (`absence`): not waited for any more,
+    but never *certainly* gone; a proxy may have closed the connection of a replica that trains on."""
     MISSED = "missed"
     """Its lease ended after silence: frozen or cut off, it may still be alive (never *certainly* gone)."""
     UNKNOWN = "unknown"
     """Named in a presented quorum, never seen under this boot (R9)."""
     GONE = "gone"
-    """Certain: it said goodbye, a supervisor saw it end, or its closed lease outlived the grace."""
+    """Certain: it left, a supervisor saw it end, or it was in no quorum and holds nothing that could be missed."""
+
+
+ABSENT = (Life.LOST, Life.MISSED)
+"""Out of reach, but perhaps alive: not waited for, and not forgotten before orphan_s."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,7 +170,7 @@ class Current:
     quorum_id: int
     members: tuple[str, ...]
     ended: bool
-    """A member asked after it, said goodbye, or is certainly gone."""
+    """A member asked after it, left, or is certainly gone; or all of it closed before a commit was reported."""
     ended_at: float = 0.0
 
 
@@ -172,8 +179,12 @@ class Rules:
     """Switches for the simulation: each rule of DESIGN 3.9 that lives here can be turned off to show its need."""
 
     r1_ended: bool = True
+    r1_closed: bool = True
+    """A closed connection is no death; False: it is one after the grace, or at once with an accusation."""
     r2_no_amnesia: bool = True
     r9_boot: bool = True
+    r9_silent: bool = True
+    """After a restart of the lighthouse, a member that never returns is lost to its peers after a liveness timeout."""
     r14_in_force: bool = True
 
 
@@ -334,6 +345,8 @@ def _old_quorum_lives(view: View) -> NotReady | None:
     if at is None:
         return NotReady("waiting for the running groups to reach their next step boundary", None)
     names = ", ".join(sorted(unreachable))
+    if any(view.seen[i].life is Life.CLOSED for i in unreachable):
+        return NotReady(f"the connection of {names} closed; waiting for it to return", at, tuple(sorted(unreachable)))
     return NotReady(
         f"the quorum of {names} may still be training out of reach; its place is free in {at - view.now:.0f} s "
         "(orphan_s), or as soon as one of them returns or its supervisor reports its end",
@@ -354,7 +367,8 @@ def _newer_state_elsewhere(view: View, candidates: Mapping[str, Seen]) -> NotRea
         if at is not None and view.now >= at:
             continue
         return NotReady(
-            f"{seen.replica_id} holds {seen.stable}, newer than the {newest} of those who ask ({_story(view, seen)})",
+            f"{seen.replica_id} holds {seen.stable}, newer than the {newest} of those who ask ({_story(view, seen)})"
+            f"{'' if at is None else _until(view)}",
             at,
             (seen.replica_id,),
         )
@@ -372,13 +386,13 @@ def _stragglers(view: View, candidates: Mapping[str, Seen]) -> NotReady | None:
     until = 0.0
     for replica_id in members:
         seen = view.seen.get(replica_id)
-        if seen is None or replica_id in candidates or seen.life in (Life.GONE, Life.MISSED):
+        if seen is None or replica_id in candidates or seen.life in (Life.GONE, *ABSENT):
             continue
         if seen.life is Life.UNKNOWN:
             # R9: a member of a presented quorum counts as expected until liveness or a peer's accusation removes it.
             deadline = max(view.boot_until, seen.since + view.join_s)
         elif seen.life is Life.CLOSED:
-            deadline = view.now + view.join_s  # the grace decides, not this rule: it turns GONE within it
+            deadline = view.now + view.join_s  # not this rule decides, but `absence`: it turns LOST
         else:
             deadline = max(first + view.join_s, seen.paused_until)
         if view.now < deadline:
@@ -421,6 +435,14 @@ def _held(seen: Seen) -> str:
     )
 
 
+def _until(view: View) -> str:
+    """How long an absent holder is waited for; the same words all the time, so that they are told and logged once."""
+    return (
+        "; it is waited for until it returns, its supervisor reports its end, or it has been away for "
+        f"{view.orphan_s:g} s (orphan_s)"
+    )
+
+
 def _story(view: View, seen: Seen) -> str:
     """What is known of a replica, for a sentence a user reads."""
     where = f", last seen in {seen.phase}" if seen.phase not in PLAIN_PHASES else ""
@@ -429,6 +451,7 @@ def _story(view: View, seen: Seen) -> str:
     words = {
         Life.UP: "alive",
         Life.CLOSED: "connection closed",
+        Life.LOST: "connection closed, not back",
         Life.MISSED: "silent: frozen or cut off",
         Life.UNKNOWN: "not seen since the lighthouse started",
         Life.GONE: "gone",

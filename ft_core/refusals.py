@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ft_core.quorum import Life
+from ft_core.quorum import ABSENT, Life
 from ft_core.room_events import Refuse
 from ft_core.room_layout import RoomLayout, difference
 
@@ -40,10 +40,11 @@ class Refusals:
         if closed and (record is None or record.life is Life.GONE) and hello.quorum_id == 0:
             return Refuse(hello.replica_id, closed, finished=True)
         other = record is not None and record.generation >= 0 and record.hello.incarnation != hello.incarnation
-        if other and record is not None and record.life is Life.MISSED:
+        if other and record is not None and record.life in (Life.CLOSED, *ABSENT) and not record.presumed_dead:
+            how = "went silent" if record.life is Life.MISSED else "lost its connection"
             return Refuse(
                 hello.replica_id,
-                f"an earlier process called {hello.replica_id!r} went silent and may still be training: give the new "
+                f"an earlier process called {hello.replica_id!r} {how} and may still be training: give the new "
                 "one its own replica_id, or report the end of the old one",
             )
         if record is not None and record.hello.incarnation != hello.incarnation and record.life is Life.UP:

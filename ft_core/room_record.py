@@ -30,7 +30,13 @@ class Record:
     phase: str = ""
     admitted_at: float = 0.0
     accused: bool = False
-    """A member of its quorum reported a failed collective: a second witness, its grace is over (DESIGN 3.2)."""
+    """A member of its quorum reported a failed collective: it is not waited for any more (DESIGN 3.2)."""
+    suspected: bool = False
+    """Its connection closed and did not return within the grace: the other members are told to break off."""
+    presumed_dead: bool = False
+    """It is lost with its whole quorum, which had reported no commit: another process may take its id."""
+    crash_counted: bool = False
+    """Its end was counted as a crash (R15)."""
     told_lost: bool = False
     agreed: bool = False
     """It said goodbye after a fence that announced it: nobody has to abort because of it (R16)."""

@@ -67,10 +67,10 @@ def may_form(view: View) -> tuple[str, ...] | None:  # noqa: C901 - one rule aft
 
 
 def _worth_waiting(view: View, seen: Seen, first: float) -> bool:
-    if seen.life is Life.MISSED:
+    if seen.life in (Life.LOST, Life.MISSED):
         return False
     if seen.life is Life.CLOSED:
-        return True  # the grace decides
+        return True  # until it is lost
     if seen.life is Life.UNKNOWN:
         return view.now < max(view.boot_until, seen.since + view.join_s)
     return view.now < max(first + view.join_s, seen.paused_until)

@@ -30,6 +30,8 @@ def seen(name: str, kind: str, asked_at: float) -> Seen | None:
             return Seen(name, Life.UP, 0.0, stable=V1, ask=Ask(name, 1, version=VOID), asked_at=asked_at)
         case "closed":
             return Seen(name, Life.CLOSED, NOW - 0.05, stable=V1)
+        case "lost":
+            return Seen(name, Life.LOST, NOW - 20, stable=V1)
         case "frozen":
             return Seen(name, Life.MISSED, NOW - 20, stable=V1)
         case "orphan":
@@ -40,7 +42,7 @@ def seen(name: str, kind: str, asked_at: float) -> Seen | None:
             return Seen(name, Life.GONE, NOW - 1, stable=V2)
 
 
-KINDS = ("absent", "up", "asks new", "asks old", "asks void", "closed", "frozen", "orphan", "unknown", "gone")
+KINDS = ("absent", "up", "asks new", "asks old", "asks void", "closed", "lost", "frozen", "orphan", "unknown", "gone")
 CURRENTS = (
     None,
     Current(9, ("a", "b"), ended=False),
@@ -134,13 +136,18 @@ SENTENCES: list[tuple[View, str]] = [
         "waiting for the running groups to reach their next step boundary",
     ),
     (
+        View(NOW, {"d": asks("d"), "a": Seen("a", Life.CLOSED, 99.9)}, Current(9, ("a",), ended=False)),
+        "the connection of a closed; waiting for it to return",
+    ),
+    (
         View(NOW, {"d": asks("d"), "a": Seen("a", Life.MISSED, 60.0)}, Current(9, ("a",), ended=False), orphan_s=50.0),
         "the quorum of a may still be training out of reach; its place is free in 10 s (orphan_s), or as soon as one "
         "of them returns or its supervisor reports its end",
     ),
     (
         View(NOW, {"d": asks("d"), "a": Seen("a", Life.MISSED, 60.0, stable=V1, phase="open")}, ENDED),
-        "a holds step 4, newer than the step 0 of those who ask (silent: frozen or cut off, last seen in open)",
+        "a holds step 4, newer than the step 0 of those who ask (silent: frozen or cut off, last seen in open); it is "
+        "waited for until it returns, its supervisor reports its end, or it has been away for 900 s (orphan_s)",
     ),
     (
         View(NOW, {"a": asks("a")}, None, min_replicas=2),

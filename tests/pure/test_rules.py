@@ -176,7 +176,8 @@ def test_r2_a_frozen_holder_is_waited_for_and_named() -> None:
     script.ends("b", silence_s=LIVENESS)
     assert script.ask("a", 6, failed=True)[0] == (
         "tell a: b holds step 7, newer than the step 6 of those who ask (silent: frozen or cut off, last seen in "
-        "launched)"
+        "launched); it is waited for until it returns, its supervisor reports its end, or it has been away for 60 s "
+        "(orphan_s)"
     )
     assert script.later(59.0) == []
     assert script.later(2.0)[0] == "quorum a -> a#2"

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 FAULTS = (
     "kill", "freeze", "cut_lighthouse", "cut_peers", "cut_all", "blip", "lighthouse", "slow", "late", "soft", "leave",
-    "pause", "duplicate", "configure", "heal", "skip", "turbulence", "hidden",
+    "pause", "duplicate", "configure", "heal", "skip", "turbulence", "hidden", "proxy", "oneway",
 )  # fmt: skip
 
 
@@ -312,6 +312,45 @@ class World:
             self.say("the lease stream of %s breaks", group.rid)
             group.conn.break_()
 
+    def _fault_proxy(self, _: str, __: Group) -> None:
+        """What stands between some of the groups and the lighthouse restarts: it closes their connections."""
+        groups = [g for g in self.active.values() if not (g.proxy_down or g.cut_lighthouse)]
+        if not groups:
+            return
+        behind = self.rng.sample(groups, self.rng.randint(1, len(groups)))
+        self.say("the proxy of %s goes down", ", ".join(g.rid for g in behind))
+        for group in behind:
+            group.proxy_down = True
+            if group.conn is not None:
+                group.conn.break_()
+        self.at(self._how_long(), None, self._proxy_back, behind)
+
+    def _proxy_back(self, behind: list[Group]) -> None:
+        self.say("the proxy of %s is back", ", ".join(g.rid for g in behind))
+        for group in behind:
+            group.proxy_down = False
+
+    def _fault_oneway(self, _: str, group: Group) -> None:
+        """What the lighthouse sends is dropped, so the client gives up its connection: the lighthouse sees it close."""
+        if group.proxy_down or group.cut_lighthouse or group.deaf:
+            return
+        self.say("%s does not receive what the lighthouse sends", group.rid)
+        group.deaf = True
+        if group.conn is not None:
+            self.at(self.config.liveness_s, group, self._gives_up, group.conn)
+        self.at(self._how_long(), None, self._hears_again, group)
+
+    def _gives_up(self, conn: Conn) -> None:
+        if conn.group.deaf and conn.client_open:
+            conn.break_()
+
+    def _hears_again(self, group: Group) -> None:
+        if group.deaf:
+            self.say("%s receives again what the lighthouse sends", group.rid)
+            group.deaf = False
+            if group.conn is not None:
+                group.conn.release()
+
     def _fault_turbulence(self, _: str, __: Group | None) -> None:
         if self.lighthouse is None:
             return
@@ -351,6 +390,8 @@ class World:
         for group in list(self.active.values()):
             group.injected.clear()
             group.slow_until = 0.0
+            group.proxy_down = False
+            self._hears_again(group)
             if group.cut_lighthouse or group.cut_peers:
                 self._mend(group)
             if group.frozen:
@@ -486,7 +527,7 @@ class Conn:
     def _deliver(self, message: tuple[Any, ...]) -> None:
         if not self.client_open or self.group.conn is not self:
             return
-        if self.group.cut_lighthouse:
+        if self.group.cut_lighthouse or self.group.deaf:
             self.held.append((self._deliver, (message,)))
             return
         self.group.on_push(message)
@@ -533,6 +574,10 @@ class Group:
         self.done = False
         self.frozen = False
         self.cut_lighthouse = self.cut_peers = False
+        self.proxy_down = False
+        """It cannot open a connection to the lighthouse; those it had were closed, although it lives."""
+        self.deaf = False
+        """What the lighthouse sends does not reach it."""
         self.leaving = False
         self.deferred: list[tuple[Callable[..., None], tuple[Any, ...]]] = []
         self.injected: set[str] = set()
@@ -541,7 +586,7 @@ class Group:
         self.busy_until = 0.0
         self.commits = 0
         self.unleased_since: float | None = world.now
-        self.excused_at = self.presumed_gone_at = -1.0
+        self.excused_at = self.presumed_over_at = -1.0
         self.reported = (-1.0, 0)
         self.conn: Conn | None = None
         self._generation = 0
@@ -649,7 +694,7 @@ class Group:
         if self.conn is not None and self.conn.client_open:
             return
         lighthouse = world.lighthouse
-        if lighthouse is None or self.cut_lighthouse:
+        if lighthouse is None or self.cut_lighthouse or self.proxy_down or self.deaf:
             world.at(world.between(0.3, 1.0) * world.config.reconnect_s, self, self.connect)
             return
         self._generation += 1

@@ -24,7 +24,9 @@ if TYPE_CHECKING:
     from tests.simulation.samples import Samples
 
 
-LOSSY = frozenset({"freeze", "duplicate", "cut_lighthouse", "cut_peers", "cut_all", "blip", "turbulence"})
+LOSSY = frozenset(
+    {"freeze", "duplicate", "cut_lighthouse", "cut_peers", "cut_all", "blip", "turbulence", "proxy", "oneway"}
+)
 """Faults that, together with a restart of the lighthouse, leave the documented remainder (R9)."""
 
 
@@ -91,8 +93,8 @@ class History:
             record = world.room.records.get(group.rid) if world.room else None
             if group.unleased_since is not None and world.now - group.unleased_since >= world.config.orphan_s - 1e-9:
                 group.excused_at = world.now
-            elif record is not None and record.life.value == "gone":
-                group.presumed_gone_at = world.now
+            elif world.room and group.ranks and group.ranks[0].quorum_id == world.room.presumed_over:
+                group.presumed_over_at = world.now
             elif record is not None:
                 group.reported = (world.now, record.stable.step)
 
@@ -120,7 +122,7 @@ class History:
         """A replica entered a quorum (I2)."""
         if quorum.quorum_id <= highest:
             raise Violation("I2", f"{group.rid} went from quorum {highest:#x} back to {quorum.quorum_id:#x}")
-        group.presumed_gone_at = -1.0
+        group.presumed_over_at = -1.0
         if group.rid not in quorum.ids:
             raise Violation("I2", f"{group.rid} entered a quorum it is not in")
 
@@ -208,8 +210,8 @@ class History:
             return
         follower = min(q for q, b in self.boot_of.items() if b == boot and q > rank.quorum_id)
         if self.formed_at[follower] < rank.step.launched_at:
-            if rank.group.presumed_gone_at > 0:
-                self.remainder["I3: a closed lease was not re-opened within the grace"] += 1
+            if rank.group.presumed_over_at > 0:
+                self.remainder["I3: a quorum closed before it reported a commit, and trained on"] += 1
             else:
                 raise Violation(
                     "I3", f"{rank.name} commits in {rank.quorum_id:#x} beside {follower:#x}, formed earlier"
@@ -244,8 +246,8 @@ class History:
                 self.remainder["I3: a restart of the lighthouse combined with a freeze or loss"] += 1
             elif group.reported[0] >= published.at and group.reported[1] < number:
                 self.remainder["I3: its holder had not yet reported the step as stable"] += 1
-            elif max(group.presumed_gone_at, rank.group.presumed_gone_at) > 0:
-                self.remainder["I3: a closed lease was not re-opened within the grace"] += 1
+            elif max(group.presumed_over_at, rank.group.presumed_over_at) > 0:
+                self.remainder["I3: a quorum closed before it reported a commit, and trained on"] += 1
             else:
                 raise Violation(
                     "I3", f"{rank.name} publishes step {number} again, though {group.rid} still holds the first one"

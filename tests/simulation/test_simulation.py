@@ -9,6 +9,7 @@ Which rule is shown necessary where (seeds needed until the first violation when
 |---|---|---|---|
 | R0 verdict, tag | MemberRules.r0_verdict + r0_tag | 1 | I1 two states under one version |
 | R1 no quorum beside a living one | Rules.r1_ended | 1 | I3 two quorums commit side by side |
+| R1 a closed connection is no death | Rules.r1_closed | 5 | I3 two quorums commit side by side |
 | R2 no amnesia | Rules.r2_no_amnesia | 2 | I3 a published step is made again |
 | R3 autonomy | MemberRules.r3_autonomy | 14 | I3 two quorums commit side by side |
 | R4 aligned collectives | MemberRules.r4_aligned | 1 | I4 collectives of two attempts are paired |
@@ -77,6 +78,9 @@ NECESSARY: dict[str, tuple[int, str, dict[str, Any]]] = {
     "R1": (
         60, "I3",
         {"groups": 2, "faults": ("freeze", "duplicate", "kill", "cut_lighthouse"), "room_rules": Rules(r1_ended=False)},
+    ),
+    "R1 closed": (
+        60, "I3", {"groups": 2, "faults": ("proxy", "kill", "oneway"), "room_rules": Rules(r1_closed=False)},
     ),
     "R2": (60, "I3", {"faults": ("freeze", "duplicate", "kill"), "room_rules": Rules(r2_no_amnesia=False)}),
     "R3": (
