@@ -15,44 +15,135 @@ Two situations make a closed connection prove less. If more than half of a quoru
 failed than processes: an accusation then counts after the grace. And a member that has just re-opened its lease shows
 that connections ended, not processes: until `doubt_until` the others get the time to return, too.
 
-Invariant: `suspected_at` and `lost_at` only depend on what is given, so the room can name the next instant of interest.
+Invariant: what `Absences` answers depends only on what it is given, so the room can name the next instant of interest.
+Ownership: `membership.Room` only, which alone changes records.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ft_core.crash_log import CRASH_WINDOW_S
+from ft_core.quorum import ABSENT, UNTRAINED, VOID, Life
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Mapping, Sequence
+
+    from ft_core.quorum import Rules
+    from ft_core.room_record import Record
+    from ft_core.settings import LighthouseSettings
 
 
 @dataclass(frozen=True, slots=True)
-class Absence:
-    """One replica whose connection closed. Durations and instants in seconds."""
+class Circumstances:
+    """What else bears on the lease of one replica."""
 
-    since: float
-    grace_s: float
-    absence_s: float
-    """A liveness timeout plus the clients' reconnect time: who lives and can reach the lighthouse is back by then."""
-    accused: bool
-    """A member of its quorum asked for a new one because its collectives failed."""
+    harmless: bool
+    """It is and was in no quorum: nothing can go on beside it, or be made again, should it live."""
     most_closed: bool
-    """More than half of its quorum has no lease."""
-    doubt_until: float
-    """Until then a closed connection proves nothing: others return, or most leases dropped together (R15)."""
-
-    def suspected_at(self) -> float:
-        """When the other members are told to break off."""
-        return max(self.since + self.grace_s, self.doubt_until)
-
-    def lost_at(self) -> float:
-        """When nobody waits for it any more."""
-        if not self.accused:
-            return max(self.since + self.absence_s, self.doubt_until)
-        return max(self.since + (self.grace_s if self.most_closed else 0.0), self.doubt_until)
+    """More than half of the room's quorum has no lease."""
+    boot_until: float
+    rules: Rules
 
 
-def doubts(now: float, doubt_until: float, window_s: float, absence_s: float) -> float:
-    """Until when closed connections prove nothing, after one of them was re-opened at `now`.
+class Absences:
+    """When the replicas of one room whose leases ended are suspected, lost, or forgotten. Instants in seconds."""
 
-    A new window opens only an absence after the last one, so that one member whose connection breaks again and again
-    does not hide the deaths of the others.
+    def __init__(self, settings: LighthouseSettings, boot_at: float) -> None:
+        self._settings = settings
+        self.turbulent_until = boot_at
+        """Until then no closed connection counts: most leases dropped together (R15)."""
+        self._returning_until = boot_at
+        """Until then neither: a member has just re-opened its lease, and others may follow."""
+
+    def __repr__(self) -> str:
+        return f"Absences(in doubt until {self.doubt_until:.1f})"
+
+    @property
+    def doubt_until(self) -> float:
+        """Until then a closed connection proves nothing."""
+        return max(self.turbulent_until, self._returning_until)
+
+    def longest_s(self, record: Record) -> float:
+        """A liveness timeout plus the clients' reconnect time: who lives and can reach the lighthouse is back in it."""
+        return record.hello.liveness_s + self._settings.boot_window_s
+
+    def returned(self, record: Record, now: float) -> None:
+        """A member has re-opened its lease.
+
+        A new window of doubt opens only a whole absence after the last one, so that one member whose connection breaks
+        again and again does not hide the deaths of the others.
+        """
+        if now >= self._returning_until + self.longest_s(record):
+            self._returning_until = now + self._settings.boot_window_s
+
+    def suspected(self, record: Record, now: float) -> bool:
+        """Whether the other members of its quorum are told that it is lost, or may be."""
+        if record.life is Life.GONE:
+            return True
+        if now < self.doubt_until:
+            return False
+        closed = record.life is Life.CLOSED and now >= record.since + self._settings.grace_s
+        return closed or record.life in (Life.LOST, Life.MISSED)
+
+    def look(self, record: Record, now: float, around: Circumstances) -> tuple[Life, tuple[float, ...]]:
+        """What the lighthouse believes of a replica now, and when to look again."""
+        match record.life:
+            case Life.UP if not record.hello.leased and record.ask is None:
+                at, then = record.heard_at + self._settings.heartbeat_timeout_s, Life.GONE
+            case Life.UNKNOWN:
+                # R9: a member of a presented quorum is expected until liveness or a peer's accusation removes it.
+                silent_at = record.since + self.longest_s(record) if around.rules.r9_silent else math.inf
+                at, then = max(around.boot_until, 0.0 if record.accused else silent_at), Life.MISSED
+            case Life.CLOSED if around.harmless or not around.rules.r1_closed:
+                grace_s = 0.0 if record.accused else self._settings.grace_s
+                at, then = max(record.since + grace_s, self.turbulent_until), Life.GONE
+            case Life.CLOSED:
+                at, then = self._lost_at(record, most_closed=around.most_closed), Life.LOST
+            case _:
+                return record.life, (self.doubt_until,)
+        if now >= at:
+            return then, (self.doubt_until,)
+        return record.life, (at, record.since + self._settings.grace_s, self.doubt_until)
+
+    def _lost_at(self, record: Record, *, most_closed: bool) -> float:
+        if not record.accused:
+            return max(record.since + self.longest_s(record), self.doubt_until)
+        return max(record.since + (self._settings.grace_s if most_closed else 0.0), self.doubt_until)
+
+
+def presume_over(members: Sequence[Record]) -> bool:
+    """Whether a quorum that has reported no commit holds up nobody: every connection closed, none returned.
+
+    Without a supervisor a job that dies in its first step would otherwise wait orphan_s for its own dead. What is at
+    stake if it lives is what it committed since: it had reported nothing. Marks those whose id may be taken.
     """
-    return now + window_s if now >= doubt_until + absence_s else doubt_until
+    over = all(r.life in (Life.LOST, Life.GONE) for r in members)
+    for record in members:
+        record.presumed_dead = over and record.life is Life.LOST and record.stable <= UNTRAINED
+    return over
+
+
+def forgotten(record: Record, now: float) -> bool:
+    """Whether the record of a replica that no quorum names can be dropped: nothing waits for it any more.
+
+    Should it return, it says hello.
+    """
+    if record.life is Life.GONE:
+        return now - record.since > CRASH_WINDOW_S
+    waited_for = record.life in (*ABSENT, Life.UNKNOWN)  # by R1 and R2, until orphan_s
+    return waited_for and now - record.since > max(CRASH_WINDOW_S, record.hello.orphan_s)
+
+
+def least_needed(records: Mapping[str, Record], members: Collection[str]) -> str:
+    """Whom to forget for a newcomer's sake: the longest-gone replica that no quorum names; '': nobody.
+
+    Else the longest-absent one whose stable state a living one has reported as well: nothing would wait for it.
+    """
+    others = [(r.since, i, r) for i, r in records.items() if i not in members]
+    newest = max((r.stable for r in records.values() if r.life is Life.UP), default=VOID)
+    gone = [(since, i) for since, i, r in others if r.life is Life.GONE]
+    gone = gone or [(since, i) for since, i, r in others if r.life in ABSENT and r.stable <= newest]
+    return min(gone)[1] if gone else ""

@@ -7,6 +7,12 @@ forgives them. Pure; bounded by MAX_NAMES names with MAX_CRASHES deaths each.
 from __future__ import annotations
 
 from collections import deque
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from ft_core.room_record import Record
 
 CRASH_WINDOW_S = 120.0
 """Incarnations of one name that died without a commit are counted within this window."""
@@ -41,6 +47,27 @@ class CrashLog:
         if name not in self._crashes and len(self._crashes) >= MAX_NAMES:
             self._crashes.pop(next(iter(self._crashes)))
         self._crashes.setdefault(name, deque(maxlen=MAX_CRASHES)).append(now)
+
+    def died(self, record: Record, now: float) -> None:
+        """A replica has ended, or is taken for ended: counted once."""
+        if record.committed:
+            self.forgive(record.hello.name)
+        elif not record.crash_counted:
+            record.crash_counted = True
+            self.crashed(record.hello.name, now)
+
+    def returned(self, record: Record) -> None:
+        """It had only lost its connection."""
+        if record.crash_counted:
+            record.crash_counted = False
+            self.forgive(record.hello.name)
+
+    def committed(self, members: Iterable[Record]) -> None:
+        """These have got past their first commit."""
+        for record in members:
+            if not record.committed:
+                record.committed = True
+                self.forgive(record.hello.name)
 
     def forgive(self, name: str) -> None:
         """An incarnation of `name` has committed."""

@@ -264,8 +264,7 @@ class Manager(DataPort, Commit, Agreement, Weighted, Exhaustion, Leaving):
     def stable_step(self) -> int:
         """Newest step known to be held by every member of the quorum; -1 before the first fence.
 
-        It is not made again while one of them lives, unless that one was out of reach for orphan_s (R2).
-        A checkpoint of step s may be renamed into place once stable_step() >= s (R6).
+        It is not made again while a holder lives that was not away for orphan_s (R2): rename checkpoints of it (R6).
         """
         return self._step.stable.step
 

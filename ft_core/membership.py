@@ -16,14 +16,12 @@ Ownership: one event loop (or the simulation) calls it; nothing here is thread s
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from ft_core.absence import Absence, doubts
-from ft_core.crash_log import CRASH_WINDOW_S, CrashLog
+from ft_core.absence import Absences, Circumstances, forgotten, least_needed, presume_over
+from ft_core.crash_log import CrashLog
 from ft_core.quorum import (
-    ABSENT,
     PLAIN_PHASES,
     UNTRAINED,
     VOID,
@@ -42,7 +40,7 @@ from ft_core.quorum import (
     late,
 )
 from ft_core.quorum_ids import QuorumIds
-from ft_core.refusals import Refusals, closed_by, of_sizes, too_late
+from ft_core.refusals import Refusals, closed_by, earlier_process, of_sizes, same_name, too_late
 from ft_core.room_events import (
     Announce,
     Asked,
@@ -63,6 +61,7 @@ from ft_core.room_events import (
     Superseded,
     Tick,
     Turbulence,
+    formed_note,
 )
 from ft_core.room_record import Record
 from ft_core.settings import MAX_REPLICAS, LighthouseSettings
@@ -100,10 +99,7 @@ class Room:
         self._current: Current | None = None
         self._boot_at = boot_at
         self._boot_until = boot_at + settings.boot_window_s
-        self._turbulent_until = boot_at
-        """Until then no closed connection counts as a loss (R15)."""
-        self._returning_until = boot_at
-        """Until then the members whose connection closed get the time to return: one of them has just done so."""
+        self._absences = Absences(settings, boot_at)
         self._trained = False
         """A commit made in the current quorum was reported, or may have been: it was adopted."""
         self.presumed_over = 0
@@ -188,7 +184,7 @@ class Room:
                 return
             record = Record(hello, Life.UP, now, hello.stable, hello.generation)
             record.admitted_at = self._crashes.not_before(hello.name, now)
-            if self._twin(hello):
+            if earlier_process(hello, self.records):
                 record.twin_until = now + TWIN_LIVENESS * hello.liveness_s
                 record.admitted_at = max(record.admitted_at, record.twin_until)
             self.records[hello.replica_id] = record
@@ -205,7 +201,7 @@ class Room:
             if record.life is not Life.UP:
                 self._on_return(record, now)
         record.heard_at = now
-        record.accused = record.suspected = record.told_lost = record.agreed = False
+        record.accused = record.told_lost = record.agreed = False
         record.word_until = 0.0
         self._push_again(hello.replica_id)
         self._present(hello, record, now, out)
@@ -220,11 +216,8 @@ class Room:
         """A replica without a lease has one again."""
         current = self._current
         if current is not None and record.hello.replica_id in current.members and record.life is not Life.UNKNOWN:
-            absence_s = record.hello.liveness_s + self._settings.boot_window_s
-            self._returning_until = doubts(now, self._returning_until, self._settings.boot_window_s, absence_s)
-        if record.crash_counted:
-            self._crashes.forgive(record.hello.name)
-            record.crash_counted = False
+            self._absences.returned(record, now)
+        self._crashes.returned(record)
         record.life, record.since, record.presumed_dead = Life.UP, now, False
 
     def _push_again(self, replica_id: str) -> None:
@@ -261,10 +254,7 @@ class Room:
             self._pending = frozenset()
             for replica_id in hello.members:
                 if replica_id not in self.records and len(self.records) < MAX_RECORDS:
-                    ghost = replace(
-                        hello, replica_id=replica_id, name=_name(replica_id), incarnation=0, generation=-1, members=()
-                    )
-                    self.records[replica_id] = Record(ghost, Life.UNKNOWN, now, VOID, -1)
+                    self.records[replica_id] = Record.unseen(replica_id, hello, now)
             out.append(Note(f"adopted the running quorum of {', '.join(hello.members)} from {hello.replica_id}"))
             for other in self.records.values():
                 mine = other.hello.quorum_id
@@ -402,12 +392,12 @@ class Room:
     def _end(self, replica_id: str, record: Record, now: float, out: list[Effect]) -> None:
         """A supervisor saw this process end."""
         record.goes(now)
-        self._count_crash(record, now)
+        self._crashes.died(record, now)
         out.append(Note(f"{replica_id} ended, says its supervisor"))
 
     def _on_turbulence(self, now: float, out: list[Effect]) -> None:
         self._boot_until = max(self._boot_until, now + self._settings.boot_window_s)
-        self._turbulent_until = self._boot_until
+        self._absences.turbulent_until = self._boot_until
         out.append(Note("most connections dropped together: waiting for them to come back before believing any death"))
 
     # ------------------------------------------------------------ consequences
@@ -416,7 +406,7 @@ class Room:
         """Draw every consequence of the records as they are at `now`, and set `next_at`."""
         times: list[float] = []
         self._age(now, times, out)
-        self._announce_losses(now, times, out)
+        self._announce_losses(now, out)
         view = self._view(now)
         self._note_stalled(view, times, out)
         outcome = decide(view)
@@ -434,87 +424,46 @@ class Room:
 
     def _age(self, now: float, times: list[float], out: list[Effect]) -> None:
         """Draw what follows from leases that are closed, unknown or silent for long enough."""
+        members = self._current.members if self._current else ()
+        closed = sum(r.life is not Life.UP for i in members if (r := self.records.get(i)) is not None)
         for replica_id, record in list(self.records.items()):
-            if record.life is Life.UP and not record.hello.leased and record.ask is None:
-                until = record.heard_at + self._settings.heartbeat_timeout_s
-                if now >= until:
-                    record.goes(now)
-                else:
-                    times.append(until)
             if record.twin_until and not self._keep_twin(record, now, times, out):
                 continue
-            if record.life is Life.UNKNOWN:
-                # R9: a member of a presented quorum is expected until liveness or a peer's accusation removes it.
-                silent_at = record.since + record.hello.liveness_s + self._settings.boot_window_s
-                over = self._boot_until if record.accused else max(self._boot_until, silent_at)
-                if not self.rules.r9_silent and not record.accused:
-                    over = math.inf
-                if now >= over:
-                    record.life = Life.MISSED
-                    out.append(Note(f"{replica_id} has not returned since the lighthouse started"))
-                else:
-                    times.append(over)
-            if record.life is Life.CLOSED:
-                self._age_closed(replica_id, record, now, times, out)
-            if self._current is None or replica_id not in self._current.members:
-                self._forget(replica_id, record, now)
+            harmless = replica_id not in members and record.stable <= UNTRAINED
+            around = Circumstances(harmless, 2 * closed > len(members), self._boot_until, self.rules)
+            life, looks = self._absences.look(record, now, around)
+            times.extend(looks)
+            if life is not record.life:
+                self._turn(replica_id, record, life, now, out)
+            if replica_id not in members:
+                if forgotten(record, now):
+                    del self.records[replica_id]
             elif record.life is Life.GONE:
                 self._end_current(now)
         self._presume_over(now)
 
-    def _age_closed(self, replica_id: str, record: Record, now: float, times: list[float], out: list[Effect]) -> None:
-        """Its connection closed: a suspicion, then a loss (`absence`); never a death of one that was in a quorum."""
-        doubt_until = max(self._turbulent_until, self._returning_until)
-        harmless = not self._may_be_missed(replica_id, record)
-        if harmless or not self.rules.r1_closed:
-            over = max(record.since + self._settings.grace_s, self._turbulent_until)
-            if now >= over or (record.accused and now >= self._turbulent_until):
-                record.goes(now)
-                self._lose(replica_id, record, "is gone", now, out)
-            else:
-                times.append(over)
-            return
-        absence = Absence(
-            record.since, self._settings.grace_s, record.hello.liveness_s + self._settings.boot_window_s,
-            record.accused, self._most_closed(), doubt_until,
-        )  # fmt: skip
-        record.suspected = now >= absence.suspected_at()
-        if now >= absence.lost_at():
-            record.life = Life.LOST  # `since` stays: orphan_s counts from the end of the lease
-            self._lose(replica_id, record, "is lost: its connection closed", now, out)
-        times.append(absence.lost_at())
-        times.append(absence.suspected_at())
-
-    def _lose(self, replica_id: str, record: Record, how: str, now: float, out: list[Effect]) -> None:
-        self._count_crash(record, now)
-        doing = f", {record.phase}" if record.phase not in PLAIN_PHASES else ""
-        out.append(Note(f"{replica_id} {how} (last seen at step {record.step}{doing})"))
-
-    def _may_be_missed(self, replica_id: str, record: Record) -> bool:
-        """Whether something could go on beside it, or be made again, should it live: it is or was in a quorum."""
-        member = self._current is not None and replica_id in self._current.members
-        return member or record.stable > UNTRAINED
-
-    def _most_closed(self) -> bool:
-        """More than half of the current quorum has no lease."""
-        members = self._current.members if self._current else ()
-        return 2 * sum(r.life is not Life.UP for i in members if (r := self.records.get(i)) is not None) > len(members)
+    def _turn(self, replica_id: str, record: Record, life: Life, now: float, out: list[Effect]) -> None:
+        """Time has told what became of a replica."""
+        was = record.life
+        if life is Life.GONE:
+            record.goes(now)
+        else:
+            record.life = life  # `since` stays: orphan_s counts from the end of the lease
+        if was is Life.CLOSED:
+            self._crashes.died(record, now)
+            how = "is gone" if life is Life.GONE else "is lost: its connection closed"
+            doing = f", {record.phase}" if record.phase not in PLAIN_PHASES else ""
+            out.append(Note(f"{replica_id} {how} (last seen at step {record.step}{doing})"))
+        elif was is Life.UNKNOWN:
+            out.append(Note(f"{replica_id} has not returned since the lighthouse started"))
 
     def _presume_over(self, now: float) -> None:
-        """A quorum of which every connection closed and none returned, and that reported no commit, holds up nobody.
-
-        Without a supervisor a job that dies in its first step would otherwise wait orphan_s for its own dead. What is
-        at stake if it lives is what it committed since: it had reported nothing.
-        """
         current = self._current
         if current is None or current.ended or self._trained or not self.rules.r1_closed:
             return
-        members = [r for i in current.members if (r := self.records.get(i)) is not None]
-        if all(r.life in (Life.LOST, Life.GONE) for r in members):
+        if presume_over([r for i in current.members if (r := self.records.get(i)) is not None]):
             self.presumed_over = current.quorum_id
             self._end_current(now)
-            for record in members:
-                record.presumed_dead = record.life is Life.LOST and record.stable <= UNTRAINED
 
     def _note_training(self, replica_id: str, step: int) -> None:
         """A member reported a step: is it one that was committed in the current quorum?"""
@@ -523,18 +472,10 @@ class Room:
             same = quorum.quorum_id == self._current.quorum_id and replica_id in self._current.members
             self._trained = same and step > max(0, *(m.version.step for m in quorum.members))
 
-    def _twin(self, hello: Hello) -> str:
-        """Another admitted, living replica of the same name; ''  if there is none."""
-        for replica_id, other in self.records.items():
-            same = other.hello.name == hello.name and replica_id != hello.replica_id
-            if same and hello.name and hello.leased and other.life is Life.UP and not other.twin_until:
-                return replica_id
-        return ""
-
     def _keep_twin(self, record: Record, now: float, times: list[float], out: list[Effect]) -> bool:
         """A newcomer waits until the earlier process of its name is gone or silent. False: it is refused."""
         hello = record.hello
-        twin = self._twin(hello)
+        twin = earlier_process(hello, self.records)
         if not twin:
             record.twin_until, record.admitted_at = 0.0, self._crashes.not_before(hello.name, now)
             return True
@@ -542,20 +483,8 @@ class Room:
             times.append(record.twin_until)
             return True
         del self.records[hello.replica_id]
-        reason = f"{twin} and {hello.replica_id} are both alive and both called {hello.name!r}"
-        out.append(Refuse(hello.replica_id, f"{reason}: give every replica group its own FT_REPLICA_ID (replica_id)"))
+        out.append(same_name(twin, hello))
         return False
-
-    def _forget(self, replica_id: str, record: Record, now: float) -> None:
-        """Drop the record of a replica that no quorum names and nothing waits for; should it return, it says hello."""
-        kept_s = {
-            Life.GONE: CRASH_WINDOW_S,
-            Life.LOST: max(CRASH_WINDOW_S, record.hello.orphan_s),  # until then R1 and R2 may wait for it
-            Life.MISSED: max(CRASH_WINDOW_S, record.hello.orphan_s),
-            Life.UNKNOWN: max(CRASH_WINDOW_S, record.hello.orphan_s),
-        }
-        if now - record.since > kept_s.get(record.life, math.inf):
-            del self.records[replica_id]
 
     def _note_stalled(self, view: View, times: list[float], out: list[Effect]) -> None:
         """Who of the quorum that has ended lives, and is late for the next: said once, known until it asks."""
@@ -567,21 +496,15 @@ class Room:
                 record.stalled = late(view, view.seen[replica_id])
                 out.append(Note(record.stalled))
 
-    def _announce_losses(self, now: float, times: list[float], out: list[Effect]) -> None:
+    def _announce_losses(self, now: float, out: list[Effect]) -> None:
         """Tell the members of the quorum who will not answer any more, or may not: they break off and ask."""
         current = self._current
         if current is None:
             return
         lost = []
-        doubt_until = max(self._turbulent_until, self._returning_until)
         for replica_id in current.members:
             record = self.records.get(replica_id)
-            if record is None or record.told_lost:
-                continue
-            absent = record.life in ABSENT
-            if absent and now < doubt_until:
-                times.append(doubt_until)
-            elif absent or record.life is Life.GONE or (record.life is Life.CLOSED and record.suspected):
+            if record is not None and not record.told_lost and self._absences.suspected(record, now):
                 record.told_lost = True
                 lost.append(replica_id)
         peers = self._up(i for i in current.members if (r := self.records.get(i)) is not None and r.ask is None)
@@ -603,13 +526,7 @@ class Room:
             record.told_lost = record.accused = False
         self._trained = False
         out.append(Announce(quorum, tuple((ask.replica_id, ask.seq) for ask in formed.asks)))
-        newest = max(ask.version for ask in formed.asks)
-        joined = sorted(set(quorum.ids) - set(before))
-        gone = sorted(set(before) - set(quorum.ids))
-        text = f"quorum of {len(quorum.members)} at {newest}: {', '.join(quorum.ids)}"
-        text += f"; joined: {', '.join(joined)}" if joined and before else ""
-        text += f"; without: {', '.join(gone)}" if gone else ""
-        out.append(Note(text))
+        out.append(Note(formed_note(quorum, before)))
         for replica_id, why in formed.left_out.items():
             if not self.records[replica_id].stalled:
                 out.append(Note(why))
@@ -679,32 +596,14 @@ class Room:
         if current is None or epoch != current.quorum_id:
             return
         self._trained = True
-        for replica_id in current.members:
-            record = self.records.get(replica_id)
-            if record is not None and not record.committed:
-                record.committed = True
-                self._crashes.forgive(record.hello.name)
-
-    def _count_crash(self, record: Record, now: float) -> None:
-        if record.committed:
-            self._crashes.forgive(record.hello.name)
-        elif not record.crash_counted:
-            record.crash_counted = True
-            self._crashes.crashed(record.hello.name, now)
+        self._crashes.committed(r for i in current.members if (r := self.records.get(i)) is not None)
 
     def _evict(self) -> bool:
-        """Make room for a newcomer by forgetting the longest-gone replica that no quorum names.
-
-        Else the longest-absent one whose stable state a later one has reported as well: nothing would wait for it.
-        """
-        members = self._current.members if self._current else ()
-        others = [(r.since, i, r) for i, r in self.records.items() if i not in members]
-        newest = max((r.stable for r in self.records.values() if r.life is Life.UP), default=VOID)
-        gone = [(since, i) for since, i, r in others if r.life is Life.GONE]
-        gone = gone or [(since, i) for since, i, r in others if r.life in ABSENT and r.stable <= newest]
-        if gone:
-            del self.records[min(gone)[1]]
-        return bool(gone)
+        """Make room for a newcomer."""
+        least = least_needed(self.records, self._current.members if self._current else ())
+        if least:
+            del self.records[least]
+        return bool(least)
 
     def _view(self, now: float) -> View:
         records = self.records
@@ -715,7 +614,7 @@ class Room:
             seen={
                 i: Seen(
                     i, r.life, r.since, r.stable, r.ask, r.asked_at, r.paused_until, r.phase, r.admitted_at,
-                    self._twin(r.hello) if r.twin_until else "",
+                    earlier_process(r.hello, records) if r.twin_until else "",
                 )
                 for i, r in records.items()
             },
@@ -729,7 +628,3 @@ class Room:
             restart_until=self._boot_at + max((h.orphan_s for h in leased), default=900.0),
             rules=self.rules,
         )  # fmt: skip
-
-
-def _name(replica_id: str) -> str:
-    return replica_id.rpartition(":")[0] or replica_id

@@ -143,6 +143,9 @@ ABSENT = (Life.LOST, Life.MISSED)
 """Out of reach, but perhaps alive: not waited for, and not forgotten before orphan_s."""
 
 
+UNTIL = "it is waited for until it returns, its supervisor reports its end, or"
+
+
 @dataclass(frozen=True, slots=True)
 class Seen:
     """What `decide` needs to know of one replica."""
@@ -222,11 +225,6 @@ class NotReady:
     reason: str
     at: float | None
     waiting_for: tuple[str, ...] = ()
-
-
-def certainly_gone(seen: Seen | None) -> bool:
-    """True if nothing this replica ever does can reach anybody again."""
-    return seen is None or seen.life is Life.GONE
 
 
 def orphaned_at(view: View, ids: Sequence[str]) -> float | None:
@@ -368,7 +366,7 @@ def _newer_state_elsewhere(view: View, candidates: Mapping[str, Seen]) -> NotRea
             continue
         return NotReady(
             f"{seen.replica_id} holds {seen.stable}, newer than the {newest} of those who ask ({_story(view, seen)})"
-            f"{'' if at is None else _until(view)}",
+            + ("" if at is None else f"; {UNTIL} it has been away for {view.orphan_s:g} s (orphan_s)"),
             at,
             (seen.replica_id,),
         )
@@ -432,14 +430,6 @@ def _held(seen: Seen) -> str:
     return (
         f"{seen.replica_id} is held back for {for_s:.0f} s: earlier processes of that name crashed repeatedly before "
         "their first commit"
-    )
-
-
-def _until(view: View) -> str:
-    """How long an absent holder is waited for; the same words all the time, so that they are told and logged once."""
-    return (
-        "; it is waited for until it returns, its supervisor reports its end, or it has been away for "
-        f"{view.orphan_s:g} s (orphan_s)"
     )
 
 

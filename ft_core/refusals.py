@@ -77,6 +77,21 @@ class Refusals:
         return None
 
 
+def earlier_process(hello: Hello, records: Mapping[str, Record]) -> str:
+    """Another admitted, living replica of the same name; '' if there is none."""
+    for replica_id, other in records.items():
+        same = other.hello.name == hello.name and replica_id != hello.replica_id
+        if same and hello.name and hello.leased and other.life is Life.UP and not other.twin_until:
+            return replica_id
+    return ""
+
+
+def same_name(earlier: str, hello: Hello) -> Refuse:
+    """The refusal of a process whose name a living one has."""
+    reason = f"{earlier} and {hello.replica_id} are both alive and both called {hello.name!r}"
+    return Refuse(hello.replica_id, f"{reason}: give every replica group its own FT_REPLICA_ID (replica_id)")
+
+
 def closed_by(room: str, last: Left) -> str:
     """What is told to whoever comes after the one that has finished."""
     return (

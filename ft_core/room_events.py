@@ -176,4 +176,14 @@ class Note:
     text: str
 
 
+def formed_note(quorum: Quorum, before: tuple[str, ...]) -> str:
+    """The log line about a new quorum; `before`: the members of the one that it follows."""
+    newest = max(member.version for member in quorum.members)
+    joined = sorted(set(quorum.ids) - set(before))
+    gone = sorted(set(before) - set(quorum.ids))
+    text = f"quorum of {len(quorum.members)} at {newest}: {', '.join(quorum.ids)}"
+    text += f"; joined: {', '.join(joined)}" if joined and before else ""
+    return text + (f"; without: {', '.join(gone)}" if gone else "")
+
+
 Effect = Announce | Explain | ChangePending | MemberLost | Paused | Superseded | Refuse | Note

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from ft_core.quorum import Life
+from ft_core.quorum import VOID, Life
 
 if TYPE_CHECKING:
     from ft_core.quorum import Ask, Quorum, Version
@@ -31,8 +31,6 @@ class Record:
     admitted_at: float = 0.0
     accused: bool = False
     """A member of its quorum reported a failed collective: it is not waited for any more (DESIGN 3.2)."""
-    suspected: bool = False
-    """Its connection closed and did not return within the grace: the other members are told to break off."""
     presumed_dead: bool = False
     """It is lost with its whole quorum, which had reported no commit: another process may take its id."""
     crash_counted: bool = False
@@ -50,6 +48,13 @@ class Record:
     word_until: float = 0.0
     """A supervisor saw the end of a process of this name while this lease still stood: should the lease end by then,
     it was this process, and there is nothing to wait for."""
+
+    @staticmethod
+    def unseen(replica_id: str, presenter: Hello, now: float) -> Record:
+        """A member of a presented quorum that has not been seen under this boot (R9)."""
+        name = replica_id.rpartition(":")[0] or replica_id
+        hello = replace(presenter, replica_id=replica_id, name=name, incarnation=0, generation=-1, members=())
+        return Record(hello, Life.UNKNOWN, now, VOID, -1)
 
     def goes(self, now: float) -> None:
         """It is certainly gone."""
