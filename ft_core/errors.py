@@ -37,6 +37,13 @@ class HealError(PeerError):
     """State could not be received from any donor, or what arrived did not verify."""
 
 
+class StateRefusedError(HealError):
+    """A state that cannot be carried: every donor refused to send its own, or it holds a class unknown here.
+
+    Unlike other heal errors this one is raised by the Manager: asking again would not change it.
+    """
+
+
 class EncodingError(ConfigError):
     """A state dict holds a type that cannot be sent safely; the message names the key path."""
 

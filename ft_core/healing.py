@@ -4,6 +4,9 @@ How it works. Over `HTTPTransport` state is offered under a tag that names quoru
 several donors at once; a newcomer copies most of it before it joins (prefetch) and only fetches what differs once it
 is in. Any other `CheckpointTransport` is driven through its four calls, one donor at a time.
 
+A donor never dies of a join: if its state cannot be sent it tells the receivers so, logs it once and trains on.
+Whether it can be sent is looked at before training, when the first quorum is asked for (`check`).
+
 Invariants (R7): what is received is used only in the quorum that planned it; an offer is closed before its tensors may
 change; state is written in place only while this replica's own is worthless (it never trained), and is VOID from
 then on.
@@ -12,6 +15,7 @@ Threads: `offer_*` and `close` on the training thread or quorum worker, `receive
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from dataclasses import dataclass
@@ -19,17 +23,19 @@ from datetime import timedelta
 from threading import Event
 from typing import TYPE_CHECKING, Any
 
-from ft_core.checkpointing import CheckpointTransport, HTTPTransport
-from ft_core.errors import HealError
+from ft_core.checkpointing import CheckpointTransport, HTTPTransport, OwnState
+from ft_core.errors import EncodingError, HealError, StateRefusedError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from ft_core.assignment import Plan
     from ft_core.checkpointing.receive_plan import Prefetched
     from ft_core.quorum import Version
 
 log = logging.getLogger("ft_core")
+WHY_MAX = 4096
+"""Longest refusal that is sent, in characters."""
 
 
 @dataclass(frozen=True)
@@ -56,9 +62,13 @@ def bucket_tag(quorum_id: int, attempt: int) -> str:
 class Healing:
     """Offers and receives state for one rank."""
 
-    def __init__(self, transport: CheckpointTransport[Any], group_rank: int, heal_s: float) -> None:
+    def __init__(self, transport: CheckpointTransport[Any], group_rank: int, heal_s: float, replica_id: str) -> None:
         self._transport = transport
         self._live = transport if isinstance(transport, HTTPTransport) else None
+        self._replica_id = replica_id
+        self._own: OwnState | None = None
+        self._told = ""
+        """Why this replica cannot be a donor, as it was logged last."""
         self._group_rank = group_rank
         self._heal_s = heal_s
         self._prefetched: Prefetched | None = None
@@ -78,17 +88,43 @@ class Healing:
         """A newcomer waits for a live view of this replica's state (read on every step)."""
         return self._live is not None and self._live.server.snapshot_wanted
 
-    def offer_live(self, state: Mapping[str, Any]) -> None:
-        """Let newcomers copy `state` as it is and as it changes."""
-        assert self._live is not None
-        self._live.server.offer_live(state)
+    def check(self, state: Mapping[str, Any]) -> None:
+        """See that `state` can be sent, without copying any of it. Raises EncodingError naming the key path.
 
-    def offer(self, plan: Plan, state: Mapping[str, Any], timeout_s: float) -> None:
-        """Serve `state`, which is `plan.target`, to the members that heal in this quorum."""
+        A transport of the user's own carries what it carries, and is not asked.
+        """
         if self._live is not None:
-            self._live.server.offer(state_tag(plan.quorum_id, plan.target), state)
+            self._own = OwnState.of(state)
+
+    def offer_live(self, state: Callable[[], Mapping[str, Any]]) -> None:
+        """Let newcomers copy a state as it is and as it changes. Never raises, also if `state` does."""
+        assert self._live is not None
+        server = self._live.server
+        self._try(lambda: server.offer_live(state()), server.refuse_live)
+
+    def offer(self, plan: Plan, state: Callable[[], Mapping[str, Any]], timeout_s: float) -> None:
+        """Serve a state, which is `plan.target`, to the members that heal in this quorum. Never raises."""
+        if self._live is not None:
+            server, tag = self._live.server, state_tag(plan.quorum_id, plan.target)
+            self._try(lambda: server.offer(tag, state()), lambda why: server.refuse(tag, why))
             return
-        self._transport.send_checkpoint(list(plan.healing), plan.target.step, dict(state), timedelta(seconds=timeout_s))
+        ranks, limit = list(plan.healing), timedelta(seconds=timeout_s)
+        self._try(
+            lambda: self._transport.send_checkpoint(ranks, plan.target.step, dict(state()), limit), lambda _: None
+        )
+
+    def _try(self, offer: Callable[[], None], refuse: Callable[[str], None]) -> None:
+        """Make an offer; whatever keeps it from being made is told to the receivers, and once to the user."""
+        try:
+            offer()
+        except Exception as error:  # the user's functions and classes may raise anything
+            known = isinstance(error, (EncodingError, HealError))
+            why = str(error) if known else f"its state could not be collected: {type(error).__name__}: {error}"
+            refuse(f"{self._replica_id}: {why}"[:WHY_MAX])
+            if why != self._told:
+                self._told = why
+                told = "%s: no replica can heal from this one, which trains on: %s"
+                log.error(told, self._replica_id, why, exc_info=None if known else error)
 
     def offer_buckets(self, quorum_id: int, attempt: int, buckets: Sequence[Any]) -> None:
         """Serve the reduced gradients of an attempt that some member could not follow (R5)."""
@@ -114,7 +150,7 @@ class Healing:
             self._transport.disallow_checkpoint()
 
     def prefetch(self, donors: Sequence[str], into: Mapping[str, Any] | None) -> bool:
-        """Copy what running members hold right now; what differs at join time is fetched then. Never raises.
+        """Copy what running members hold right now; what differs at join time is fetched then.
 
         Args:
             donors: heal addresses.
@@ -122,13 +158,21 @@ class Healing:
 
         Returns:
             Whether `into` may have been written to.
+
+        Raises:
+            StateRefusedError: no donor can send its state, or it holds a class unknown here. Nothing was written. Every
+            other failure is logged: the whole state is fetched after joining.
         """
         if self._live is None or not donors:
             return False
         started = time.monotonic()
         try:
-            self._prefetched = self._live.prefetch(donors, into=into, deadline_s=self._heal_s, cancel=self._cancel)
+            self._prefetched = self._live.prefetch(
+                donors, into=into, deadline_s=self._heal_s, cancel=self._cancel, own=self._own
+            )
             self._into = into
+        except StateRefusedError:
+            raise
         except HealError as error:
             # No donor answered at all, so nothing was written: perhaps they are those of a job that has ended.
             log.info("prefetch of live state failed (%s); the whole state is fetched after joining", error)
@@ -144,6 +188,12 @@ class Healing:
         """Set by the next `cancel`."""
         return self._cancel
 
+    def know(self, state: Mapping[str, Any]) -> None:
+        """Look at a newer state of this rank's own than `check` was given: what a donor's may hold, and how much."""
+        with contextlib.suppress(EncodingError):  # what is known from before remains
+            if self._live is not None:
+                self._own = OwnState.of(state)
+
     def receive(self, plan: Plan, into: Mapping[str, Any] | None, cancel: Event) -> Received:
         """Receive `plan.target` from its donors, verified. Blocks, until `cancel` is set; raises HealError."""
         started = time.monotonic()
@@ -156,6 +206,7 @@ class Healing:
                 deadline_s=self._heal_s,
                 cancel=cancel,
                 have=have,
+                own=self._own,
             )
             self._into = None
             return Received(plan.quorum_id, found.state, found.bytes, time.monotonic() - started, found.donors_used)

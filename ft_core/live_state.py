@@ -2,8 +2,9 @@
 
 How it works. `register` keeps (load, save) per key. `collect` calls every save function, on the training thread, at a
 step boundary, and returns one nested dict. Tensors in it are references: parameters and optimizer state do not change
-until `optimizer.step`, so they are served from live memory without a copy. What the forward pass changes (module
-buffers; `volatile` names their storages) is cloned at once. `apply` loads a received state, key by key.
+until `optimizer.step`, so they are served from live memory without a copy. What changes earlier is copied at once: what
+the forward pass writes to (module buffers; `volatile` names their storages), and all containers. `apply` loads a
+received state, key by key.
 
 Invariant: user functions run on the training thread only, never while reading is disallowed, never concurrently.
 Ownership: the training thread calls `collect` and `apply`; the read gate may be moved from any thread.
@@ -15,8 +16,7 @@ import threading
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
-import torch
-
+from ft_core.checkpointing.tree import snapshot
 from ft_core.errors import ConfigError, HealError
 
 StateFn = Callable[[], Any]
@@ -73,8 +73,7 @@ class LiveState:
         """
         if not self._readable.wait(timeout_s):
             raise HealError(f"allow_state_dict_read was not called within {timeout_s:g} s")
-        out = {key: save() for key, save in self._save.items()}
-        return {key: _clone_volatile(value, volatile) for key, value in out.items()} if volatile else out
+        return {key: snapshot(save(), volatile) for key, save in self._save.items()}
 
     def apply(self, state: Mapping[str, Any]) -> None:
         """Load a received state.
@@ -89,27 +88,3 @@ class LiveState:
             )
         for key, load in self._load.items():
             load(state[key])
-
-
-def tensors_in(value: Any) -> list[torch.Tensor]:
-    """Every tensor in a nest of dicts, lists and tuples, in order."""
-    if isinstance(value, torch.Tensor):
-        return [value]
-    if isinstance(value, Mapping):
-        return [t for item in value.values() for t in tensors_in(item)]
-    if isinstance(value, list | tuple):
-        return [t for item in value for t in tensors_in(item)]
-    return []
-
-
-def _clone_volatile(value: Any, volatile: Collection[int]) -> Any:
-    if isinstance(value, torch.Tensor):
-        return value.detach().clone() if value.untyped_storage().data_ptr() in volatile else value
-    if isinstance(value, dict):
-        changed = {key: _clone_volatile(item, volatile) for key, item in value.items()}
-        return value if all(changed[k] is value[k] for k in value) else type(value)(changed)
-    if type(value) in (list, tuple):
-        changed_items = [_clone_volatile(item, volatile) for item in value]
-        same = all(a is b for a, b in zip(changed_items, value, strict=True))
-        return value if same else type(value)(changed_items)
-    return value

@@ -28,7 +28,6 @@ import weakref
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
-import torch
 from torch.distributed import ReduceOp, Work
 
 from ft_core import drain
@@ -39,7 +38,7 @@ from ft_core.attempt import StepAttempt
 from ft_core.commit import Commit
 from ft_core.data_port import DataPort
 from ft_core.drain import EXIT_S, DrainedError
-from ft_core.errors import ConfigError, UsageError
+from ft_core.errors import ConfigError, StateRefusedError, UsageError
 from ft_core.exhaustion import Exhaustion
 from ft_core.futures import future_timeout
 from ft_core.lanes import sum_options
@@ -47,10 +46,11 @@ from ft_core.leaving import Leaving
 from ft_core.live_state import DEFAULT_KEY, LiveState
 from ft_core.parity import ParityCheck
 from ft_core.process_group import ProcessGroup
-from ft_core.quorum import VOID, Version
+from ft_core.quorum import Version
 from ft_core.room_layout import WHOLE_STEPS
 from ft_core.rounds import QuorumWorker, Round
 from ft_core.settings import DEFAULT_ROOM
+from ft_core.state_views import StateViews
 from ft_core.step import Go, Heal, MustAsk, Phase, Step, fold_lineage
 from ft_core.weights import BatchWeights, Weighted
 from ft_core.work import ManagedWork, finished_work
@@ -58,6 +58,7 @@ from ft_core.work import ManagedWork, finished_work
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
+    import torch
     from torch._C._distributed_c10d import Store
     from torch.futures import Future
 
@@ -73,7 +74,7 @@ T = TypeVar("T")
 log = logging.getLogger("ft_core")
 
 
-class Manager(DataPort, Commit, Agreement, Weighted, Exhaustion, Leaving):
+class Manager(DataPort, Commit, Agreement, Weighted, Exhaustion, Leaving, StateViews):
     """Drives fault-tolerant training on one rank. Constructs and starts; call `shutdown` (or leave it to exit).
 
     Args:
@@ -301,7 +302,7 @@ class Manager(DataPort, Commit, Agreement, Weighted, Exhaustion, Leaving):
         if isinstance(decision, MustAsk) and (decision.failed or room_id != self._room):
             session.lanes.abort()  # the others may be waiting for this rank in a collective
         if self._healing.snapshot_wanted:
-            self._healing.offer_live(self._whole_state())
+            self._healing.offer_live(self._whole_state)
         if isinstance(decision, Go):
             session.error = None
             if self._attempt is None or self._attempt.used:  # else it is the one that should_commit opened
@@ -334,7 +335,7 @@ class Manager(DataPort, Commit, Agreement, Weighted, Exhaustion, Leaving):
         with session.lock:
             usable = step.version >= Version(0, 0)
             version = step.version
-        state = self._whole_state() if usable else None
+        state = self._view(fresh) if usable else None
         worthless = fresh and version.step <= 0
         round_ = Round(
             why=why,
@@ -347,7 +348,7 @@ class Manager(DataPort, Commit, Agreement, Weighted, Exhaustion, Leaving):
             timeout_s=(timeout.total_seconds() if timeout is not None else self._config.budget.quorum_s)
             * (1 + self._config.quorum_retries),
             state=state,
-            in_place=state if worthless else None,
+            in_place=state() if worthless and state is not None else None,
             buckets=self._reduced(),
             prefetch=fresh,
         )  # fmt: skip
@@ -366,6 +367,8 @@ class Manager(DataPort, Commit, Agreement, Weighted, Exhaustion, Leaving):
             raise round_.error
         if round_.plan is not None and round_.plan.heals:  # also late, if its last heal failed
             round_.wait_healed()
+            if isinstance(round_.error, StateRefusedError):
+                raise round_.error
             self._apply_heal()
         if self._session.draining and self._config.world_size == 1:
             self._end_drained()
@@ -380,29 +383,6 @@ class Manager(DataPort, Commit, Agreement, Weighted, Exhaustion, Leaving):
         """Quorum worker: where the lanes of a quorum meet. (store prefix, rank, size, both lanes at once)"""
         prefix = f"{plan.store_address}/{self._room}/{plan.quorum_id:x}/{self._config.rank}"
         return prefix, plan.replica_rank, plan.size, not self._riding
-
-    def _collect(self) -> dict[str, Any]:
-        return self._live.collect(self._volatile(), self._config.budget.timeout_s)
-
-    def _whole_state(self) -> dict[str, Any]:
-        """What a healing replica receives."""
-        ended = self._step.round_ended or VOID
-        told = {"round_step": ended.step, "round_epoch": ended.epoch, "commit_weight": self._step.commit_weight}
-        return {"user": self._collect(), "manager": self.state_dict() | told}
-
-    def _volatile(self) -> set[int]:
-        """Storages that forward changes. Asked for anew each time: modules may replace their buffers."""
-        return set().union(*(c.buffer_storages() for c in self._carriers))
-
-    def _reduced(self) -> tuple[int, int, list[Any]] | None:
-        """R5: the reduced gradients of the last commit, if nothing has touched them since."""
-        if self._last_commit is None or not self._riding or self._config.world_size > 1:
-            return None
-        buckets = self._carriers[0].reduced()
-        if buckets is None:
-            return None
-        told = torch.tensor([self._step.batches_committed, self._step.commit_weight, *self._last_missing])
-        return (*self._last_commit, [*(b.clone() for b in buckets), told])
 
     def _hello(self) -> Hello:
         """Lease thread: what to present."""

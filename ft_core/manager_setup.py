@@ -206,7 +206,7 @@ def start(
             timedelta(seconds=config.budget.heal_s), hostname=config.host, token=config.token or None,
             bind=config.bind, idle_s=config.budget.transfer_idle_s,
         )  # fmt: skip
-    healing = Healing(transport, config.rank, config.budget.heal_s)
+    healing = Healing(transport, config.rank, config.budget.heal_s, step.settings.replica_id)
     try:
         session.control = _control(config, step.settings.replica_id, session, store)
     except BaseException:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ft_core.checkpointing.memory import byte_view, checksum
-from ft_core.live_state import tensors_in
+from ft_core.checkpointing.tree import tensors_in
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping

@@ -14,6 +14,7 @@ publishes them.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import queue
 import threading
@@ -22,7 +23,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from ft_core.drain import DrainedError
-from ft_core.errors import FaultToleranceError, HealError, LighthouseError, QuorumTimeoutError
+from ft_core.errors import FaultToleranceError, HealError, LighthouseError, QuorumTimeoutError, StateRefusedError
 from ft_core.step import MustAsk, Phase
 
 if TYPE_CHECKING:
@@ -50,8 +51,9 @@ class Round:
     template: Ask
     room: str
     timeout_s: float
-    state: Mapping[str, Any] | None
-    """This rank's state at the boundary the ask was made at; None if it must not be a donor."""
+    state: Callable[[], Mapping[str, Any]] | None
+    """Returns this rank's state at the boundary the ask was made at, or raises what kept it from being collected. None
+    if it must not be a donor."""
     in_place: Mapping[str, Any] | None = None
     """Tensors to receive into directly: only while this rank's own state is worthless and forward is not running."""
     buckets: tuple[int, int, list[Any]] | None = None
@@ -256,9 +258,17 @@ class QuorumWorker:
                 session.step.heal_failed(plan.quorum_id, "this replica drains")
             if session.draining or session.step.phase is Phase.BROKEN:
                 return
+        if round_.state is not None:
+            with contextlib.suppress(Exception):  # it could not be collected, which is for its receivers to know
+                self._healing.know(round_.state())
         try:
             with session.busy("healing", session.budget.heal_s):
                 received = self._healing.receive(plan, self._room_for(plan, round_), cancel)
+        except StateRefusedError as error:
+            # Asking again would heal nothing and disturb the others at every step: this replica ends (R11).
+            round_.heal_error = round_.error = error
+            session.fail(error)
+            return
         except HealError as error:
             round_.heal_error = error
             log.warning("%s: healing failed, asking again: %s", name, error)
@@ -288,6 +298,10 @@ class QuorumWorker:
             before = session.step.version
             if round_.in_place is not None:
                 session.step.tear()  # before the first byte (R7)
-        if not self._healing.prefetch(donors, round_.in_place):
-            with session.lock:
-                session.step.version = before
+        written = False
+        try:
+            written = self._healing.prefetch(donors, round_.in_place)
+        finally:
+            if not written:
+                with session.lock:
+                    session.step.version = before

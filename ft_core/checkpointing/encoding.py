@@ -10,6 +10,7 @@ Invariants
 - `decode(skeleton(encode(x)), leaves) == x` for every type in the table; every other type is refused by `encode`
   with an `EncodingError` that names its key path. Never a silent approximation (one exception, wanted: an
   `nn.Parameter` arrives as a plain tensor).
+- A class is named, never sent: `state_types` says which instances can travel, and which of them are rebuilt.
 - Leaf order is the traversal order, so equal structures give equal leaf lists on every donor. That is why a tensor may
   not sit in a set or be a dict key: neither has an order that all donors share.
 - Two places that hold the same memory, shape and strides share one leaf (tied weights are sent once). Tensors that
@@ -23,6 +24,7 @@ Threads: pure functions on the caller's thread; nothing is kept.
 from __future__ import annotations
 
 import base64
+import enum
 import json
 import re
 import sys
@@ -32,14 +34,14 @@ from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 import torch
 
+from ft_core.checkpointing import state_types
 from ft_core.checkpointing.memory import byte_view
+from ft_core.checkpointing.tree import MAX_DEPTH, ROOT, is_plain_tensor
 from ft_core.errors import EncodingError, HealError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
-MAX_DEPTH: Final = 64
-"""Deepest nesting carried; also what ends a state that contains itself."""
 INLINE_BYTES_MAX: Final = 1024
 """Longer `bytes` values become leaves, so that they are not base64-encoded into the skeleton."""
 
@@ -50,11 +52,18 @@ DTYPES: Final[dict[str, torch.dtype]] = {
 }
 """The dtypes a leaf may have, by the name used on the wire."""
 
-_ROOT: Final = "state"
+CLASSES_MAX: Final = 1024
+"""Most classes of the user's in one state."""
+_NO_CLASSES: Final[dict[str, type]] = {}
 _PLAIN: Final = (str, float, bool, type(None))
 _INT_LIMIT: Final = 1 << 63
 _NUMPY_DTYPE: Final = re.compile(r"[<>|=][biufcSUmM]\d{1,6}(\[\w{1,8}\])?")
-_FACTORIES: Final[dict[str, Any]] = {"None": None, "list": list, "dict": dict, "set": set, "int": int, "float": float}
+_FACTORIES: Final[dict[str, Any]] = {
+    "None": None,
+    **{kind.__name__: kind for kind in (list, dict, set, int, float, str, bool, tuple, frozenset, bytes, bytearray)},
+    **{kind.__name__: kind for kind in (deque, Counter, OrderedDict)},
+}
+REGISTER: Final = "or register its class: ft_core.checkpointing.register_state_type"
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,35 +102,41 @@ class Encoded:
     tensors: list[torch.Tensor] = field(default_factory=list)
     owned: list[bool] = field(default_factory=list)
     """Whether `tensors[i]` is a copy made by the encoder (True) or aliases the caller's memory (False)."""
+    classes: dict[str, tuple[type, str]] = field(default_factory=dict)
+    """The user's classes in the state by the name they travel under, each with the key path where it first occurs."""
 
     def skeleton_bytes(self) -> bytes:
         """The skeleton as it travels."""
         return json.dumps(self.skeleton, separators=(",", ":")).encode("ascii")
 
 
-def encode(state: object) -> Encoded:
+def encode(state: object, *, dry: bool = False) -> Encoded:
     """Split `state` into skeleton and leaves.
 
     Copies only what cannot be served from where it lies (CUDA and non-contiguous tensors, numpy arrays, bytes).
+    `dry`: copies nothing; for whoever wants to know whether the state can be carried. The result has no `tensors`.
     Raises `EncodingError` naming the key path of the first value that cannot be carried.
     """
-    encoder = _Encoder()
-    encoder.result.skeleton = encoder.node(state, _ROOT, 0)
+    encoder = _Encoder(dry)
+    encoder.result.skeleton = encoder.node(state, ROOT, 0)
     return encoder.result
 
 
-def decode(skeleton: bytes | str, tensors: Sequence[torch.Tensor]) -> Any:
-    """Rebuild the state from a received skeleton; `HealError` if it is not one."""
+def decode(skeleton: bytes | str, tensors: Sequence[torch.Tensor], known: Mapping[str, type] = _NO_CLASSES) -> Any:
+    """Rebuild the state from a received skeleton; `HealError` if it is not one.
+
+    `known`: classes that may be rebuilt besides the registered ones, by name.
+    """
     try:
-        return decode_tree(json.loads(skeleton), tensors)
+        return decode_tree(json.loads(skeleton), tensors, known)
     except (ValueError, RecursionError) as e:
         raise HealError(f"received state skeleton is not valid: {e!r}") from e
 
 
-def decode_tree(tree: Any, tensors: Sequence[torch.Tensor]) -> Any:
+def decode_tree(tree: Any, tensors: Sequence[torch.Tensor], known: Mapping[str, type] = _NO_CLASSES) -> Any:
     """`decode` for a skeleton that is already parsed."""
     try:
-        return _Decoder(tensors).value(tree, 0)
+        return _Decoder(tensors, known).value(tree, 0)
     except HealError:
         raise
     except Exception as e:
@@ -129,43 +144,11 @@ def decode_tree(tree: Any, tensors: Sequence[torch.Tensor]) -> Any:
         raise HealError(f"received state skeleton is not valid: {e!r}") from e
 
 
-def tensor_paths(state: object) -> dict[str, torch.Tensor]:
-    """Key path -> tensor for every plain tensor in `state`, with the paths `encode` would give. Skips all else."""
-    found: dict[str, torch.Tensor] = {}
-    _collect(state, _ROOT, 0, found)
-    return found
-
-
-def is_plain_tensor(value: object) -> bool:
-    """Whether `value` is a tensor whose bytes are its value: not a subclass, sparse, quantized, nested or meta."""
-    return (
-        type(value) in (torch.Tensor, torch.nn.Parameter)
-        and isinstance(value, torch.Tensor)
-        and value.layout is torch.strided
-        and not value.is_quantized
-        and not value.is_nested
-        and not value.is_meta
-    )
-
-
-def _collect(value: object, path: str, depth: int, found: dict[str, torch.Tensor]) -> None:
-    if depth > MAX_DEPTH:
-        return
-    if is_plain_tensor(value):
-        assert isinstance(value, torch.Tensor)
-        found[path] = value
-    elif isinstance(value, dict):
-        for key, item in value.items():
-            _collect(item, f"{path}[{key!r}]", depth + 1, found)
-    elif isinstance(value, (list, tuple, deque)):
-        for index, item in enumerate(value):
-            _collect(item, f"{path}[{index}]", depth + 1, found)
-
-
 class _Encoder:
     """One walk. `shared` maps the identity of a tensor's memory to its leaf."""
 
-    def __init__(self) -> None:
+    def __init__(self, dry: bool) -> None:
+        self.dry = dry
         self.result = Encoded(None)
         self.shared: dict[tuple[Any, ...], int] = {}
         self.unordered = 0  # > 0 inside a set or a dict key, where tensors are refused
@@ -185,9 +168,44 @@ class _Encoder:
             self.refuse(path[:200], value, f"is nested deeper than {MAX_DEPTH} levels, or the state contains itself")
         if isinstance(value, torch.Tensor):
             return ["T", self.tensor(value, path)]
+        entry = state_types.registered(kind)
+        if entry is not None and entry.encode is not None:
+            return self.registered(entry, entry.encode, value, path, depth)
+        if isinstance(value, enum.Enum):
+            return ["E", self.class_name(kind, path), state_types.enum_value(value)]
         if isinstance(value, (dict, list, tuple, deque, set, frozenset)):
             return self.container(value, path, depth)
+        if state_types.is_open_dataclass(kind):
+            self.check_hidden(value, path)
+            fields = dict(state_types.fields_of(value))
+            node = ["dc", self.class_name(kind, path)]
+            for name, item in fields.items():
+                node += [name, self.node(item, f"{path}.{name}", depth + 1)]
+            return node
         return self.special(value, path)
+
+    def class_name(self, kind: type, path: str) -> str:
+        name = state_types.class_name(kind)
+        if name not in self.result.classes and len(self.result.classes) >= CLASSES_MAX:
+            raise EncodingError(f"{path}: the state holds instances of more than {CLASSES_MAX} classes")
+        self.result.classes.setdefault(name, (kind, path))
+        return name
+
+    def check_hidden(self, value: object, path: str) -> None:
+        hidden = state_types.hidden_attributes(value)
+        if hidden:
+            names = ", ".join(hidden)[:200]
+            self.refuse(path, value, f"has attributes that are not fields: {names}; remove them, {REGISTER}")
+
+    def registered(
+        self, entry: state_types.StateType, take_apart: Callable[[Any], Any], value: object, path: str, depth: int
+    ) -> list[Any]:
+        try:
+            parts = take_apart(value)
+        except Exception as e:
+            name = type(value).__qualname__
+            raise EncodingError(f"{path}: the encode function registered for {name} raised {e!r}") from e
+        return ["R", entry.name, self.node(parts, path, depth + 1)]
 
     def container(self, value: Any, path: str, depth: int) -> list[Any]:
         kind = type(value)
@@ -217,9 +235,12 @@ class _Encoder:
             node = self.items(["s" if kind is set else "f"], value, path, depth)
             self.unordered -= 1
             return node
-        if isinstance(value, tuple) and hasattr(value, "_fields"):
-            self.refuse(path, value, "is a named tuple, whose class the receiver would have to import; use a dict")
-        return self.refuse(path, value, "is a container subclass that cannot be sent; convert it to its base type")
+        if state_types.is_named_tuple(kind):
+            self.check_hidden(value, path)
+            node = ["nt", self.class_name(kind, path)]
+            return node + [self.node(item, f"{path}.{n}", depth + 1) for n, item in state_types.fields_of(value)]
+        why = f"is a container subclass that cannot be sent; convert it to its base type, {REGISTER}"
+        return self.refuse(path, value, why)
 
     def items(self, node: list[Any], values: Iterable[Any], path: str, depth: int) -> list[Any]:
         for index, item in enumerate(values):
@@ -245,7 +266,7 @@ class _Encoder:
             tag = "b" if kind is bytes else "ba"
             if len(value) <= INLINE_BYTES_MAX:
                 return [tag, base64.b64encode(value).decode("ascii")]
-            return [tag, self.raw_leaf(bytearray(value), path)]
+            return [tag, self.raw_leaf(bytearray() if self.dry else bytearray(value), path, len(value))]
         if kind is complex:
             return ["z", value.real, value.imag]
         if kind is torch.dtype:
@@ -262,7 +283,7 @@ class _Encoder:
         numpy = sys.modules.get("numpy")
         if numpy is not None and isinstance(value, (numpy.ndarray, numpy.generic)):
             return self.numpy(numpy, value, path)
-        return self.refuse(path, value, "cannot be sent; keep it out of the state dict, or convert it to plain values")
+        return self.refuse(path, value, f"cannot be sent; keep it out of the state, {REGISTER}")
 
     def numpy(self, numpy: Any, value: Any, path: str) -> list[Any]:
         if isinstance(value, numpy.ndarray) and type(value) is not numpy.ndarray:
@@ -272,11 +293,14 @@ class _Encoder:
         if isinstance(value, numpy.generic):
             return ["n", value.dtype.str, base64.b64encode(value.tobytes()).decode("ascii")]
         # Always a copy: nothing tells when numpy state (an RNG's) changes.
-        return ["N", value.dtype.str, list(value.shape), self.raw_leaf(bytearray(value.tobytes()), path)]
+        data = bytearray() if self.dry else bytearray(value.tobytes())
+        return ["N", value.dtype.str, list(value.shape), self.raw_leaf(data, path, value.nbytes)]
 
-    def raw_leaf(self, data: bytearray, path: str) -> int:
+    def raw_leaf(self, data: bytearray, path: str, size: int) -> int:
         if self.unordered:
             raise EncodingError(f"{path}: bulk data in a set or as a dict key has no order that all donors share")
+        if self.dry:
+            return self.leaf(Leaf(path, torch.uint8, (size,)))
         tensor = torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
         return self.add(tensor, path, owned=True)
 
@@ -290,8 +314,11 @@ class _Encoder:
         known = self.shared.get(key) if plain.numel() else None
         if known is not None:
             return known
-        held = plain.resolve_conj().resolve_neg().cpu().contiguous()
-        index = self.add(held, path, owned=held.data_ptr() != plain.data_ptr())
+        if self.dry:
+            index = self.leaf(Leaf(path, plain.dtype, tuple(plain.shape)))
+        else:
+            held = plain.resolve_conj().resolve_neg().cpu().contiguous()
+            index = self.add(held, path, owned=held.data_ptr() != plain.data_ptr())
         self.shared[key] = index
         return index
 
@@ -307,18 +334,21 @@ class _Encoder:
             self.refuse(path, value, f"with dtype {value.dtype} cannot be sent")
 
     def add(self, tensor: torch.Tensor, path: str, *, owned: bool) -> int:
-        result = self.result
-        result.leaves.append(Leaf(path, tensor.dtype, tuple(tensor.shape)))
-        result.tensors.append(tensor)
-        result.owned.append(owned)
-        return len(result.leaves) - 1
+        self.result.tensors.append(tensor)
+        self.result.owned.append(owned)
+        return self.leaf(Leaf(path, tensor.dtype, tuple(tensor.shape)))
+
+    def leaf(self, leaf: Leaf) -> int:
+        self.result.leaves.append(leaf)
+        return len(self.result.leaves) - 1
 
 
 class _Decoder:
     """Builds values from a skeleton; every tag it does not know is an error."""
 
-    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+    def __init__(self, tensors: Sequence[torch.Tensor], known: Mapping[str, type]) -> None:
         self.tensors = tensors
+        self.known = known
 
     def leaf(self, index: Any) -> torch.Tensor:
         if type(index) is not int or not 0 <= index < len(self.tensors):
@@ -374,6 +404,14 @@ class _Decoder:
             return set(self.items(rest, depth))
         if tag == "f":
             return frozenset(self.items(rest, depth))
+        if tag == "nt":
+            return state_types.build_named_tuple(state_types.resolve(rest[0], self.known), self.items(rest[1:], depth))
+        if tag == "dc":
+            return state_types.build_dataclass(
+                state_types.resolve(rest[0], self.known), dict(self.pairs(rest[1:], depth))
+            )
+        if tag == "R":
+            return state_types.decode_registered(rest[0], self.value(rest[1], depth + 1))
         return self.scalar(tag, rest)
 
     def scalar(self, tag: Any, rest: list[Any]) -> Any:
@@ -395,6 +433,8 @@ class _Decoder:
             return slice(*self.items(rest, 0))
         if tag in ("n", "N"):
             return self.numpy(tag, rest)
+        if tag == "E":
+            return state_types.build_enum(state_types.resolve(rest[0], self.known), rest[1])
         raise HealError(f"received state skeleton holds an unknown tag {str(tag)[:40]!r}")
 
     def numpy(self, tag: str, rest: list[Any]) -> Any:

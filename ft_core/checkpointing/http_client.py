@@ -16,8 +16,10 @@ from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import quote
 
 from ft_core.checkpointing.donor_connection import DonorConnection, Refused, explain
+from ft_core.checkpointing.own_state import OwnState
+from ft_core.checkpointing.receive_plan import Given
 from ft_core.checkpointing.session import Session
-from ft_core.errors import HealError
+from ft_core.errors import EncodingError, HealError
 
 if TYPE_CHECKING:
     import threading
@@ -53,6 +55,7 @@ def fetch(
     cancel: threading.Event | None = None,
     have: Prefetched | None = None,
     only: Callable[[str], bool] | None = None,
+    own: OwnState | None = None,
 ) -> FetchResult:
     """Receive the state that `donors` (addresses, best first) offer under `tag`; blocks.
 
@@ -61,10 +64,13 @@ def fetch(
     `only`: key paths to transfer; the tensors at all other paths are taken from `into` as they are.
     `have`: what an earlier prefetch (or a fetch that failed) left in memory; its memory is preferred to `into`'s, and
     it is updated, so that it can be passed again if this fetch fails.
+    `own`: measures of the receiver's state (default: those of `into`, if that can be sent): which classes of the user's
+    may be rebuilt besides the registered ones, and how large a state is believed.
     Waits for donors that have not offered `tag` yet. `idle_s` bounds every wait for bytes, `deadline_s` the whole call.
-    Raises `HealError` naming what failed at each donor.
+    Raises `HealError` naming what failed at each donor; `StateRefusedError` where trying again cannot help.
     """
-    session = Session(donors, f"state {tag!r}", token, deadline_s, idle_s, cancel, into, have, only)
+    given = Given(into, have, only, _own(own, into))
+    session = Session(donors, f"state {tag!r}", token, deadline_s, idle_s, cancel, given)
     try:
         plan = session.run(f"/state/{quote(tag, safe='')}/manifest")
     except HealError:
@@ -83,12 +89,15 @@ def prefetch(
     deadline_s: float = DEADLINE_S,
     idle_s: float = IDLE_S,
     cancel: threading.Event | None = None,
+    own: OwnState | None = None,
 ) -> Prefetched:
     """Copy what `donors` hold right now, while they train; for `fetch(have=...)`. Blocks.
 
     Returns what arrived, also if donors failed or time ran out meanwhile; `HealError` only if no donor answered at all.
+    `own`: as for `fetch`.
     """
-    session = Session(donors, "live state", token, deadline_s, idle_s, cancel, into, None, None, live=True)
+    given = Given(into, own=_own(own, into))
+    session = Session(donors, "live state", token, deadline_s, idle_s, cancel, given, live=True)
     try:
         plan = session.run("/prefetch")
     except HealError:
@@ -99,6 +108,15 @@ def prefetch(
     kept = plan.kept
     kept.bytes, kept.seconds, kept.donors_used = session.bytes, session.elapsed_s(), session.donors_used()
     return kept
+
+
+def _own(own: OwnState | None, into: object) -> OwnState | None:
+    if own is not None or into is None:
+        return own
+    try:
+        return OwnState.of(into)
+    except EncodingError:
+        return None  # it is only memory to write to, and nobody asked to send it
 
 
 def get_blob(address: str, name: str, *, token: str | None = None, timeout_s: float = IDLE_S) -> bytes | None:

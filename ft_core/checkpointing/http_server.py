@@ -185,6 +185,14 @@ class StateServer:
         self._book.offer_live(state)
         self._wake_up()
 
+    def refuse(self, tag: str, why: str) -> None:
+        """Answer whoever asks for `tag` that this state cannot be sent, so that nobody waits for it."""
+        self._book.refuse(tag, why)
+
+    def refuse_live(self, why: str) -> None:
+        """Answer `snapshot_wanted` with a refusal."""
+        self._book.refuse_live(why)
+
     def close(self, tag: str) -> None:
         """From now on nothing of `tag` is served: what was being sent will not verify. Returns without waiting."""
         self._book.close((tag,))

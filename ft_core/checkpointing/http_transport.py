@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from datetime import timedelta
     from threading import Event
 
+    from ft_core.checkpointing.own_state import OwnState
     from ft_core.checkpointing.receive_plan import Prefetched
 
 T = TypeVar("T")
@@ -69,6 +70,7 @@ class HTTPTransport(CheckpointTransport[T]):
         cancel: Event | None = None,
         have: Prefetched | None = None,
         only: Callable[[str], bool] | None = None,
+        own: OwnState | None = None,
     ) -> http_client.FetchResult:
         """`http_client.fetch` with this transport's token and timeouts."""
         return http_client.fetch(
@@ -81,6 +83,7 @@ class HTTPTransport(CheckpointTransport[T]):
             cancel=cancel,
             have=have,
             only=only,
+            own=own,
         )
 
     def prefetch(
@@ -90,6 +93,7 @@ class HTTPTransport(CheckpointTransport[T]):
         into: object = None,
         deadline_s: float | None = None,
         cancel: Event | None = None,
+        own: OwnState | None = None,
     ) -> Prefetched:
         """`http_client.prefetch` with this transport's token and timeouts."""
         return http_client.prefetch(
@@ -99,6 +103,7 @@ class HTTPTransport(CheckpointTransport[T]):
             deadline_s=deadline_s if deadline_s is not None else self._timeout_s,
             idle_s=self._idle_s,
             cancel=cancel,
+            own=own,
         )
 
     def get_blob(self, address: str, name: str, *, timeout_s: float | None = None) -> bytes | None:

@@ -20,6 +20,8 @@ from typing import Final
 HEAD_BYTES_MAX: Final = 8192
 TRAILER: Final = struct.Struct("<4sI")
 TRAILER_OK: Final = b"FTOK"
+UNSENDABLE: Final = 422
+"""Status of an offer that was to be made and could not be: the donor's state holds what cannot be sent."""
 _REASONS: Final = {status.value: status.phrase for status in http.HTTPStatus}
 
 

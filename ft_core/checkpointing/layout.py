@@ -13,22 +13,25 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
 from ft_core.checkpointing.encoding import DTYPES, Leaf
 from ft_core.errors import HealError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
-FORMAT: Final = 1
+    from ft_core.checkpointing.own_state import Limit
+
+FORMAT: Final = 2
 """Version of the manifest and of the range protocol; a receiver refuses any other."""
 RANGE_BYTES: Final = 4 << 20
 PACK_LEAF_MAX: Final = 64 << 10
 """Leaves up to this size are packed, which also means: copied when they are offered."""
-LEAVES_MAX: Final = 1 << 20
-LEAF_BYTES_MAX: Final = 1 << 44
+DIMENSIONS_MAX: Final = 64
+LEAF_SIZE_MAX: Final = 1 << 44
+"""Elements in one tensor; what all of them may have in bytes: `own_state.Limit`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,17 +96,23 @@ class Manifest:
     ranges: list[Range]
     skeleton: Any
     digest: str
+    classes: dict[str, str] = field(default_factory=dict)
+    """Names of the user's classes in the state, each with the key path where it first occurs."""
 
 
-def dump_manifest(leaves: Sequence[Leaf], skeleton: Any) -> bytes:
+def dump_manifest(leaves: Sequence[Leaf], skeleton: Any, classes: Mapping[str, str]) -> bytes:
     """The manifest as it travels."""
     rows = [[leaf.path, leaf.dtype_name, leaf.shape] for leaf in leaves]
     tree = {"format": FORMAT, "range_bytes": RANGE_BYTES, "pack_leaf_max": PACK_LEAF_MAX, "leaves": rows}
+    tree["classes"] = dict(classes)
     return json.dumps({**tree, "skeleton": skeleton}, separators=(",", ":")).encode("ascii")
 
 
-def parse_manifest(data: bytes | bytearray) -> Manifest:
-    """Parse and validate what a donor sent; `HealError` for anything that is not a manifest of this version."""
+def parse_manifest(data: bytes | bytearray, limit: Limit) -> Manifest:
+    """Parse and validate what a donor sent; `HealError` for anything that is not a manifest of this version.
+
+    `limit`: the largest state believed. Checked before anything is built whose size the donor chooses.
+    """
     try:
         tree = json.loads(data)
         found = (tree["format"], tree["range_bytes"], tree["pack_leaf_max"])
@@ -112,20 +121,24 @@ def parse_manifest(data: bytes | bytearray) -> Manifest:
             raise HealError(
                 f"the donor cuts its state as {found}, this receiver as {ours}; use one ft-training version"
             )
-        if len(tree["leaves"]) > LEAVES_MAX:
-            raise HealError(f"the donor's state has {len(tree['leaves'])} tensors, the limit is {LEAVES_MAX}")
+        if len(tree["leaves"]) > limit.leaves:
+            raise HealError(f"the donor's state has {len(tree['leaves'])} tensors, the limit is {limit.leaves}")
         leaves = [_leaf(*row) for row in tree["leaves"]]
         skeleton = tree["skeleton"]
-    except (ValueError, TypeError, KeyError, RecursionError) as e:
+        classes = {str(name): str(path) for name, path in tree["classes"].items()}
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as e:
         raise HealError(f"received manifest is not valid: {e!r}") from e
+    total = sum(leaf.nbytes for leaf in leaves)
+    if total > limit.nbytes:
+        raise HealError(f"the donor's state has {total} bytes, this receiver takes at most {limit.nbytes}: {limit.why}")
     ranges = plan_ranges(leaves)
-    return Manifest(leaves, ranges, skeleton, layout_digest(ranges))
+    return Manifest(leaves, ranges, skeleton, layout_digest(ranges), classes)
 
 
 def _leaf(path: Any, dtype: Any, shape: Any) -> Leaf:
     if type(path) is not str or type(shape) is not list or any(type(n) is not int or n < 0 for n in shape):
         raise ValueError(f"bad leaf {str(path)[:100]!r}")
     leaf = Leaf(path, DTYPES[dtype], tuple(shape))
-    if math.prod(shape) > LEAF_BYTES_MAX:
+    if len(shape) > DIMENSIONS_MAX or math.prod(shape) > LEAF_SIZE_MAX:
         raise ValueError(f"leaf {path[:100]!r} is too large: {shape}")
     return leaf

@@ -38,6 +38,7 @@ class Offer:
         self.sending: set[socket.socket] = set()
         self.last_used_s = 0.0
         self._skeleton = encoded.skeleton
+        self._classes = {name: path for name, (_, path) in encoded.classes.items()}
         self._owners: list[torch.Tensor] = []
         self._views: list[memoryview] = []
         self._capture(encoded, copy_storages)
@@ -48,7 +49,7 @@ class Offer:
 
     def manifest(self) -> bytes:
         """The manifest's bytes; built when asked for, so that the training thread does not pay for it."""
-        return dump_manifest(self.leaves, self._skeleton)
+        return dump_manifest(self.leaves, self._skeleton, self._classes)
 
     def view(self, index: int) -> memoryview:
         """The memory of range `index`; valid while the offer is held."""

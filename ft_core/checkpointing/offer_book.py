@@ -20,7 +20,7 @@ import threading
 import time
 from typing import TYPE_CHECKING, Final
 
-from ft_core.checkpointing.http_wire import Cut, Refusal
+from ft_core.checkpointing.http_wire import UNSENDABLE, Cut, Refusal
 from ft_core.checkpointing.offer import Offer
 from ft_core.checkpointing.sockets import cut
 from ft_core.errors import ConfigError, UsageError
@@ -47,8 +47,10 @@ class OfferBook:
         self._changed = threading.Condition(threading.Lock())
         self._offers: dict[str, Offer] = {}  # open ones, oldest first, at most OFFERS_MAX
         self._closed_tags: dict[str, None] = {}  # newest CLOSED_TAGS_MAX, so that a late request learns why
+        self._refused: dict[str, str] = {}  # tags that will not be offered and why, newest CLOSED_TAGS_MAX
         self._live: Offer | None = None
         self._live_count = 0
+        self._live_refusal = (0, "")  # how many there were, and the last one: sends away who waits, nobody after it
         self._waiting_for_live = 0
         self._stopped = False
 
@@ -77,6 +79,7 @@ class OfferBook:
                 self._drop(next(iter(self._offers)))
             self._offers[tag] = offer
             self._closed_tags.pop(tag, None)
+            self._refused.pop(tag, None)
             self._changed.notify_all()
 
     def offer_live(self, state: object) -> None:
@@ -92,6 +95,22 @@ class OfferBook:
             self.snapshot_wanted = False
             offer.last_used_s = time.monotonic()
             self._live = offer
+            self._changed.notify_all()
+
+    def refuse(self, tag: str, why: str) -> None:
+        """Tell whoever asks for `tag` that it will not be offered."""
+        with self._changed:
+            self._drop(tag)
+            self._refused[tag] = why
+            while len(self._refused) > CLOSED_TAGS_MAX:
+                del self._refused[next(iter(self._refused))]
+            self._changed.notify_all()
+
+    def refuse_live(self, why: str) -> None:
+        """Tell whoever waits for a live offer that there will be none; the next one may ask again."""
+        with self._changed:
+            self._live_refusal = (self._live_refusal[0] + 1, why)
+            self.snapshot_wanted = False
             self._changed.notify_all()
 
     def close(self, tags: Container[str] | None = None) -> None:
@@ -140,6 +159,8 @@ class OfferBook:
                 offer = self._offers.get(tag)
                 if offer is not None:
                     return offer
+                if tag in self._refused:
+                    raise Refusal(UNSENDABLE, self._refused[tag])
                 if tag in self._closed_tags or tag.startswith(LIVE_PREFIX) or self._stopped:
                     raise Refusal(410, f"the offer {tag!r} was closed: the donor went on to its next step")
                 left = end - time.monotonic()
@@ -152,9 +173,12 @@ class OfferBook:
         end = time.monotonic() + min(max(wait_s, 0.0), WAIT_S_MAX)
         with self._changed:
             self._waiting_for_live += 1
+            refusals = self._live_refusal[0]
             try:
                 while self._live is None:
                     left = end - time.monotonic()
+                    if self._live_refusal[0] != refusals:
+                        raise Refusal(UNSENDABLE, self._live_refusal[1])
                     if left <= 0 or self._stopped:
                         raise Refusal(404, "no live state within the wait: the donor reached no step boundary")
                     self.snapshot_wanted = True

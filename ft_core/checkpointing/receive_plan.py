@@ -27,14 +27,17 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ft_core.checkpointing.encoding import Leaf, decode_tree, is_plain_tensor, tensor_paths
+from ft_core.checkpointing import state_types
+from ft_core.checkpointing.encoding import Leaf, decode_tree
 from ft_core.checkpointing.memory import byte_view, checksum, fresh, version_of
-from ft_core.errors import HealError
+from ft_core.checkpointing.tree import is_plain_tensor, tensor_paths
+from ft_core.errors import HealError, StateRefusedError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     from ft_core.checkpointing.layout import Manifest
+    from ft_core.checkpointing.own_state import OwnState
 
 
 @dataclass(slots=True, repr=False)
@@ -59,15 +62,26 @@ class Prefetched:
         return f"Prefetched({self.bytes} B in {self.seconds:.3f} s, {len(self.sums)} ranges, from {donors or 'nobody'})"
 
 
+@dataclass(frozen=True, slots=True)
+class Given:
+    """What the receiver brings along; see `http_client.fetch` for each."""
+
+    into: object = None
+    have: Prefetched | None = None
+    only: Callable[[str], bool] | None = None
+    own: OwnState | None = None
+
+
 class ReceivePlan:
     """Targets for one manifest. `known[i]` is the checksum of what range i's target already holds, or None."""
 
-    def __init__(
-        self, manifest: Manifest, into: object, have: Prefetched | None, only: Callable[[str], bool] | None
-    ) -> None:
+    def __init__(self, manifest: Manifest, given: Given) -> None:
+        only = given.only
         self.manifest = manifest
-        self.kept = have if have is not None else Prefetched()
-        self._own = tensor_paths(into) if into is not None else {}
+        self.classes = given.own.classes if given.own is not None else {}
+        _check_classes(manifest, self.classes)
+        self.kept = given.have if given.have is not None else Prefetched()
+        self._own = tensor_paths(given.into) if given.into is not None else {}
         self._claimed: list[tuple[int, int]] = []  # sorted, disjoint (start, stop) addresses
         self._in_place: list[torch.Tensor] = []
         self._wanted = [only is None or only(leaf.path) for leaf in manifest.leaves]
@@ -116,7 +130,7 @@ class ReceivePlan:
                     view = self._views[leaf]
                     view[:] = target[offset : offset + len(view)]
         self.settle()
-        return decode_tree(self.manifest.skeleton, self._tensors)
+        return decode_tree(self.manifest.skeleton, self._tensors, self.classes)
 
     def settle(self) -> None:
         """Nothing is received any more: tell autograd that the tensors were written to, behind its back."""
@@ -180,3 +194,14 @@ class ReceivePlan:
         if self.kept.versions.get(identity) != version_of(tensor):
             return checksum(self._targets[index])
         return value
+
+
+def _check_classes(manifest: Manifest, known: Mapping[str, type]) -> None:
+    """Before a byte travels: a class that cannot be rebuilt here will not be known after the transfer either."""
+    for name, path in manifest.classes.items():
+        if not state_types.knows(name, known):
+            raise StateRefusedError(
+                f"the donor's state holds an instance of {name[:200]} ({path[:200]}), a class that is neither in this "
+                "replica's own state nor registered: call ft_core.checkpointing.register_state_type with it before the "
+                "first start_quorum, on every replica"
+            )

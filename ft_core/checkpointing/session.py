@@ -27,13 +27,17 @@ from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import quote, unquote
 
 from ft_core.checkpointing.donor_connection import DonorConnection, Refused, explain
+from ft_core.checkpointing.http_wire import UNSENDABLE
 from ft_core.checkpointing.layout import parse_manifest
 from ft_core.checkpointing.memory import checksum
-from ft_core.checkpointing.receive_plan import Prefetched, ReceivePlan
-from ft_core.errors import ConfigError, HealError
+from ft_core.checkpointing.own_state import limit_for
+from ft_core.checkpointing.receive_plan import ReceivePlan
+from ft_core.errors import ConfigError, HealError, StateRefusedError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
+
+    from ft_core.checkpointing.receive_plan import Given
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +50,6 @@ FAILURES_MAX: Final = 2
 """Failures of a connection in a row, without progress between them, before the donor is given up."""
 FAILURES_TOTAL_MAX: Final = 8
 """Failures of a connection altogether: a donor may not send one good range between bad ones for ever."""
-MANIFEST_BYTES_MAX: Final = 256 << 20
 SUM_BATCHES_PER_DONOR: Final = 4
 CANCEL_POLL_S: Final = 0.02
 JOIN_S: Final = 5.0
@@ -72,6 +75,8 @@ class _Donor:
     address: str
     workers: int = 0
     used: bool = False
+    refused: bool = False
+    """It answered that its state cannot be sent."""
     failures: list[str] = field(default_factory=list)  # at most FAILURES_MAX * connections
 
     def story(self) -> str:
@@ -89,9 +94,7 @@ class Session:
         deadline_s: float,
         idle_s: float,
         cancel: threading.Event | None,
-        into: object,
-        have: Prefetched | None,
-        only: Callable[[str], bool] | None,
+        given: Given,
         *,
         live: bool = False,
     ) -> None:
@@ -101,7 +104,8 @@ class Session:
         if deadline_s <= 0 or idle_s <= 0:
             raise ConfigError(f"deadline_s and idle_s must be positive, got {deadline_s} and {idle_s}")
         self._what, self._token, self._idle_s, self._cancel = what, token, idle_s, cancel
-        self._into, self._have, self._only, self._live = into, have, only, live
+        self._given, self._live = given, live
+        self._limit = limit_for(given.own)
         self._began = time.monotonic()
         self._end = self._began + deadline_s
         self._manifest_target = ""
@@ -163,7 +167,8 @@ class Session:
                 if self._fatal is not None:
                     raise self._fatal
                 if not any(donor.workers for donor in self._donors):
-                    raise HealError(self._failed("could not be received from any donor"))
+                    kind = StateRefusedError if all(donor.refused for donor in self._donors) else HealError
+                    raise kind(self._failed("could not be received from any donor"))
                 if self._cancel is not None and self._cancel.is_set():
                     raise HealError(self._failed("was not received: cancelled"))
                 left = self._end - time.monotonic()
@@ -194,6 +199,7 @@ class Session:
                     failures = 1 if progress[0] else failures + 1
                     total += 1
                     with self.changed:
+                        donor.refused = donor.refused or (isinstance(e, Refused) and e.status == UNSENDABLE)
                         if not self._stopped:
                             donor.failures.append(explain(e))
                             del donor.failures[: -2 * FAILURES_MAX]
@@ -241,7 +247,7 @@ class Session:
         """Get the donor's manifest; the first to arrive becomes the plan, all others must be cut alike."""
         wait_ms = max(1, int((self._end - time.monotonic()) * 1000) - 50)
         connection.request(f"{self._manifest_target}?wait_ms={wait_ms}")
-        body, headers = connection.small_body(MANIFEST_BYTES_MAX)
+        body, headers = connection.small_body(self._limit.manifest_bytes)
         tag, digest = unquote(headers.get("x-ft-tag", "")), headers.get("x-ft-layout", "")
         with self.changed:
             while self._planning:
@@ -250,7 +256,7 @@ class Session:
             self._planning = plan is None
         if plan is None:
             try:
-                manifest = parse_manifest(body)
+                manifest = parse_manifest(body, self._limit)
                 plan = self._make_plan(manifest)
             finally:
                 with self.changed:
@@ -264,7 +270,7 @@ class Session:
         if self._stopped:
             raise OSError("cancelled")
         try:
-            plan = ReceivePlan(manifest, self._into, self._have, self._only)
+            plan = ReceivePlan(manifest, self._given)
         except HealError as e:
             with self.changed:
                 self._fatal = e  # our own memory or `into`: no other donor can help

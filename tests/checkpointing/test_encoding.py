@@ -5,7 +5,7 @@ import math
 import pickle
 import random
 import warnings
-from collections import Counter, OrderedDict, defaultdict, deque, namedtuple
+from collections import Counter, OrderedDict, defaultdict, deque
 from typing import Any
 
 import numpy as np
@@ -15,8 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ft_core.checkpointing import Encoded, decode, encode, tensor_paths
-from ft_core.checkpointing.encoding import DTYPES, MAX_DEPTH
+from ft_core.checkpointing.encoding import DTYPES
 from ft_core.checkpointing.memory import byte_view
+from ft_core.checkpointing.tree import MAX_DEPTH
 from ft_core.errors import EncodingError, HealError
 
 
@@ -177,7 +178,8 @@ class MyTensor(torch.Tensor):
     pass
 
 
-Point = namedtuple("Point", "x y")
+class MyDict(dict[str, int]):
+    pass
 
 
 @pytest.mark.parametrize(
@@ -188,7 +190,7 @@ Point = namedtuple("Point", "x y")
         ({"s": torch.eye(2).to_sparse()}, ["state['s']", "sparse"]),
         ({"m": torch.empty(2, device="meta")}, ["state['m']", "meta"]),
         ({"t": torch.ones(2).as_subclass(MyTensor)}, ["state['t']", "MyTensor", "subclass"]),
-        ({"p": Point(1, 2)}, ["state['p']", "Point", "named tuple"]),
+        ({"c": MyDict(a=1)}, ["state['c']", "MyDict", "register_state_type"]),
         ({"set": {"a": [1, {torch.ones(1)}]}}, ["state['set']['a'][1]", "Tensor", "order"]),
         ({"d": {(1, torch.ones(1)): 2}}, ["state['d'] key", "Tensor"]),
         ({"d": defaultdict(lambda: 1)}, ["state['d']", "default_factory"]),

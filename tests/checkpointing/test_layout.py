@@ -17,8 +17,10 @@ from ft_core.checkpointing.layout import (
     parse_manifest,
     plan_ranges,
 )
+from ft_core.checkpointing.own_state import limit_for
 from ft_core.errors import HealError
 
+ANY = limit_for(None)
 sizes = st.integers(0, 100) | st.integers(PACK_LEAF_MAX - 2, PACK_LEAF_MAX + 2) | st.integers(0, 3 * RANGE_BYTES)
 
 
@@ -64,12 +66,12 @@ def test_the_digest_tells_layouts_apart() -> None:
 
 
 def manifest(**changes: Any) -> bytes:
-    tree = json.loads(dump_manifest([Leaf("state", torch.float32, (2, 3))], ["T", 0]))
+    tree = json.loads(dump_manifest([Leaf("state", torch.float32, (2, 3))], ["T", 0], {}))
     return json.dumps({**tree, **changes}).encode()
 
 
 def test_a_manifest_round_trips() -> None:
-    parsed = parse_manifest(manifest())
+    parsed = parse_manifest(manifest(), ANY)
     assert parsed.leaves == [Leaf("state", torch.float32, (2, 3))]
     assert parsed.skeleton == ["T", 0]
 
@@ -77,7 +79,9 @@ def test_a_manifest_round_trips() -> None:
 @pytest.mark.parametrize(
     ("changes", "word"),
     [
-        ({"format": 2}, "version"),
+        ({"format": 1}, "version"),
+        ({"classes": [1]}, "not valid"),
+        ({"leaves": [["p", "float32", [1] * 65]]}, "not valid"),
         ({"range_bytes": 1}, "version"),
         ({"leaves": [["p", "float32", [-1]]]}, "not valid"),
         ({"leaves": [["p", "float32", [1 << 60]]]}, "not valid"),
@@ -89,10 +93,10 @@ def test_a_manifest_round_trips() -> None:
 )
 def test_a_bad_manifest_is_refused(changes: Any, word: str) -> None:
     with pytest.raises(HealError, match=word):
-        parse_manifest(manifest(**changes))
+        parse_manifest(manifest(**changes), ANY)
 
 
 @pytest.mark.parametrize("data", [b"", b"[]", b"\x80\x04", b"null", b"[" * 100_000])
 def test_garbage_is_not_a_manifest(data: bytes) -> None:
     with pytest.raises(HealError, match="not valid"):
-        parse_manifest(data)
+        parse_manifest(data, ANY)
