@@ -40,6 +40,22 @@ def turns(after: int, into: Callable[[], Any]) -> Action:
     return with_extra(lambda step: into() if step >= after else [])
 
 
+def comes_and_goes(cluster: Cluster, newcomer: Replica, *donors: Replica) -> None:
+    """Start `newcomer` at step 5; every donor waits until it is asked for its state, and then until it was answered."""
+    lighthouse = cluster.lighthouse
+
+    def over() -> bool:
+        return not newcomer.thread.is_alive()
+
+    def asked(donor: Replica) -> None:
+        lighthouse.wait_for(lambda: donor.manager._healing.snapshot_wanted or over())
+
+    donors[0].actions[5, "boundary"] = lambda _: cluster.start(newcomer)
+    for donor in donors:
+        donor.actions[6, "boundary"] = asked
+        donor.actions[7, "boundary"] = lambda _: lighthouse.wait_for(over)
+
+
 def errors(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [r.getMessage() for r in caplog.records if r.levelname == "ERROR"]
 
@@ -59,9 +75,10 @@ def test_donors_of_what_cannot_be_sent_train_on(
 ) -> None:
     again = Replica(2, name="r2", seed=77, steps=10, setup=turns(0, list))
     donors = [
-        Replica(0, steps=10, at={(5, "boundary"): cluster.joins(again)}, setup=turns(3, into)),
+        Replica(0, steps=10, setup=turns(3, into)),
         Replica(1, steps=10, setup=turns(3, into)),
     ]
+    comes_and_goes(cluster, again, *donors)
     cluster.run(*donors)
     cluster.check(steps=10, survivors=2, errors=True)
     assert [d.error for d in donors] == [None, None]
