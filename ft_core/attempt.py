@@ -112,12 +112,10 @@ class StepAttempt:
     def launch(self, tensor: torch.Tensor) -> Work | None:
         """Launch an in-place SUM on the data lane; None if the quorum is broken."""
         session = self._session
-        now = time.monotonic()
         with session.lock:
-            if not session.step.launching(now):
+            if not session.step.launching(time.monotonic()):
                 return None
-        session.user_works = []
-        session.watchdog.arm(now + session.patience_s)
+        session.expect()
         try:
             return session.lanes.sum(tensor, session.lanes.main)
         except Exception as error:  # noqa: BLE001 - recorded in the step: the caller is inside autograd
@@ -157,6 +155,12 @@ class StepAttempt:
                 carrier.rescale(self.planned / weight)
             self.planned = weight
 
+    def rescale_averaged(self, weight: int) -> None:
+        """The same for what the user averaged."""
+        if weight and weight != self.participants:
+            for tensor in self.averaged:
+                tensor.mul_(self.participants / weight)
+
     def fail(self, error: BaseException) -> None:
         """A collective of this attempt failed."""
         self._session.fail(error)
@@ -174,12 +178,10 @@ class StepAttempt:
         tail = torch.zeros(FENCE_SLOTS)
         if not self.ready() or not self._fill(tail):
             return
-        now = time.monotonic()
         with session.lock:
-            if not session.step.launching(now):
+            if not session.step.launching(time.monotonic()):
                 return
-        session.user_works = []
-        session.watchdog.arm(now + session.patience_s)
+        session.expect()
         try:
             session.lanes.sum(tail, session.lanes.second()).wait()
         except Exception as error:  # noqa: BLE001 - recorded in the step

@@ -178,7 +178,7 @@ class Commit:
         if again and not self._shut_down and not session.draining:
             # What broke after the vote is told in the next one, where all ranks of the group ask (R12).
             if self._config.quorum_in_commit and self._quorum_lost:
-                commit = self._recover(places)
+                commit = self._recover(attempt, places)
             else:
                 session.lanes.abort()  # the others may be waiting for this rank in a collective
         self._new_attempt()
@@ -196,6 +196,10 @@ class Commit:
     def _agree(self, attempt: StepAttempt, limit_s: float) -> Verdict:
         """The verdict of this attempt: of my ring, then of all ranks of my group."""
         session, step = self._session, self._step
+        if session.works:  # before the fence: what they report can still veto for everybody
+            late = session.works.wait_futures(time.monotonic() + limit_s)
+            if late is not None:
+                attempt.report(late)
         if self._carriers:
             for carrier in self._carriers:
                 carrier.flush()
@@ -206,6 +210,8 @@ class Commit:
                 return Verdict(0, 0, Outcome.BROKEN, str(session.error or "there was no quorum"))
             if step.phase is not Phase.FENCED:
                 step.break_(str(session.error or "the fence was never launched"))
+        if session.works:
+            self._end_works()
         self._check_parity()
         with session.lock:
             verdict = step.vote()
@@ -214,6 +220,19 @@ class Commit:
             if verdict.outcome is Outcome.BROKEN:
                 session.lanes.abort()
         return verdict
+
+    def _end_works(self) -> None:
+        """Wait for the user's collectives: what the step is made of is final before the vote, or the step is broken.
+
+        After the fence, because a collective that a peer did not launch shows there, and would last until a timeout.
+        """
+        session, step = self._session, self._step
+        if step.broken:
+            session.lanes.abort()  # they could wait for a peer; the tensors are the script's again when this returns
+        else:
+            session.expect()
+        session.works.wait()
+        session.watchdog.disarm()
 
     def _check_parity(self) -> None:
         """Every parity_check_every commits, compare digests before this one is voted for; a difference is a veto."""
@@ -224,7 +243,7 @@ class Commit:
             return
         try:
             mine = None if step.behind else digest(self._collect(), self._volatile())
-            session.watchdog.arm(time.monotonic() + session.patience_s)
+            session.expect()
             found = self._parity.compare(mine, step.plan, session.lanes)
             session.watchdog.disarm()
         except Exception as error:  # noqa: BLE001 - the comparison is a collective: its failure breaks the quorum
@@ -245,9 +264,7 @@ class Commit:
         assert attempt.verdict is not None
         weight = attempt.verdict.weight  # of this rank's ring
         attempt.rescale(weight)
-        if weight != attempt.participants:
-            for tensor in attempt.averaged:
-                tensor.mul_(attempt.participants / weight)
+        attempt.rescale_averaged(weight)
 
     def _apply_heal(self) -> None:
         """Training thread: load the received state. A failure here leaves the state VOID and the quorum broken."""
@@ -275,11 +292,12 @@ class Commit:
             self.replica_id, step.version.step, received.bytes / 1e6, received.seconds, len(received.donors),
         )  # fmt: skip
 
-    def _recover(self, places: int) -> bool:
+    def _recover(self, attempt: StepAttempt, places: int) -> bool:
         """Ask from inside should_commit; R5: if only the reduced gradients were missed, fetch and apply them.
 
         Args:
-            places: participants of the attempt.
+            attempt: the one that broke.
+            places: participants of it.
 
         Returns True if this attempt turned out to be committed by others and was completed here.
         """
@@ -316,6 +334,7 @@ class Commit:
             step.batches_committed, step.commit_weight, *missing = told.tolist()
             self._last_commit, self._last_missing = (old_quorum, kept), tuple(missing)
             self._contributed = contributed(places, missing)
+        attempt.rescale_averaged(step.commit_weight)
         round_.healed.set()
         log.info("%s: finished step %d with the gradients of a peer", self.replica_id, step.version.step)
         return True

@@ -26,22 +26,19 @@ import secrets
 import time
 import weakref
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, TypeVar, cast
-
-from torch.distributed import ReduceOp, Work
+from typing import TYPE_CHECKING, Any
 
 from ft_core import drain
 from ft_core import manager_setup as setup
 from ft_core.agreement import Agreement
 from ft_core.assignment import Plan, WorldSizeMode
 from ft_core.attempt import StepAttempt
+from ft_core.collectives import Collectives
 from ft_core.commit import Commit
 from ft_core.data_port import DataPort
 from ft_core.drain import EXIT_S, DrainedError
 from ft_core.errors import ConfigError, StateRefusedError, UsageError
 from ft_core.exhaustion import Exhaustion
-from ft_core.futures import future_timeout
-from ft_core.lanes import sum_options
 from ft_core.leaving import Leaving
 from ft_core.live_state import DEFAULT_KEY, LiveState
 from ft_core.parity import ParityCheck
@@ -53,14 +50,11 @@ from ft_core.settings import DEFAULT_ROOM
 from ft_core.state_views import StateViews
 from ft_core.step import Go, Heal, MustAsk, Phase, Step, fold_lineage
 from ft_core.weights import BatchWeights, Weighted
-from ft_core.work import ManagedWork, finished_work
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
-    import torch
     from torch._C._distributed_c10d import Store
-    from torch.futures import Future
 
     from ft_core.carrier import Carrier
     from ft_core.checkpointing import CheckpointTransport
@@ -70,11 +64,10 @@ if TYPE_CHECKING:
 
 __all__ = ["Manager", "WorldSizeMode"]
 
-T = TypeVar("T")
 log = logging.getLogger("ft_core")
 
 
-class Manager(DataPort, Commit, Agreement, Weighted, Exhaustion, Leaving, StateViews):
+class Manager(DataPort, Collectives, Commit, Agreement, Weighted, Exhaustion, Leaving, StateViews):
     """Drives fault-tolerant training on one rank. Constructs and starts; call `shutdown` (or leave it to exit).
 
     Args:
@@ -326,6 +319,8 @@ class Manager(DataPort, Commit, Agreement, Weighted, Exhaustion, Leaving, StateV
 
     def _begin_round(self, why: MustAsk, timeout: timedelta | None) -> Round:
         session, step = self._session, self._step
+        if session.works:  # should_commit was skipped
+            self._end_works()
         fresh = step.plan is None
         if fresh:
             self._riding = len(self._carriers) == 1
@@ -420,77 +415,6 @@ class Manager(DataPort, Commit, Agreement, Weighted, Exhaustion, Leaving, StateV
     def data_backend(self) -> str:
         """Backend of the data lane, for the DDP wrapper's warning about CUDA tensors."""
         return str(self._session.lanes.main.getBackendName())
-
-    def allreduce(
-        self, tensor: torch.Tensor, should_quantize: bool = False, reduce_op: ReduceOp.RedOpType = ReduceOp.AVG
-    ) -> Work:
-        """Reduce `tensor` in place over the participants of the quorum; AVG divides by their number.
-
-        Errors are recorded and veto the step, never raised; after one the tensor's content is undefined. Members
-        that do not participate (healing, spare, soft failure) contribute zeros. All replicas must make the same calls
-        in the same order.
-
-        Returns:
-            A Work; `wait()` returns when the tensor is ready, `get_future()` resolves to it.
-
-        Raises:
-            ConfigError: AVG on integers, or quantization, which is not there yet.
-        """
-        if should_quantize:
-            raise ConfigError("should_quantize=True needs quantized collectives, which are not in this version")
-        if reduce_op == ReduceOp.AVG and not (tensor.is_floating_point() or tensor.is_complex()):
-            raise ConfigError(f"reduce_op=AVG needs a floating point tensor, got {tensor.dtype}; use SUM")
-        attempt = self._attempt
-        if attempt is None:
-            raise UsageError("allreduce before start_quorum")
-        if not attempt.usable():
-            return finished_work(tensor)
-        session = self._session
-        with session.lock:
-            if not self._step.launching_user_op():
-                return finished_work(tensor)
-        try:
-            average = reduce_op == ReduceOp.AVG
-            if attempt.whole_scale == 0.0:
-                tensor.zero_()
-            elif average:
-                tensor.mul_(attempt.whole_scale)
-            session.watchdog.arm(time.monotonic() + session.patience_s)
-            lane = session.lanes.second() if self._riding else session.lanes.main
-            options = sum_options(ReduceOp.SUM if average else reduce_op)
-            work = lane.allreduce([tensor], options)
-            session.watch(work)
-            if average:
-                attempt.averaged.append(tensor)
-        except Exception as error:  # noqa: BLE001 - recorded in the step, spent at the commit
-            session.fail(error)
-            return finished_work(tensor)
-        return ManagedWork(work, tensor, session.fail)
-
-    def wrap_future(self, fut: Future[T], default: T, timeout: timedelta | None = None) -> Future[T]:
-        """Return a future that never fails: an error, or `timeout`, is reported and `default` is its value."""
-        bounded = future_timeout(fut, timeout or timedelta(seconds=self._config.budget.timeout_s))
-
-        def settle(done: Future[T]) -> T:
-            try:
-                return done.value()
-            except Exception as error:  # noqa: BLE001 - recorded in the step, spent at the commit
-                self.report_error(error)
-                return default
-
-        return cast("Future[T]", bounded.then(settle))
-
-    def report_error(self, e: Exception) -> None:
-        """Record an error that leaves the process group usable: zeros are contributed and everybody skips the step."""
-        with self._session.lock:
-            self._step.fail_softly(f"{type(e).__name__}: {e}")
-            if self._session.error is None:
-                self._session.error = e
-
-    def errored(self) -> Exception | None:
-        """What went wrong in this attempt, or None."""
-        late = self._round.error if self._round is not None else None
-        return self._session.error or late
 
     @contextlib.contextmanager
     def pause(self, reason: str, max_s: float) -> Iterator[None]:

@@ -220,8 +220,7 @@ class QuorumWorker:
             if session.step.phase is not Phase.ENTERED:
                 return False  # a push said already that this quorum is over
             session.lanes.open(plan.quorum_id)
-            session.user_works = []
-        session.watchdog.arm(time.monotonic() + min(session.budget.connect_s, session.patience_s))
+        session.expect(min(session.budget.connect_s, session.patience_s))
         try:
             session.lanes.configure(prefix, session.step.settings.replica_id, rank, size, both=both)
         except Exception as error:  # noqa: BLE001 - a peer died, a store is gone, an abort came: ask again

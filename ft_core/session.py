@@ -18,12 +18,11 @@ from typing import TYPE_CHECKING
 
 from ft_core.errors import CollectiveError
 from ft_core.step import Phase
+from ft_core.user_works import UserWorks
 from ft_core.watchdog import Watchdog
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
-
-    from torch.distributed import Work
 
     from ft_core.control import Control
     from ft_core.lanes import Lanes
@@ -37,8 +36,6 @@ MAX_ANSWERS = 4
 """Quorum answers kept until the worker takes them: there is one open ask at a time."""
 MAX_STORY = 32
 """Events kept to tell in an error message how it came to this."""
-MAX_WATCHED = 64
-"""User collectives whose end the watchdog checks."""
 
 
 class Session:
@@ -69,8 +66,10 @@ class Session:
         """The Manager ends the process then; False: the training loop decides."""
         self._told = ""
         """The reason that was logged last."""
-        self.user_works: list[Work] = []
-        """The user's collectives that may be pending; the newest armed the watchdog (bounded: `watch`)."""
+        self.works = UserWorks(self.fail_user_op)
+        """The user's collectives and futures that the next vote has to wait for."""
+        self._waits_for_works = False
+        """The watchdog was armed for `works` only: once they have ended there is nothing to end."""
         self.paused: dict[str, float] = {}
         """Peers that announced to be busy, and until when (monotonic s); bounded by the members of the quorum."""
         self.kill: Callable[[str], None] | None = None
@@ -105,6 +104,12 @@ class Session:
         if broke:
             self._broken(quorum_id, str(error))
 
+    def fail_user_op(self, error: BaseException) -> None:
+        """A collective of the user's failed: as `fail`, and nothing that a peer has kept makes up for its tensor."""
+        with self.lock:
+            self.step.user_op_lost()
+        self.fail(error)
+
     def untold(self, reason: str) -> str:
         """For the end of a log line: the reason, unless the line before it said just that."""
         return "" if reason == self._told else f": {reason}"
@@ -131,17 +136,15 @@ class Session:
         elif fenced:
             self.lanes.abort_user_lane(quorum_id)
 
-    def watch(self, work: Work) -> None:
-        """Training thread: a collective of the user's was launched."""
-        if len(self.user_works) >= MAX_WATCHED:
-            self.user_works = [w for w in self.user_works if not w.is_completed()][-MAX_WATCHED + 1 :]
-        self.user_works.append(work)
+    def expect(self, within_s: float | None = None, *, works_only: bool = False) -> None:
+        """A collective, or a configure, begins: from now on the watchdog gives it `within_s` (else `patience_s`)."""
+        self._waits_for_works = works_only
+        self.watchdog.arm(time.monotonic() + (self.patience_s if within_s is None else within_s))
 
     def _overdue(self) -> float | None:
         """Watchdog thread: a collective or a configure has waited for `timeout_s`."""
         now = time.monotonic()
-        if self.user_works and all(work.is_completed() for work in self.user_works):
-            self.user_works = []
+        if self._waits_for_works and self.works.all_ended():
             return None
         with self.lock:
             until = max(self.paused.values(), default=0.0)

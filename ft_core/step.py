@@ -25,12 +25,12 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from dataclasses import dataclass, replace
-from enum import Enum
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from ft_core.assignment import Plan, plan
 from ft_core.fence import NO_LEASE, FenceInput, decode, encode, places_missing, tag_of
+from ft_core.phases import Go, Heal, MustAsk, Phase
 from ft_core.quorum import VOID, Ask, Quorum, Version
 from ft_core.step_settings import MemberRules, StepSettings
 from ft_core.verdict import Outcome, Verdict
@@ -41,43 +41,6 @@ if TYPE_CHECKING:
 __all__ = [  # with the verdicts it comes to
     "Go", "Heal", "MemberRules", "MustAsk", "Outcome", "Phase", "Step", "StepSettings", "Verdict", "fold_lineage",
 ]  # fmt: skip
-
-
-class Phase(Enum):
-    """Where a rank is in its current quorum; OUTSIDE: in none yet."""
-
-    OUTSIDE = "outside"
-    ENTERED = "entered"
-    """The quorum is known, the process group is being configured."""
-    OPEN = "open"
-    """Nothing of the attempt has been launched."""
-    LAUNCHED = "launched"
-    FENCED = "fenced"
-    """The verdict of the attempt is latched and waits to be settled."""
-    BROKEN = "broken"
-
-
-class Heal(Enum):
-    """What became of the state this rank is to receive in this quorum."""
-
-    NONE = "none"
-    PENDING = "pending"
-    READY = "ready"
-    """Received and verified, not applied yet."""
-    ABANDONED = "abandoned"
-
-
-@dataclass(frozen=True, slots=True)
-class Go:
-    """Stay in the current quorum: no message is sent."""
-
-
-@dataclass(frozen=True, slots=True)
-class MustAsk:
-    """Ask for a new quorum; `failed`: the data plane of the old one is broken."""
-
-    reason: str
-    failed: bool
 
 
 RETRY_SLACK = 2
@@ -135,6 +98,8 @@ class Step:
         self.verdict: Verdict | None = None
         self.open_attempt = -1
         """Attempt of the left quorum whose reduced gradients were kept (R5)."""
+        self._op_lost = False
+        """A user collective of this quorum has no result here: what peers kept (R5) does not replace it."""
         self.own_failures = self.vetoes = self.asks = 0
         self._error_sent = self._voted = False
         """The soft error was there when the fence's slots were taken; the latched verdict was told to the group:
@@ -283,7 +248,7 @@ class Step:
         self.ask_next = self.change_wanted = self.broken_reason = ""
         # soft_error stays: it may have been reported while this quorum was still being formed.
         self.verdict = None
-        self._voted = self._goes_on = False
+        self._voted = self._goes_on = self._op_lost = False
         self._lost_since = ""
         self.user_ops = self.source_shift = self.vetoes = 0
         early, self._early = self._early, {}
@@ -313,7 +278,7 @@ class Step:
             else:
                 self.ask_next = self.ask_next or reason
             return False
-        kept = keep_gradients and self.phase is Phase.LAUNCHED and not self.behind and not self.trails
+        kept = keep_gradients and self.phase is Phase.LAUNCHED and not (self.behind or self.trails or self._op_lost)
         self.open_attempt = self.attempt if kept else -1
         self.phase = Phase.BROKEN
         self.broken_reason = reason
@@ -431,6 +396,10 @@ class Step:
             return False
         self.user_ops += 1
         return True
+
+    def user_op_lost(self) -> None:
+        """A user's collective failed, or was not launched, here: peers keep gradients, not its result (R5)."""
+        self._op_lost, self.open_attempt = True, -1
 
     def tag(self) -> int:
         """64 bits over everything that has to be equal on all members of this attempt."""

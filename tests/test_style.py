@@ -11,10 +11,9 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 MAX_LINES = 450
 LONGER: dict[str, int] = {
-    "ft_core/manager.py": 527,
     "ft_core/membership.py": 635,
     "ft_core/process_group/incarnation.py": 490,
-    "ft_core/step.py": 620,
+    "ft_core/step.py": 589,
 }
 """Files over MAX_LINES with the length they may have until they are split. Entries only shrink."""
 
