@@ -40,6 +40,8 @@ class LeaseClient(StreamClient):
         self._quorum_room = ""
         """Where the quorum that the handler presents was formed; it means nothing in another room."""
         self._open_ask: Ask | None = None
+        self._incomplete: wire.Broken | None = None
+        """What was reported since the last ask: a rank of this group is missing."""
         self._goodbye: Left | None = None
         self._left = False
         self._incarnation = secrets.randbits(63) | 1
@@ -60,7 +62,7 @@ class LeaseClient(StreamClient):
         with self._changed:
             if self._fatal is not None:
                 raise self._fatal
-            self._open_ask = ask
+            self._open_ask, self._incomplete = ask, None
             if room is not None and room != self._room:
                 moves = Left(ask.replica_id, 0, f"moves to room {room!r}", finished=False, version=VOID, agreed=False)
                 self._send(wire.encode_left(moves), last=True)
@@ -79,6 +81,14 @@ class LeaseClient(StreamClient):
         if (until != was and (until > 0) != (was > time.monotonic())) or paused_s > 0:
             with self._changed:
                 self._renew_now()
+
+    def report_incomplete(self, quorum_id: int, reason: str) -> None:
+        """A rank of this group is missing: it left `quorum_id`, and nobody waits for it before the next `ask`."""
+        report = wire.Broken(quorum_id, reason)
+        data = wire.encode_incomplete(report)
+        with self._changed:
+            self._incomplete = report
+            self._send(data)
 
     def leave(self, reason: str, finished: bool, version: Version, agreed: bool, timeout_s: float) -> bool:
         """Say goodbye and close the lease; True if the lighthouse acknowledged it within `timeout_s`.
@@ -123,6 +133,8 @@ class LeaseClient(StreamClient):
             changes["name"] = hello.replica_id.rpartition(":")[0] or hello.replica_id
         if self._quorum_room and self._quorum_room != self._room:
             changes.update(quorum_id=0, members=())
+        until = self._doing[3]
+        changes["paused_s"] = max(0.0, until - time.monotonic()) if until else 0.0
         return wire.encode_hello(replace(hello, **changes), self._room, release())  # type: ignore[arg-type]
 
     def _decode(self, data: bytes) -> wire.Push | None:
@@ -135,6 +147,8 @@ class LeaseClient(StreamClient):
 
     def _resend(self) -> list[bytes]:
         out = [wire.encode_ask(self._open_ask)] if self._open_ask is not None else []
+        if self._incomplete is not None:
+            out.append(wire.encode_incomplete(self._incomplete))
         if self._goodbye is not None:
             out.append(wire.encode_left(self._goodbye))
         return out

@@ -168,7 +168,7 @@ class Commit:
         self._tell_data(commit, final=False)  # before a recovery collects state
         self._reset_weights()
         self._round_over, self._round_taken = step.rounds != rounds, False
-        session.control.progress(step.version.step, "step", step.stable)
+        session.report_progress()
         if gave_up:
             raise RuntimeError(f"{gave_up}; last reason: {verdict.reason or session.error}")
         if not commit and verdict.reason and not verdict.stop and not verdict.exhausted:

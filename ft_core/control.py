@@ -336,6 +336,7 @@ class RankControl(StreamClient):
                     self._open_ask = self._open_vote = None
                     self._quorum_id = push.quorum.quorum_id
                     self.last_reason = ""
+                self._waiting.new_quorum()
             case Verdict():
                 with self._changed:
                     vote = self._open_vote
@@ -347,6 +348,8 @@ class RankControl(StreamClient):
                 self._waiting.broke(push.quorum_id, "another rank of this group is broken")
             case wire.Reason():
                 self.last_reason = push.text
+            case wire.Busy():
+                self._waiting.paused(push.replica_id, push.for_s)
             case _:
                 pass
         deliver(self._handler, push)

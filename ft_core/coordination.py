@@ -80,7 +80,7 @@ class _Silent:
     def on_welcome(self, peers: Peers) -> None:
         """Nothing to do."""
 
-    def on_reason(self, reason: str) -> None:
+    def on_reason(self, reason: str, paused_s: float = 0.0) -> None:
         """Nothing to do: `last_reason` has it."""
 
     def on_change_pending(self, quorum_id: int, reason: str) -> None:

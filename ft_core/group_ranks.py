@@ -5,18 +5,18 @@ Threads: a `Rank` belongs to the group server's loop.
 
 from __future__ import annotations
 
+import asyncio
 import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ft_core.errors import ConfigError, RefusedError
+from ft_core import wire
+from ft_core.errors import ConfigError, ProtocolError, RefusedError
 from ft_core.rpc import Tls
 
 if TYPE_CHECKING:
-    import asyncio
-    from collections.abc import Mapping
+    from collections.abc import Collection, Mapping
 
-    from ft_core import wire
     from ft_core.client import LeaseSettings
     from ft_core.quorum import Quorum
     from ft_core.serving import Stream
@@ -32,7 +32,20 @@ class Rank:
     left: bool = False
     grace: asyncio.TimerHandle | None = None
     answered: tuple[int, Quorum] | None = None
-    paused_until: float = 0.0
+
+
+async def read_join(stream: Stream, within_s: float) -> wire.Join | Exception | None:
+    """The first message of a stream; or why it is none; None: the stream ended without one."""
+    try:
+        first = await asyncio.wait_for(stream.read(), within_s)
+        join = wire.decode_group_request(first) if first is not None else None
+    except ProtocolError as error:
+        return error
+    except asyncio.TimeoutError:
+        return ProtocolError("nothing was said on this stream")
+    if join is None or isinstance(join, wire.Join):
+        return join
+    return ProtocolError("the first message of a rank must be a Join")
 
 
 def unwanted(join: wire.Join, mine: str, world_size: int, ranks: Mapping[int, Rank]) -> Exception | None:
@@ -49,6 +62,25 @@ def unwanted(join: wire.Join, mine: str, world_size: int, ranks: Mapping[int, Ra
     if rank.stream is not None and rank.incarnation not in (0, join.incarnation):
         return ConfigError(f"two processes of {mine} call themselves group rank {join.rank} (RANK)")
     return None
+
+
+def not_asked(mine: str, absent: Collection[int], ranks: Mapping[int, Rank], paused_s: float) -> str:
+    """Which ranks of the group `mine` have not asked yet, and what is known of them."""
+    text = f"waiting for group rank {', '.join(map(str, absent))} of {mine} to ask"
+    gone = [rank for rank in absent if rank in ranks and ranks[rank].stream is None]
+    if gone:
+        text += f" (not connected: {', '.join(map(str, gone))})"
+    return text + (f" (paused, for at most {paused_s:.0f} s more)" if paused_s else "")
+
+
+def never_came(mine: str, absent: Collection[int], port: int, connect_s: float, world_size: int) -> RefusedError:
+    """What all ranks of the group `mine` are told if these never connected."""
+    who = f"group rank{'s' if len(absent) > 1 else ''} {', '.join(map(str, absent))} of {mine}"
+    return RefusedError(
+        f"{who} never connected to group rank 0 (port {port}) within connect_timeout={connect_s:g} s: start all "
+        f"{world_size} ranks (WORLD_SIZE) of the group, and check that they can reach that port (FT_HOSTNAME, "
+        "FT_MANAGER_PORT)"
+    )
 
 
 def group_tls(settings: LeaseSettings) -> Tls | None:

@@ -26,14 +26,15 @@ from typing import TYPE_CHECKING
 
 from ft_core import wire
 from ft_core.client import LeaseClient, LeaseHandler, LeaseSettings
-from ft_core.errors import ConfigError, FaultToleranceError, ProtocolError, RefusedError
+from ft_core.errors import ConfigError, FaultToleranceError, ProtocolError
 from ft_core.group import Mismatch, Votes, merge_asks
-from ft_core.group_ranks import Rank, group_tls, unwanted
+from ft_core.group_ranks import Rank, group_tls, never_came, not_asked, read_join, unwanted
 from ft_core.membership import Left, Progress
+from ft_core.pauses import GroupPauses
 from ft_core.quorum import VOID, Ask, Quorum, Version
 from ft_core.relay import Relay
 from ft_core.rpc import GROUP, grpc, server_options, token_refusal
-from ft_core.serving import LoopServer, Stream, StreamDropped
+from ft_core.serving import LoopServer, Stream, StreamDropped, Timers
 from ft_core.step import Outcome, Verdict
 from ft_core.stream_client import deliver
 from ft_core.waiting import MAX_BROKEN, Waiting
@@ -86,10 +87,14 @@ class GroupServer:
         self._local_answered: tuple[int, Quorum] | None = None
         self._votes = Votes(world_size)
         self._quorum_id = 0
+        self._incomplete = False
+        """The lighthouse knows that a rank is missing."""
         self._told_broken: OrderedDict[int, None] = OrderedDict()
-        self._timers: set[asyncio.TimerHandle] = set()
+        self._timers = Timers()
         self._late_timer: asyncio.TimerHandle | None = None
-        self._local_pause: tuple[int, str, Version, float] = (0, "", VOID, 0.0)
+        self._local: tuple[int, str, Version, float] = (0, "", VOID, 0.0)
+        """Rank 0's step, phase, stable version, and until when it is paused."""
+        self._pauses = GroupPauses(world_size)
         self._stopping = False
         self._nobody_missing = threading.Event()
         """No rank is left that would have to be told of a refusal."""
@@ -111,7 +116,7 @@ class GroupServer:
     def start(self) -> None:
         """Open the lease, and begin to expect the other ranks."""
         self.lease.start()
-        self._server.post(lambda: self._later(self.settings.budget.connect_s, self._missing))
+        self._server.post(lambda: self._timers.later(self.settings.budget.connect_s, self._missing))
 
     def post_ask(self, rank: int, ask: Ask, room: str | None) -> None:
         """A rank asks."""
@@ -146,16 +151,9 @@ class GroupServer:
 
     # ------------------------------------------------------------ timers (loop)
 
-    def _later(self, delay_s: float, work: object) -> asyncio.TimerHandle:
-        handle = asyncio.get_running_loop().call_later(delay_s, work)  # type: ignore[arg-type]
-        self._timers = {timer for timer in self._timers if not timer.cancelled() and timer.when() > time.monotonic()}
-        self._timers.add(handle)
-        return handle
-
     def _end(self) -> None:
         self._stopping = True
-        for timer in self._timers:
-            timer.cancel()
+        self._timers.cancel()
 
     def _flush(self, done: threading.Event) -> None:
         tasks = [asyncio.ensure_future(rank.stream.finish()) for rank in self._ranks.values() if rank.stream]
@@ -168,18 +166,11 @@ class GroupServer:
             self._nobody_missing.set()
 
     def _missing(self) -> None:
-        absent = [str(number) for number, rank in self._ranks.items() if rank.incarnation == 0]
+        absent = [number for number, rank in self._ranks.items() if rank.incarnation == 0]
         if absent and not self._stopping:
-            who = f"group rank{'s' if len(absent) > 1 else ''} {', '.join(absent)} of {self.settings.replica_id}"
-            limit = f"connect_timeout={self.settings.budget.connect_s:g} s"
             self._nobody_missing.set()  # they were waited for
-            self._refuse(
-                RefusedError(
-                    f"{who} never connected to group rank 0 (port {self.port}) within {limit}: start all "
-                    f"{self._world_size} ranks (WORLD_SIZE) of the group, and check that they can reach that port "
-                    "(FT_HOSTNAME, FT_MANAGER_PORT)"
-                )
-            )
+            connect_s = self.settings.budget.connect_s
+            self._refuse(never_came(self.settings.replica_id, absent, self.port, connect_s, self._world_size))
 
     # ------------------------------------------------------------ asks
 
@@ -200,15 +191,17 @@ class GroupServer:
         match merged:
             case None:
                 if self._late_timer is None:
-                    self._late_timer = self._later(LATE_S, self._tell_late)
+                    self._late_timer = self._timers.later(LATE_S, self._tell_late)
             case Mismatch():
                 self._refuse(ConfigError(merged.reason))
             case Ask():
                 self.late = ""
-                if self._open is not None and replace(merged, seq=self._open.seq) == self._open:
+                if self._open is None or replace(merged, seq=self._open.seq) != self._open:
+                    self._seq += 1
+                    self._open = replace(merged, seq=self._seq)
+                elif not self._incomplete:
                     return
-                self._seq += 1
-                self._open = replace(merged, seq=self._seq)
+                self._incomplete = False
                 try:
                     self.lease.ask(self._open, self._room)
                 except FaultToleranceError as error:
@@ -217,20 +210,20 @@ class GroupServer:
     def _tell_late(self) -> None:
         self._late_timer = None
         absent = [rank for rank in range(self._world_size) if rank not in self._asks]
-        if not self._asks or not absent:
+        if not self._asks or not absent or self._stopping:
             return
-        gone = [r for r in absent if r in self._ranks and self._ranks[r].stream is None]
-        self.late = f"waiting for group rank {', '.join(map(str, absent))} of {self.settings.replica_id} to ask"
-        if gone:
-            self.late += f" (not connected: {', '.join(map(str, gone))})"
+        paused_s = self._pauses.left_s(absent, time.monotonic())
+        self.late = not_asked(self.settings.replica_id, absent, self._ranks, paused_s)
         for rank in self._asks:
-            self._tell(rank, wire.Reason(self.late))
+            self._tell(rank, wire.Reason(self.late, paused_s))
 
     def _on_answer(self, answer: wire.Answer) -> None:
         if self._open is None or self._open.seq != answer.seq:
             return
         asks, self._asks, self._open = self._asks, {}, None
         self._quorum_id = answer.quorum.quorum_id
+        self.waiting.new_quorum()
+        self._pauses.new_quorum()
         if self._late_timer is not None:
             self._late_timer.cancel()
             self._late_timer = None
@@ -242,6 +235,9 @@ class GroupServer:
             else:
                 self._ranks[rank].answered = (ask.seq, answer.quorum)
                 self._send(rank, wire.answer(ask.seq, shared))
+        if len(asks) < self._world_size:
+            self._report_incomplete(f"a rank of {self.settings.replica_id} went while the quorum formed")
+        self._share_pause()  # what was open when the quorum formed is news to it
 
     # ------------------------------------------------------------ votes and breaks
 
@@ -254,15 +250,12 @@ class GroupServer:
                 return
             decided, ranks = verdict, tuple(self._ranks)
             self.waiting.decided(verdict)
-        self._tell_verdict(ranks, decided)
+        data = wire.encode_push(decided)
+        for other in ranks:
+            if other != self.local_rank:
+                self._send(other, data)
         if decided.outcome is Outcome.BROKEN:
             self._on_break(rank, vote.quorum_id, decided.reason)
-
-    def _tell_verdict(self, ranks: tuple[int, ...], verdict: Verdict) -> None:
-        data = wire.encode_push(verdict)
-        for rank in ranks:
-            if rank != self.local_rank:
-                self._send(rank, data)
 
     def _on_break(self, rank: int | None, quorum_id: int, reason: str) -> None:
         """`rank` cannot go on in `quorum_id`, so the group cannot. Told once per quorum."""
@@ -308,27 +301,50 @@ class GroupServer:
             self._drain = push
             if self._drains:
                 self._open = None  # an answer that is on its way is for nobody any more
+        if isinstance(push, wire.Busy):
+            self.waiting.paused(push.replica_id, push.for_s)
+        self._tell_all(push)
+
+    def _tell_all(self, push: wire.Push) -> None:
         data = wire.encode_push(push)
         for rank in self._ranks:
             self._send(rank, data)
         if self.local_rank is not None:
             deliver(self._handler, push)
 
+    # ------------------------------------------------------------ progress and pauses
+
     def local_progress(self, step: int, phase: str, stable: Version, paused_s: float) -> None:
         """Where rank 0 is; called from its training thread."""
-        self._local_pause = (step, phase, stable, time.monotonic() + paused_s if paused_s > 0 else 0.0)
-        others_until = max((rank.paused_until for rank in self._ranks.values()), default=0.0)
-        self.lease.progress(step, phase, stable, max(paused_s, others_until - time.monotonic(), 0.0))
+        now, was = time.monotonic(), self._local[3]
+        self._local = (step, phase, stable, now + paused_s if paused_s > 0 else 0.0)
+        self.lease.progress(step, phase, stable, max(paused_s, self._pauses.left_s(self._ranks, now)))
+        if was or paused_s > 0:
+            self._server.post(self._share_pause)
 
     def _on_rank_progress(self, rank: int, progress: Progress) -> None:
-        until = time.monotonic() + progress.paused_s if progress.paused_s > 0 else 0.0
-        before, self._ranks[rank].paused_until = self._ranks[rank].paused_until, until
+        now = time.monotonic()
+        changed = self._pauses.set(rank, now + progress.paused_s if progress.paused_s > 0 else 0.0)
         if self.local_rank is None:
-            self.lease.progress(progress.step, progress.phase, progress.stable, progress.paused_s)
-        elif (before > 0) != (until > 0):
-            step, phase, stable, mine = self._local_pause
-            left_s = max(0.0, mine - time.monotonic())
-            self.local_progress(step, progress.phase if until else phase, stable, left_s)
+            paused_s = self._pauses.left_s(self._ranks, now)
+            self.lease.progress(progress.step, progress.phase, progress.stable, paused_s)
+        elif changed:
+            step, phase, stable, mine = self._local
+            self.local_progress(step, progress.phase if progress.paused_s > 0 else phase, stable, max(0.0, mine - now))
+        if changed:
+            self._share_pause()
+
+    def _share_pause(self) -> None:
+        """While a rank is busy the others' votes wait for it, and the asks of those that have asked already."""
+        if self.local_rank is not None:
+            self._pauses.set(self.local_rank, self._local[3])
+        left_s = self._pauses.news(time.monotonic())
+        if left_s is None:
+            return
+        self.waiting.paused(self.settings.replica_id, left_s)
+        self._tell_all(wire.Busy(self._quorum_id, self.settings.replica_id, left_s))
+        if self.late:
+            self._tell_late()
 
     # ------------------------------------------------------------ streams
 
@@ -348,17 +364,9 @@ class GroupServer:
             stream.stop()
 
     async def _serve(self, stream: Stream) -> Exception | None:
-        try:
-            first = await asyncio.wait_for(stream.read(), self.settings.budget.connect_s)
-            join = wire.decode_group_request(first) if first is not None else None
-        except ProtocolError as error:
-            return error
-        except asyncio.TimeoutError:
-            return ProtocolError("nothing was said on this stream")
-        if join is None:
-            return None
+        join = await read_join(stream, self.settings.budget.connect_s)
         if not isinstance(join, wire.Join):
-            return ProtocolError("the first message of a rank must be a Join")
+            return join
         refusal = unwanted(join, self.settings.replica_id, self._world_size, self._ranks)
         if refusal is not None:
             return refusal
@@ -373,16 +381,22 @@ class GroupServer:
             self._look_for_missing()
             return self.fatal
         stream.send(wire.encode_joined(self.settings.budget.liveness_s))
-        for quorum_id in self._told_broken:  # what it may have missed while it was away; receivers ignore old ones
-            self._tell(join.rank, wire.Lost(quorum_id, (self.settings.replica_id,)))
-        if self._drain is not None:
-            self._tell(join.rank, self._drain)
+        self._tell_missed(join.rank)
         try:
             return await self._listen(join.rank, rank, stream)
         except ProtocolError as error:
             return error
         finally:
             self._rank_went(join.rank, rank, stream)
+
+    def _tell_missed(self, rank: int) -> None:
+        """What a rank may have missed while its stream was away; it ignores what is about older quorums."""
+        for quorum_id in self._told_broken:
+            self._tell(rank, wire.Lost(quorum_id, (self.settings.replica_id,)))
+        for who, for_s in self.waiting.pauses().items():
+            self._tell(rank, wire.Busy(self._quorum_id, who, for_s))
+        if self._drain is not None:
+            self._tell(rank, self._drain)
 
     async def _listen(self, number: int, rank: Rank, stream: Stream) -> Exception | None:
         while True:
@@ -419,10 +433,18 @@ class GroupServer:
             return
         silent = stream.silence_s > 0.75 * self.settings.budget.liveness_s
         grace_s = 0.0 if silent else self.settings.budget.grace_s
-        rank.grace = self._later(grace_s, lambda: self._rank_died(number, rank))
+        rank.grace = self._timers.later(grace_s, lambda: self._rank_died(number, rank))
 
     def _rank_died(self, number: int, rank: Rank) -> None:
         if rank.stream is None and not rank.left and not self._stopping:
             self._asks.pop(number, None)
-            reason = f"group rank {number} of {self.settings.replica_id} is gone (its connection to group rank 0 ended)"
-            self._on_break(number, self._quorum_id, reason)
+            self._report_incomplete(
+                f"group rank {number} of {self.settings.replica_id} is gone or frozen (its connection to group rank 0 "
+                "ended)"
+            )
+
+    def _report_incomplete(self, reason: str) -> None:
+        """Without a rank the group can neither go on nor ask: the other groups learn it now, not at their timeout."""
+        self._incomplete = True
+        self._on_break(None, self._quorum_id, reason)
+        self.lease.report_incomplete(self._quorum_id, reason)

@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING
 
 from ft_core.absence import Absences, Circumstances, forgotten, least_needed, presume_over
 from ft_core.crash_log import CrashLog
+from ft_core.pauses import differs
 from ft_core.quorum import (
-    PLAIN_PHASES,
     UNTRAINED,
     VOID,
     Ask,
@@ -37,9 +37,9 @@ from ft_core.quorum import (
     View,
     decide,
     due,
-    late,
 )
 from ft_core.quorum_ids import QuorumIds
+from ft_core.reasons import PLAIN_PHASES, late
 from ft_core.refusals import Refusals, closed_by, earlier_process, of_sizes, same_name, too_late
 from ft_core.room_events import (
     Announce,
@@ -50,6 +50,7 @@ from ft_core.room_events import (
     Event,
     Explain,
     Hello,
+    Incomplete,
     LeaseEnded,
     Left,
     MemberLost,
@@ -63,6 +64,7 @@ from ft_core.room_events import (
     Turbulence,
     formed_note,
 )
+from ft_core.room_pushes import change_pending, joiners, losses, pauses_to_member, pauses_to_peers
 from ft_core.room_record import Record
 from ft_core.settings import MAX_REPLICAS, LighthouseSettings
 
@@ -70,7 +72,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
 __all__ = [  # the events and effects are part of what a room is to its shells
-    "Announce", "Asked", "ChangePending", "Effect", "Ended", "Event", "Explain", "Hello", "LeaseEnded", "Left",
+    "Announce", "Asked", "ChangePending", "Effect", "Ended", "Event", "Explain", "Hello", "Incomplete", "LeaseEnded",
+    "Left",
     "MAX_RECORDS", "MemberLost", "Note", "Paused", "Progress", "QuorumIds", "Record", "Refuse", "Reopen", "Room",
     "Superseded", "Tick", "Turbulence",
 ]  # fmt: skip
@@ -91,6 +94,8 @@ class Room:
         self.records: dict[str, Record] = {}
         self.next_at: float | None = None
         self.reason: str = ""
+        self.paused_until = 0.0
+        """While there is a `reason`: until when those that are waited for may be busy; 0: nobody is."""
         self.closed: str = ""
         self._finished = VOID
         """What a finished replica held when it closed the room: nobody trains towards it again (R16)."""
@@ -152,6 +157,8 @@ class Room:
                 return self._on_progress(event, now, out)
             case Asked():
                 self._on_asked(event, now, out)
+            case Incomplete():
+                self._on_incomplete(event, now, out)
             case Left():
                 self._on_left(event, now, out)
             case Ended():
@@ -201,10 +208,13 @@ class Room:
             if record.life is not Life.UP:
                 self._on_return(record, now)
         record.heard_at = now
+        record.pauses(hello.paused_s, now)
         record.accused = record.told_lost = record.agreed = False
-        record.word_until = 0.0
+        record.word_until, record.incomplete = 0.0, ""  # if a rank is still missing, it is reported once more
         self._push_again(hello.replica_id)
         self._present(hello, record, now, out)
+        if self.rules.pauses_told:
+            out += pauses_to_member(self._current, hello.replica_id, self.records, now)
         if hello.leased:
             self._refuse_sizes(hello.replica_id, hello.group_world_size, out)
         answer = record.answered[1].quorum_id if record.answered else 0
@@ -295,17 +305,12 @@ class Room:
         self._saw_commit(event.stable.epoch)
         if event.heal_addresses:
             record.hello = replace(record.hello, heal_addresses=event.heal_addresses)
-        was = record.paused_until
-        record.paused_until = now + event.paused_s if event.paused_s > 0 else 0.0
         if event.paused_s > 0:
             record.stalled = ""
-        toggled = (was > 0) != (event.paused_s > 0)
-        current = self._current
-        if toggled and current and event.replica_id in current.members:
-            peers = self._up(i for i in current.members if i != event.replica_id)
-            if peers:
-                out.append(Paused(peers, current.quorum_id, event.replica_id, event.paused_s))
-        return toggled or newer
+        changed = record.pauses(event.paused_s, now)
+        if changed:
+            out += pauses_to_peers(self._current, event.replica_id, self.records, now)
+        return changed or newer
 
     def _on_asked(self, event: Asked, now: float, out: list[Effect]) -> None:
         ask = event.ask
@@ -335,7 +340,7 @@ class Room:
         self._ids.observe(ask.quorum_id)
         if record.ask is None or record.ask.seq != ask.seq:
             record.asked_at = now
-        record.ask, record.stalled = ask, ""
+        record.ask, record.stalled, record.incomplete = ask, "", ""
         record.step = max(ask.version.step, 0)
         self._saw_commit(ask.version.epoch)
         current = self._current
@@ -347,6 +352,18 @@ class Room:
             self._end_current(now)
             if ask.failed:
                 self._on_failed(ask, current, out)
+
+    def _on_incomplete(self, event: Incomplete, now: float, out: list[Effect]) -> None:
+        """A group lacks a rank: what it was in has ended for it, whatever it is in."""
+        record = self.records.get(event.replica_id)
+        if record is None or record.generation != event.generation or record.life is not Life.UP:
+            return
+        if not self.rules.r12_incomplete:
+            return
+        record.heard_at, record.incomplete = now, event.reason
+        out.append(Note(event.reason))
+        if self._current is not None and event.replica_id in self._current.members:
+            self._end_current(now)
 
     def _on_failed(self, ask: Ask, current: Current, out: list[Effect]) -> None:
         """The data plane of the current quorum broke under a member: a witness against every member without a lease."""
@@ -406,16 +423,16 @@ class Room:
         """Draw every consequence of the records as they are at `now`, and set `next_at`."""
         times: list[float] = []
         self._age(now, times, out)
-        self._announce_losses(now, out)
+        out += losses(self._current, self.records, lambda record: self._absences.suspected(record, now))
         view = self._view(now)
         self._note_stalled(view, times, out)
         outcome = decide(view)
         if isinstance(outcome, Formed):
             self._form(outcome, now, out)
-            self.reason = ""
+            self.reason, self.paused_until = "", 0.0
             outcome = decide(self._view(now))
         if isinstance(outcome, NotReady):
-            self._explain(outcome, out)
+            self._explain(outcome, now, out)
             if outcome.at is not None:
                 times.append(outcome.at)
         self._push_pending(now, out)
@@ -496,21 +513,6 @@ class Room:
                 record.stalled = late(view, view.seen[replica_id])
                 out.append(Note(record.stalled))
 
-    def _announce_losses(self, now: float, out: list[Effect]) -> None:
-        """Tell the members of the quorum who will not answer any more, or may not: they break off and ask."""
-        current = self._current
-        if current is None:
-            return
-        lost = []
-        for replica_id in current.members:
-            record = self.records.get(replica_id)
-            if record is not None and not record.told_lost and self._absences.suspected(record, now):
-                record.told_lost = True
-                lost.append(replica_id)
-        peers = self._up(i for i in current.members if (r := self.records.get(i)) is not None and r.ask is None)
-        if lost and peers:
-            out.append(MemberLost(peers, current.quorum_id, tuple(lost)))
-
     def _form(self, formed: Formed, now: float, out: list[Effect]) -> None:
         before = self._current.members if self._current else ()
         same = self._last_quorum is not None and self._unary_round(formed.asks)
@@ -523,9 +525,12 @@ class Room:
             record = self.records[ask.replica_id]
             record.ask, record.answered = None, (ask.seq, quorum)
             record.hello = replace(record.hello, quorum_id=quorum_id, members=quorum.ids)
-            record.told_lost = record.accused = False
+            record.told_lost = record.accused = record.pause_told = False
         self._trained = False
         out.append(Announce(quorum, tuple((ask.replica_id, ask.seq) for ask in formed.asks)))
+        for ask in formed.asks if self.rules.pauses_told else ():
+            if self.records[ask.replica_id].paused_until > now:  # it asked from inside a step, and validates now
+                out += pauses_to_peers(self._current, ask.replica_id, self.records, now)
         out.append(Note(formed_note(quorum, before)))
         for replica_id, why in formed.left_out.items():
             if not self.records[replica_id].stalled:
@@ -543,29 +548,19 @@ class Room:
             and all(not self.records[ask.replica_id].hello.leased and ask.commit_failures == 0 for ask in asks)
         )
 
-    def _explain(self, outcome: NotReady, out: list[Effect]) -> None:
+    def _explain(self, outcome: NotReady, now: float, out: list[Effect]) -> None:
         asking = tuple(sorted(i for i, r in self.records.items() if r.ask is not None))
-        if not asking or outcome.reason == self.reason:
+        same = outcome.reason == self.reason and not differs(outcome.paused_until, self.paused_until)
+        if not asking or same:
             return
-        self.reason = outcome.reason
-        out.append(Explain(asking, outcome.reason))
+        self.reason, self.paused_until = outcome.reason, outcome.paused_until
+        out.append(Explain(asking, outcome.reason, max(0.0, outcome.paused_until - now)))
 
     def _push_pending(self, now: float, out: list[Effect]) -> None:
-        current = self._current
-        if current is None:
-            return
-        # Also when the quorum has ended: a member that was believed gone may be back in it and would train on for ever.
-        waiting = frozenset(
-            i for i, r in self.records.items() if r.ask is not None and r.life is Life.UP and i not in current.members
-            and not r.ask.shrink_only
-        )  # fmt: skip
-        ready = frozenset(i for i in waiting if self.records[i].admitted_at <= now)
+        ready = joiners(self._current, self.records, now)
         if ready - self._pending:
             self._pending = ready
-            members = self._up(i for i in current.members if (r := self.records.get(i)) is not None and r.ask is None)
-            if members:
-                names = ", ".join(sorted(ready))
-                out.append(ChangePending(members, current.quorum_id, f"{names} wants to join"))
+            out += change_pending(self._current, self.records, ready)
 
     # ------------------------------------------------------------ helpers
 
@@ -614,7 +609,7 @@ class Room:
             seen={
                 i: Seen(
                     i, r.life, r.since, r.stable, r.ask, r.asked_at, r.paused_until, r.phase, r.admitted_at,
-                    earlier_process(r.hello, records) if r.twin_until else "",
+                    earlier_process(r.hello, records) if r.twin_until else "", r.incomplete, r.back_at,
                 )
                 for i, r in records.items()
             },

@@ -11,9 +11,11 @@ never forms one beside a current quorum that has not ended.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import TYPE_CHECKING
+
+from ft_core.reasons import held, late, story
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -30,8 +32,6 @@ class Version:
         return "void" if self.step < 0 else f"step {self.step}"
 
 
-PLAIN_PHASES = ("", "step")
-"""What a training replica does most of the time: not worth a word to users."""
 UNTRAINED = Version(0, 0)
 VOID = Version(-1, -1)
 """A state that must not be used: torn by a heal that did not finish, or mixed within its group."""
@@ -164,6 +164,10 @@ class Seen:
     """Not a candidate before this instant (crash-loop debounce, or a living `twin`); 0: at once."""
     twin: str = ""
     """The living replica of the same name because of which it waits."""
+    incomplete: str = ""
+    """Which of its ranks is missing: it is not waited for, nor is its ask taken, before all of them are back (R12)."""
+    back_at: float = 0.0
+    """When its last pause ended: as in any wait for it, the time that it has to arrive counts from then."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,6 +193,9 @@ class Rules:
     r9_silent: bool = True
     """After a restart of the lighthouse, a member that never returns is lost to its peers after a liveness timeout."""
     r14_in_force: bool = True
+    r12_incomplete: bool = True
+    pauses_told: bool = True
+    """Who enters a quorum, or opens its lease anew, is told of the pauses that are open in it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,6 +232,9 @@ class NotReady:
     reason: str
     at: float | None
     waiting_for: tuple[str, ...] = ()
+    paused_until: float = 0.0
+    """Until when somebody who has not asked may be busy, as it announced; 0: nobody is. The time until then counts
+    against nobody's limit for waiting."""
 
 
 def orphaned_at(view: View, ids: Sequence[str]) -> float | None:
@@ -246,18 +256,31 @@ def decide(view: View) -> Formed | NotReady:
     Returns:
         Formed with every candidate, or NotReady with a reason and the next instant of interest.
     """
+    outcome = _decide(view)
+    if isinstance(outcome, Formed):
+        return outcome
+    busy = [s.paused_until for s in view.seen.values() if s.life is Life.UP and s.ask is None]
+    until = max(busy, default=0.0)
+    return replace(outcome, paused_until=until) if until > view.now else outcome
+
+
+def _decide(view: View) -> Formed | NotReady:
     asking = {s.replica_id: s for s in view.seen.values() if s.ask is not None and s.life is Life.UP}
     if not asking:
         return NotReady("nobody asks for a quorum", None)
+    missing = [s.incomplete for _, s in sorted(asking.items()) if s.incomplete]
+    asking = {i: s for i, s in asking.items() if not s.incomplete}
+    if not asking:
+        return NotReady("; ".join(missing), None)
     later = [s.admitted_at for s in asking.values() if s.admitted_at > view.now]
     candidates = {i: s for i, s in asking.items() if s.admitted_at <= view.now}
     members = view.current.members if view.current else ()
     if any(s.ask.shrink_only for s in candidates.values() if s.ask) and members:
         candidates = {i: s for i, s in candidates.items() if i in members}
     if not candidates:
-        held = "; ".join(_held(s) for _, s in sorted(asking.items()) if s.admitted_at > view.now)
+        waits = "; ".join(held(s) for _, s in sorted(asking.items()) if s.admitted_at > view.now)
         outside = f"only groups outside the running quorum ask, and it shall only shrink: {', '.join(sorted(asking))}"
-        return NotReady(held or outside, min(later, default=None))
+        return NotReady(waits or outside, min(later, default=None))
 
     blocked = _booting(view, candidates) or _old_quorum_lives(view) or _newer_state_elsewhere(view, candidates)
     if blocked:
@@ -298,12 +321,12 @@ def due(view: View) -> dict[str, float]:
         return {}
     first = max(min(asking), current.ended_at)
     missing = [s for i in current.members if (s := view.seen.get(i)) and s.life is Life.UP and s.ask is None]
-    return {s.replica_id: max(first + view.join_s, s.paused_until) for s in missing}
+    return {s.replica_id: view.now if s.incomplete else _arrives_by(view, s, first) for s in missing}
 
 
-def late(view: View, seen: Seen) -> str:
-    """The sentence about a replica that is alive and was waited for in vain."""
-    return f"{seen.replica_id} is alive but did not arrive within {view.join_s:g} s ({_story(view, seen)})"
+def _arrives_by(view: View, seen: Seen, first: float) -> float:
+    """Until when a living member is waited for, if somebody has asked since `first`."""
+    return max(first, seen.paused_until, seen.back_at) + view.join_s
 
 
 def _booting(view: View, candidates: Mapping[str, Seen]) -> NotReady | None:
@@ -365,7 +388,7 @@ def _newer_state_elsewhere(view: View, candidates: Mapping[str, Seen]) -> NotRea
         if at is not None and view.now >= at:
             continue
         return NotReady(
-            f"{seen.replica_id} holds {seen.stable}, newer than the {newest} of those who ask ({_story(view, seen)})"
+            f"{seen.replica_id} holds {seen.stable}, newer than the {newest} of those who ask ({story(view, seen)})"
             + ("" if at is None else f"; {UNTIL} it has been away for {view.orphan_s:g} s (orphan_s)"),
             at,
             (seen.replica_id,),
@@ -384,7 +407,7 @@ def _stragglers(view: View, candidates: Mapping[str, Seen]) -> NotReady | None:
     until = 0.0
     for replica_id in members:
         seen = view.seen.get(replica_id)
-        if seen is None or replica_id in candidates or seen.life in (Life.GONE, *ABSENT):
+        if seen is None or replica_id in candidates or seen.life in (Life.GONE, *ABSENT) or seen.incomplete:
             continue
         if seen.life is Life.UNKNOWN:
             # R9: a member of a presented quorum counts as expected until liveness or a peer's accusation removes it.
@@ -392,7 +415,7 @@ def _stragglers(view: View, candidates: Mapping[str, Seen]) -> NotReady | None:
         elif seen.life is Life.CLOSED:
             deadline = view.now + view.join_s  # not this rule decides, but `absence`: it turns LOST
         else:
-            deadline = max(first + view.join_s, seen.paused_until)
+            deadline = _arrives_by(view, seen, first)
         if view.now < deadline:
             waiting.append(seen)
             until = max(until, deadline)
@@ -411,39 +434,10 @@ def _stragglers(view: View, candidates: Mapping[str, Seen]) -> NotReady | None:
     if not waiting:
         return None
     total = len(candidates) + len(waiting)
-    stories = ", ".join(f"{s.replica_id} ({_story(view, s)})" for s in sorted(waiting, key=lambda s: s.replica_id)[:4])
+    stories = ", ".join(f"{s.replica_id} ({story(view, s)})" for s in sorted(waiting, key=lambda s: s.replica_id)[:4])
     more = f" and {len(waiting) - 4} more" if len(waiting) > 4 else ""
     return NotReady(
         f"waiting for {len(waiting)} of {total} groups: {stories}{more}",
         until,
         tuple(sorted(s.replica_id for s in waiting)),
     )
-
-
-def _held(seen: Seen) -> str:
-    """Why it is no candidate yet; the same words for as long as it waits, so that they are told and logged once."""
-    if seen.twin:
-        return (
-            f"{seen.replica_id} waits to see whether {seen.twin}, an earlier process of the same name, is still alive"
-        )
-    for_s = max(1.0, seen.admitted_at - seen.asked_at)
-    return (
-        f"{seen.replica_id} is held back for {for_s:.0f} s: earlier processes of that name crashed repeatedly before "
-        "their first commit"
-    )
-
-
-def _story(view: View, seen: Seen) -> str:
-    """What is known of a replica, for a sentence a user reads."""
-    where = f", last seen in {seen.phase}" if seen.phase not in PLAIN_PHASES else ""
-    if seen.life is Life.UP and seen.paused_until > view.now:
-        return f"paused{where}, for at most {seen.paused_until - view.now:.0f} s more"
-    words = {
-        Life.UP: "alive",
-        Life.CLOSED: "connection closed",
-        Life.LOST: "connection closed, not back",
-        Life.MISSED: "silent: frozen or cut off",
-        Life.UNKNOWN: "not seen since the lighthouse started",
-        Life.GONE: "gone",
-    }
-    return f"{words[seen.life]}{where}"

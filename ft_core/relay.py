@@ -45,9 +45,9 @@ class Relay:
         """See LeaseHandler."""
         self._push(wire.Answer(seq, quorum))
 
-    def on_reason(self, reason: str) -> None:
+    def on_reason(self, reason: str, paused_s: float = 0.0) -> None:
         """See LeaseHandler."""
-        self._push(wire.Reason(reason))
+        self._push(wire.Reason(reason, paused_s))
 
     def on_change_pending(self, quorum_id: int, reason: str) -> None:
         """See LeaseHandler."""

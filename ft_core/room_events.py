@@ -34,6 +34,8 @@ class Hello:
     liveness_s: float = 5.0
     orphan_s: float = 900.0
     heal_addresses: tuple[str, ...] = ()
+    paused_s: float = 0.0
+    """It announced to be busy, and may be for that much longer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +66,16 @@ class Asked:
 
     ask: Ask
     generation: int
+
+
+@dataclass(frozen=True, slots=True)
+class Incomplete:
+    """A rank of a group is frozen or gone: the group left `quorum_id`, and cannot ask before all its ranks are back."""
+
+    replica_id: str
+    generation: int
+    quorum_id: int
+    reason: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +114,7 @@ class Tick:
     """Time has passed."""
 
 
-Event = Hello | LeaseEnded | Progress | Asked | Left | Ended | Turbulence | Reopen | Tick
+Event = Hello | LeaseEnded | Progress | Asked | Incomplete | Left | Ended | Turbulence | Reopen | Tick
 
 
 # ---------------------------------------------------------------- effects
@@ -118,10 +130,11 @@ class Announce:
 
 @dataclass(frozen=True, slots=True)
 class Explain:
-    """Tell `to` why there is no quorum yet."""
+    """Tell `to` why there is no quorum yet; what it waits for is busy for at most `paused_s` more."""
 
     to: tuple[str, ...]
     reason: str
+    paused_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

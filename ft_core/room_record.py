@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from ft_core.pauses import differs
 from ft_core.quorum import VOID, Life
 
 if TYPE_CHECKING:
@@ -26,6 +27,10 @@ class Record:
     answered: tuple[int, Quorum] | None = None
     """R14: (seq, quorum) of the last answer, repeated if the same ask is presented again."""
     paused_until: float = 0.0
+    back_at: float = 0.0
+    """When its last pause ended."""
+    pause_told: bool = False
+    """Members of the current quorum believe it paused, or did: they are told how that goes on."""
     step: int = 0
     phase: str = ""
     admitted_at: float = 0.0
@@ -43,6 +48,8 @@ class Record:
     """A fence completed at a state it held: it is not crash-looping."""
     twin_until: float = 0.0
     """Another living process has the same name; if it still lives then, this newcomer is refused. 0: no such thing."""
+    incomplete: str = ""
+    """Why it can neither go on nor ask: which of its ranks is missing. Stands until it asks with all of them."""
     stalled: str = ""
     """It is alive and did not come to the next quorum in time; the sentence that says so. Stays until it asks."""
     word_until: float = 0.0
@@ -56,6 +63,13 @@ class Record:
         hello = replace(presenter, replica_id=replica_id, name=name, incarnation=0, generation=-1, members=())
         return Record(hello, Life.UNKNOWN, now, VOID, -1)
 
+    def pauses(self, for_s: float, now: float) -> bool:
+        """It is busy for at most `for_s` from now; 0: it is not. True if that is news."""
+        before, self.paused_until = self.paused_until, now + for_s if for_s > 0 else 0.0
+        if before and not self.paused_until:
+            self.back_at = min(before, now)
+        return differs(self.paused_until, before)
+
     def goes(self, now: float) -> None:
         """It is certainly gone."""
-        self.life, self.since, self.ask, self.stalled = Life.GONE, now, None, ""
+        self.life, self.since, self.ask, self.stalled, self.incomplete = Life.GONE, now, None, "", ""

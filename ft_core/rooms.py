@@ -37,6 +37,7 @@ from ft_core.membership import (
     Event,
     Explain,
     Hello,
+    Incomplete,
     LeaseEnded,
     Left,
     MemberLost,
@@ -81,7 +82,7 @@ class Lease:
     replica_id: str
     generation: int
     stream: Stream
-    told: str = ""
+    told: tuple[str, float] = ("", 0.0)
     """The last reason it was sent."""
 
 
@@ -102,7 +103,7 @@ class RoomShell:
     waiters: dict[str, Waiter] = field(default_factory=dict)
     timer: asyncio.TimerHandle | None = None
     reason_timer: asyncio.TimerHandle | None = None
-    asks: list[Asked] = field(default_factory=list)
+    asks: list[Asked | Incomplete] = field(default_factory=list)
     """Asks that arrived in this turn of the loop: handed to the room together, which then decides once."""
     ends: deque[float] = field(default_factory=lambda: deque(maxlen=1024))
     turbulent_until: float = 0.0
@@ -321,7 +322,7 @@ class Rooms:
                     case wire.Renewal():
                         self.feed(shell, message.progress)
                         stream.send(wire.encode_push(wire.Acked(message.clock_s)))
-                    case Ask():
+                    case Ask() | Incomplete():
                         self._asked(shell, lease, message)
                     case Left():
                         left = True
@@ -385,13 +386,13 @@ class Rooms:
             shell.turbulent_until = now + self.settings.boot_window_s / 2
             self.feed(shell, Turbulence())
 
-    def _asked(self, shell: RoomShell, lease: Lease, ask: Ask) -> None:
+    def _asked(self, shell: RoomShell, lease: Lease, ask: Ask | Incomplete) -> None:
         if not shell.asks:
             asyncio.get_running_loop().call_soon(self.feed, shell)
-        if ask.layout_lines:
+        if isinstance(ask, Ask) and ask.layout_lines:
             ask = replace(ask, layout_lines=self._share_layout(ask.layout, ask.layout_lines))
-        shell.asks.append(Asked(ask, lease.generation))
-        lease.told = ""
+        shell.asks.append(Asked(ask, lease.generation) if isinstance(ask, Ask) else ask)
+        lease.told = ("", 0.0)
         self._explain_soon(shell)
 
     def _explain_soon(self, shell: RoomShell) -> None:
@@ -405,11 +406,12 @@ class Rooms:
         if not reason:
             return
         asking = [i for i, record in shell.room.records.items() if record.ask is not None]
-        data = wire.encode_push(wire.Reason(reason))
+        told = (reason, shell.room.paused_until)
+        data = wire.encode_push(wire.Reason(reason, max(0.0, told[1] - self.now())))
         for replica_id in asking:
             lease = shell.leases.get(replica_id)
-            if lease is not None and lease.told != reason:
-                lease.told = reason
+            if lease is not None and lease.told != told:
+                lease.told = told
                 lease.stream.send(data)
         if asking and reason != shell.said:
             shell.said = reason

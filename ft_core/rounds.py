@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 from ft_core.drain import DrainedError
 from ft_core.errors import FaultToleranceError, HealError, LighthouseError, QuorumTimeoutError, StateRefusedError
+from ft_core.pauses import Wait
 from ft_core.step import MustAsk, Phase
 
 if TYPE_CHECKING:
@@ -151,12 +152,13 @@ class QuorumWorker:
                     round_.healed.set()
 
     def _work(self, round_: Round) -> None:
-        deadline = time.monotonic() + round_.timeout_s
+        with self._session.lock:
+            wait = Wait(self._session.quorum_pauses, round_.timeout_s, time.monotonic())
         if round_.prefetch and not self._session.draining:
             self._prefetch(round_)
         why, session = round_.why, self._session
         while True:
-            quorum = self._ask(round_, why, deadline)
+            quorum = self._ask(round_, why, wait)
             with session.lock:
                 plan = session.step.enter(quorum)
                 if not session.step.soft_error:
@@ -167,7 +169,9 @@ class QuorumWorker:
                 break
             with session.lock:
                 why = MustAsk(session.step.broken_reason or "the process group could not be built", failed=True)
-            if time.monotonic() > deadline:
+            with session.lock:
+                over = wait.over(time.monotonic())
+            if over:
                 raise QuorumTimeoutError(f"no usable quorum within {round_.timeout_s:g} s: {why.reason}")
             log.info("%s: asking again: %s", session.step.settings.replica_id, why.reason)
             time.sleep(REASK_PAUSE_S)
@@ -175,13 +179,14 @@ class QuorumWorker:
         if plan.heals and not plan.finish:
             self._heal(round_, plan)
 
-    def _ask(self, round_: Round, why: MustAsk, deadline: float) -> Quorum:
+    def _ask(self, round_: Round, why: MustAsk, wait: Wait) -> Quorum:
         session = self._session
         with session.lock:
             if session.draining:
                 raise DrainedError("this replica drains and asks for no further quorum")
             ask = session.step.ask(round_.template, why)
             session.answers.clear()
+            session.quorum_pauses.forget()
             session.reason = told = ""
         tell_at = time.monotonic() + TELL_S
         round_.asked = True
@@ -198,13 +203,13 @@ class QuorumWorker:
                 if session.draining:
                     raise DrainedError("this replica drains and waits for no quorum")
                 now = time.monotonic()
-                if now >= deadline:
+                if wait.over(now):
                     break
                 self._offer_live(round_)
                 if now >= tell_at and session.reason != told:
                     told = session.reason
                     log.warning("%s: waiting for a quorum: %s", session.step.settings.replica_id, told)
-                session.changed.wait(min(deadline - now, TELL_S))
+                session.changed.wait(min(wait.at - now, TELL_S))
         reason = session.control.last_reason or "the lighthouse gave no reason"
         raise QuorumTimeoutError(f"no quorum within {round_.timeout_s:g} s (quorum_timeout): {reason}")
 

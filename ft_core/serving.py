@@ -126,6 +126,29 @@ class Stream:
                 self._wake.clear()
 
 
+class Timers:
+    """Delayed calls on the running loop that can be cancelled together; those that are due are forgotten."""
+
+    def __init__(self) -> None:
+        self._handles: set[asyncio.TimerHandle] = set()
+
+    def __repr__(self) -> str:
+        return f"Timers({len(self._handles)})"
+
+    def later(self, delay_s: float, work: Callable[[], object]) -> asyncio.TimerHandle:
+        """Call `work` after `delay_s`."""
+        loop = asyncio.get_running_loop()
+        self._handles = {timer for timer in self._handles if not timer.cancelled() and timer.when() > loop.time()}
+        handle = loop.call_later(delay_s, work)
+        self._handles.add(handle)
+        return handle
+
+    def cancel(self) -> None:
+        """Call none of them."""
+        for handle in self._handles:
+            handle.cancel()
+
+
 class Doorkeeper:
     """Compares the token of every call with the server's."""
 

@@ -12,11 +12,13 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import threading
 import time
 from typing import TYPE_CHECKING
 
 from ft_core.errors import CollectiveError
+from ft_core.pauses import Pauses
 from ft_core.step import Phase
 from ft_core.user_works import UserWorks
 from ft_core.watchdog import Watchdog
@@ -36,6 +38,8 @@ MAX_ANSWERS = 4
 """Quorum answers kept until the worker takes them: there is one open ask at a time."""
 MAX_STORY = 32
 """Events kept to tell in an error message how it came to this."""
+MYSELF = ""
+"""This rank among those that are paused; its replica_id stands for all ranks of its group."""
 
 
 class Session:
@@ -70,8 +74,10 @@ class Session:
         """The user's collectives and futures that the next vote has to wait for."""
         self._waits_for_works = False
         """The watchdog was armed for `works` only: once they have ended there is nothing to end."""
-        self.paused: dict[str, float] = {}
-        """Peers that announced to be busy, and until when (monotonic s); bounded by the members of the quorum."""
+        self.pauses = Pauses()
+        """Of the members of the quorum, of this rank itself (`MYSELF`) and of its group's other ranks."""
+        self.quorum_pauses = Pauses()
+        """Of those that the next quorum waits for, as the lighthouse says."""
         self.kill: Callable[[str], None] | None = None
         self.cancel_heal: Callable[[], None] = lambda: None
         self.patience_s = budget.timeout_s
@@ -147,9 +153,9 @@ class Session:
         if self._waits_for_works and self.works.all_ended():
             return None
         with self.lock:
-            until = max(self.paused.values(), default=0.0)
-            if until > now:
-                return until + self.budget.timeout_s
+            later = self.pauses.look_again(-math.inf, self.patience_s, now)
+        if later is not None:
+            return later
         self.lanes.abort()  # also if this rank is broken already: whatever waits must end
         self.fail(
             CollectiveError(
@@ -177,13 +183,19 @@ class Session:
         """Tell the others the longest of the pauses that are open, or that there is none."""
         step = self.step
         with self.lock:
+            now = time.monotonic()
             until, what = max(self._busy.values(), default=(0.0, "step"))
-            if until:
-                self.paused[step.settings.replica_id] = until
-            else:
-                self.paused.pop(step.settings.replica_id, None)
-        left_s = max(0.001, until - time.monotonic()) if until else 0.0
+            left_s = max(0.001, until - now) if until else 0.0
+            self.pauses.announce(MYSELF, left_s, now)
         self.control.progress(step.version.step, what, step.stable, paused_s=left_s)
+
+    def report_progress(self) -> None:
+        """Training thread, after a vote: where this rank is. A pause that is open stays announced."""
+        if self._busy:
+            self._announce_busy()
+        else:
+            step = self.step
+            self.control.progress(step.version.step, "step", step.stable)
 
     # ------------------------------------------------------------ LeaseHandler (lease thread)
 
@@ -203,13 +215,16 @@ class Session:
             while len(self.answers) >= MAX_ANSWERS:
                 self.answers.pop(next(iter(self.answers)))
             self.answers[seq] = quorum
-            self.paused.clear()
+            now = time.monotonic()
+            self.pauses.forget()  # those of its members are announced anew
+            self.pauses.announce(MYSELF, max(self._busy.values(), default=(0.0, ""))[0] - now, now)
             self.changed.notify_all()
 
-    def on_reason(self, reason: str) -> None:
+    def on_reason(self, reason: str, paused_s: float = 0.0) -> None:
         """There is no quorum yet. The worker tells the user, if it lasts."""
         with self.changed:
             self.reason = reason
+            self.quorum_pauses.announce("", paused_s, time.monotonic())
 
     def on_change_pending(self, quorum_id: int, reason: str) -> None:
         """Somebody wants to join or leave."""
@@ -225,10 +240,7 @@ class Session:
         with self.lock:
             if self.step.plan is not None and quorum_id < self.step.plan.quorum_id:
                 return  # of the next quorum it may be told before this rank has entered it
-            if for_s > 0:
-                self.paused[replica_id] = time.monotonic() + for_s
-            else:
-                self.paused.pop(replica_id, None)
+            self.pauses.announce(replica_id, for_s, time.monotonic())
 
     def on_superseded(self, quorum_id: int) -> None:
         """The others have formed a newer quorum without us."""

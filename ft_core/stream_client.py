@@ -79,8 +79,8 @@ class LeaseHandler(Protocol):
     def on_quorum(self, seq: int, quorum: Quorum) -> None:
         """The answer to the ask with this seq."""
 
-    def on_reason(self, reason: str) -> None:
-        """Why there is no quorum yet (when it changes)."""
+    def on_reason(self, reason: str, paused_s: float = 0.0) -> None:
+        """Why there is no quorum yet (when it changes); what it waits for is busy for at most `paused_s` more."""
 
     def on_change_pending(self, quorum_id: int, reason: str) -> None:
         """Somebody wants to join or leave: raise change-wanted in the next fence of `quorum_id`."""
@@ -90,7 +90,7 @@ class LeaseHandler(Protocol):
         group)."""
 
     def on_paused(self, quorum_id: int, replica_id: str, for_s: float) -> None:
-        """A peer is legitimately busy for at most `for_s`; 0: it is back."""
+        """A peer (own replica_id: a rank of this group) is legitimately busy for at most `for_s`; 0: it is back."""
 
     def on_superseded(self, quorum_id: int) -> None:
         """`quorum_id` is over: abort and ask."""
@@ -435,7 +435,7 @@ def deliver(handler: LeaseHandler, push: wire.Push) -> None:
         case wire.Answer():
             handler.on_quorum(push.seq, push.quorum)
         case wire.Reason():
-            handler.on_reason(push.text)
+            handler.on_reason(push.text, push.paused_s)
         case wire.Change():
             handler.on_change_pending(push.quorum_id, push.reason)
         case wire.Lost():

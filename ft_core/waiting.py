@@ -10,6 +10,7 @@ import threading
 import time
 from collections import OrderedDict
 
+from ft_core.pauses import Pauses, Wait
 from ft_core.step import Outcome, Verdict
 
 MAX_BROKEN = 8
@@ -23,6 +24,8 @@ class Waiting:
         self._changed = threading.Condition()
         self._verdicts: OrderedDict[tuple[int, int], Verdict] = OrderedDict()
         self._broken: OrderedDict[int, str] = OrderedDict()
+        self._pauses = Pauses()
+        """Of other groups, and of this group: whoever waits in one of its rings for a busy one votes late."""
 
     def decided(self, verdict: Verdict) -> None:
         """The group's verdict on an attempt is known; the first one stands."""
@@ -42,6 +45,21 @@ class Waiting:
             self._changed.notify_all()
             return new
 
+    def paused(self, who: str, for_s: float) -> None:
+        """A group is busy for at most `for_s` from now (0: it is back): votes wait for it."""
+        with self._changed:
+            self._pauses.announce(who, for_s, time.monotonic())
+
+    def pauses(self) -> dict[str, float]:
+        """Who is busy, and for how long at most."""
+        with self._changed:
+            return self._pauses.open(time.monotonic())
+
+    def new_quorum(self) -> None:
+        """Its members announce what they do anew."""
+        with self._changed:
+            self._pauses.forget()
+
     def result(self, quorum_id: int, attempt: int) -> Verdict | None:
         """A decided verdict outlives a later break (R0)."""
         verdict = self._verdicts.get((quorum_id, attempt))
@@ -50,13 +68,13 @@ class Waiting:
         return verdict
 
     def wait(self, verdict: Verdict, timeout_s: float, whose: str) -> Verdict:
-        """Wait for the verdict on the attempt that `verdict` is a vote on."""
-        deadline = time.monotonic() + timeout_s
+        """Wait for the verdict on the attempt that `verdict` is a vote on; pauses do not count."""
         with self._changed:
+            wait = Wait(self._pauses, timeout_s, time.monotonic())
             while (found := self.result(verdict.quorum_id, verdict.attempt)) is None:
-                left = deadline - time.monotonic()
-                if left <= 0:
+                now = time.monotonic()
+                if wait.over(now):
                     reason = f"the ranks of {whose} did not agree on the step within {timeout_s:g} s"
                     return Verdict(verdict.quorum_id, verdict.attempt, Outcome.BROKEN, reason)
-                self._changed.wait(left)
+                self._changed.wait(wait.at - now)
             return found

@@ -213,7 +213,7 @@ class Ack(_message.Message):
     def __init__(self, clock_us: _Optional[int] = ..., lease_age_ms: _Optional[int] = ...) -> None: ...
 
 class Hello(_message.Message):
-    __slots__ = ("protocol_version", "release", "room", "replica_id", "name", "incarnation", "version", "stable", "highest_id", "quorum_id", "members", "layout", "layout_lines", "expected", "min_replicas", "group_world_size", "join_ms", "liveness_ms", "orphan_ms", "heal_addresses")
+    __slots__ = ("protocol_version", "release", "room", "replica_id", "name", "incarnation", "version", "stable", "highest_id", "quorum_id", "members", "layout", "layout_lines", "expected", "min_replicas", "group_world_size", "join_ms", "liveness_ms", "orphan_ms", "heal_addresses", "paused_ms")
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     RELEASE_FIELD_NUMBER: _ClassVar[int]
     ROOM_FIELD_NUMBER: _ClassVar[int]
@@ -234,6 +234,7 @@ class Hello(_message.Message):
     LIVENESS_MS_FIELD_NUMBER: _ClassVar[int]
     ORPHAN_MS_FIELD_NUMBER: _ClassVar[int]
     HEAL_ADDRESSES_FIELD_NUMBER: _ClassVar[int]
+    PAUSED_MS_FIELD_NUMBER: _ClassVar[int]
     protocol_version: int
     release: str
     room: str
@@ -254,19 +255,22 @@ class Hello(_message.Message):
     liveness_ms: int
     orphan_ms: int
     heal_addresses: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, protocol_version: _Optional[int] = ..., release: _Optional[str] = ..., room: _Optional[str] = ..., replica_id: _Optional[str] = ..., name: _Optional[str] = ..., incarnation: _Optional[int] = ..., version: _Optional[_Union[Version, _Mapping]] = ..., stable: _Optional[_Union[Version, _Mapping]] = ..., highest_id: _Optional[int] = ..., quorum_id: _Optional[int] = ..., members: _Optional[_Iterable[str]] = ..., layout: _Optional[int] = ..., layout_lines: _Optional[_Iterable[str]] = ..., expected: _Optional[int] = ..., min_replicas: _Optional[int] = ..., group_world_size: _Optional[int] = ..., join_ms: _Optional[int] = ..., liveness_ms: _Optional[int] = ..., orphan_ms: _Optional[int] = ..., heal_addresses: _Optional[_Iterable[str]] = ...) -> None: ...
+    paused_ms: int
+    def __init__(self, protocol_version: _Optional[int] = ..., release: _Optional[str] = ..., room: _Optional[str] = ..., replica_id: _Optional[str] = ..., name: _Optional[str] = ..., incarnation: _Optional[int] = ..., version: _Optional[_Union[Version, _Mapping]] = ..., stable: _Optional[_Union[Version, _Mapping]] = ..., highest_id: _Optional[int] = ..., quorum_id: _Optional[int] = ..., members: _Optional[_Iterable[str]] = ..., layout: _Optional[int] = ..., layout_lines: _Optional[_Iterable[str]] = ..., expected: _Optional[int] = ..., min_replicas: _Optional[int] = ..., group_world_size: _Optional[int] = ..., join_ms: _Optional[int] = ..., liveness_ms: _Optional[int] = ..., orphan_ms: _Optional[int] = ..., heal_addresses: _Optional[_Iterable[str]] = ..., paused_ms: _Optional[int] = ...) -> None: ...
 
 class LeaseRequest(_message.Message):
-    __slots__ = ("hello", "progress", "ask", "left")
+    __slots__ = ("hello", "progress", "ask", "left", "broken")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     PROGRESS_FIELD_NUMBER: _ClassVar[int]
     ASK_FIELD_NUMBER: _ClassVar[int]
     LEFT_FIELD_NUMBER: _ClassVar[int]
+    BROKEN_FIELD_NUMBER: _ClassVar[int]
     hello: Hello
     progress: Progress
     ask: Ask
     left: Left
-    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., progress: _Optional[_Union[Progress, _Mapping]] = ..., ask: _Optional[_Union[Ask, _Mapping]] = ..., left: _Optional[_Union[Left, _Mapping]] = ...) -> None: ...
+    broken: Break
+    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., progress: _Optional[_Union[Progress, _Mapping]] = ..., ask: _Optional[_Union[Ask, _Mapping]] = ..., left: _Optional[_Union[Left, _Mapping]] = ..., broken: _Optional[_Union[Break, _Mapping]] = ...) -> None: ...
 
 class Welcome(_message.Message):
     __slots__ = ("protocol_version", "liveness_ms", "peers", "boot")
@@ -289,7 +293,7 @@ class Peer(_message.Message):
     def __init__(self, replica_id: _Optional[str] = ..., heal_addresses: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class LeasePush(_message.Message):
-    __slots__ = ("seq", "welcome", "quorum", "reason", "change_pending", "member_lost", "paused", "superseded", "refused", "order", "ack")
+    __slots__ = ("seq", "welcome", "quorum", "reason", "change_pending", "member_lost", "paused", "superseded", "refused", "order", "ack", "paused_ms")
     SEQ_FIELD_NUMBER: _ClassVar[int]
     WELCOME_FIELD_NUMBER: _ClassVar[int]
     QUORUM_FIELD_NUMBER: _ClassVar[int]
@@ -301,6 +305,7 @@ class LeasePush(_message.Message):
     REFUSED_FIELD_NUMBER: _ClassVar[int]
     ORDER_FIELD_NUMBER: _ClassVar[int]
     ACK_FIELD_NUMBER: _ClassVar[int]
+    PAUSED_MS_FIELD_NUMBER: _ClassVar[int]
     seq: int
     welcome: Welcome
     quorum: QuorumInfo
@@ -312,7 +317,8 @@ class LeasePush(_message.Message):
     refused: Refused
     order: Order
     ack: Ack
-    def __init__(self, seq: _Optional[int] = ..., welcome: _Optional[_Union[Welcome, _Mapping]] = ..., quorum: _Optional[_Union[QuorumInfo, _Mapping]] = ..., reason: _Optional[str] = ..., change_pending: _Optional[_Union[ChangePending, _Mapping]] = ..., member_lost: _Optional[_Union[MemberLost, _Mapping]] = ..., paused: _Optional[_Union[Paused, _Mapping]] = ..., superseded: _Optional[_Union[Superseded, _Mapping]] = ..., refused: _Optional[_Union[Refused, _Mapping]] = ..., order: _Optional[_Union[Order, _Mapping]] = ..., ack: _Optional[_Union[Ack, _Mapping]] = ...) -> None: ...
+    paused_ms: int
+    def __init__(self, seq: _Optional[int] = ..., welcome: _Optional[_Union[Welcome, _Mapping]] = ..., quorum: _Optional[_Union[QuorumInfo, _Mapping]] = ..., reason: _Optional[str] = ..., change_pending: _Optional[_Union[ChangePending, _Mapping]] = ..., member_lost: _Optional[_Union[MemberLost, _Mapping]] = ..., paused: _Optional[_Union[Paused, _Mapping]] = ..., superseded: _Optional[_Union[Superseded, _Mapping]] = ..., refused: _Optional[_Union[Refused, _Mapping]] = ..., order: _Optional[_Union[Order, _Mapping]] = ..., ack: _Optional[_Union[Ack, _Mapping]] = ..., paused_ms: _Optional[int] = ...) -> None: ...
 
 class QuorumRequest(_message.Message):
     __slots__ = ("protocol_version", "room", "replica_id", "address", "store_address", "step", "world_size", "shrink_only", "data", "commit_failures")
@@ -561,7 +567,7 @@ class Joined(_message.Message):
     def __init__(self, protocol_version: _Optional[int] = ..., liveness_ms: _Optional[int] = ...) -> None: ...
 
 class GroupPush(_message.Message):
-    __slots__ = ("seq", "joined", "quorum", "reason", "change_pending", "member_lost", "paused", "superseded", "refused", "order", "ack", "verdict")
+    __slots__ = ("seq", "joined", "quorum", "reason", "change_pending", "member_lost", "paused", "superseded", "refused", "order", "ack", "verdict", "paused_ms")
     SEQ_FIELD_NUMBER: _ClassVar[int]
     JOINED_FIELD_NUMBER: _ClassVar[int]
     QUORUM_FIELD_NUMBER: _ClassVar[int]
@@ -574,6 +580,7 @@ class GroupPush(_message.Message):
     ORDER_FIELD_NUMBER: _ClassVar[int]
     ACK_FIELD_NUMBER: _ClassVar[int]
     VERDICT_FIELD_NUMBER: _ClassVar[int]
+    PAUSED_MS_FIELD_NUMBER: _ClassVar[int]
     seq: int
     joined: Joined
     quorum: QuorumInfo
@@ -586,4 +593,5 @@ class GroupPush(_message.Message):
     order: Order
     ack: Ack
     verdict: Verdict
-    def __init__(self, seq: _Optional[int] = ..., joined: _Optional[_Union[Joined, _Mapping]] = ..., quorum: _Optional[_Union[QuorumInfo, _Mapping]] = ..., reason: _Optional[str] = ..., change_pending: _Optional[_Union[ChangePending, _Mapping]] = ..., member_lost: _Optional[_Union[MemberLost, _Mapping]] = ..., paused: _Optional[_Union[Paused, _Mapping]] = ..., superseded: _Optional[_Union[Superseded, _Mapping]] = ..., refused: _Optional[_Union[Refused, _Mapping]] = ..., order: _Optional[_Union[Order, _Mapping]] = ..., ack: _Optional[_Union[Ack, _Mapping]] = ..., verdict: _Optional[_Union[Verdict, _Mapping]] = ...) -> None: ...
+    paused_ms: int
+    def __init__(self, seq: _Optional[int] = ..., joined: _Optional[_Union[Joined, _Mapping]] = ..., quorum: _Optional[_Union[QuorumInfo, _Mapping]] = ..., reason: _Optional[str] = ..., change_pending: _Optional[_Union[ChangePending, _Mapping]] = ..., member_lost: _Optional[_Union[MemberLost, _Mapping]] = ..., paused: _Optional[_Union[Paused, _Mapping]] = ..., superseded: _Optional[_Union[Superseded, _Mapping]] = ..., refused: _Optional[_Union[Refused, _Mapping]] = ..., order: _Optional[_Union[Order, _Mapping]] = ..., ack: _Optional[_Union[Ack, _Mapping]] = ..., verdict: _Optional[_Union[Verdict, _Mapping]] = ..., paused_ms: _Optional[int] = ...) -> None: ...

@@ -52,9 +52,10 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Reason:
-    """Why there is no quorum yet."""
+    """Why there is no quorum yet; `paused_s`: what it waits for is busy for at most that much longer."""
 
     text: str
+    paused_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +148,7 @@ def pb_push(push: Push) -> pb.GroupPush | pb.LeasePush:
         case Answer():
             return pb.LeasePush(seq=push.seq, quorum=pb_quorum(push.quorum))
         case Reason():
-            return pb.LeasePush(reason=clip(push.text))
+            return pb.LeasePush(reason=clip(push.text), paused_ms=min(to_ms(push.paused_s), MAX_DURATION_MS))
         case Change():
             return pb.LeasePush(change_pending=pb.ChangePending(quorum_id=push.quorum_id, reason=clip(push.reason)))
         case Lost():
@@ -232,7 +233,7 @@ def read_push(m: pb.LeasePush | pb.GroupPush) -> Push | None:
         case "quorum":
             return Answer(m.seq, read_quorum(m.quorum))
         case "reason":
-            return Reason(clip(m.reason))
+            return Reason(clip(m.reason), from_ms(m.paused_ms, check, "paused_ms"))
         case "change_pending":
             return Change(m.change_pending.quorum_id, clip(m.change_pending.reason))
         case "member_lost":

@@ -7,12 +7,14 @@ from typing import TYPE_CHECKING, TypeVar
 
 from ft_core._pb import coordination_pb2 as pb
 from ft_core.errors import ConfigError, ProtocolError
+from ft_core.membership import Incomplete
 from ft_core.settings import PROTOCOL_VERSION
 from ft_core.step import Verdict
 from ft_core.wire.bounds import (
     INT64,
     MAX_ADDRESS,
     MAX_DATA,
+    MAX_DURATION_MS,
     MAX_NAME,
     MAX_RANKS,
     MAX_TEXT,
@@ -86,7 +88,7 @@ def encode_hello(hello: Hello, room: str, release: str) -> bytes:
             members=hello.members, layout=hello.layout, layout_lines=fit_layout_lines(hello.layout_lines),
             expected=hello.expected, min_replicas=hello.min_replicas, group_world_size=hello.group_world_size,
             join_ms=to_ms(hello.join_s), liveness_ms=to_ms(hello.liveness_s), orphan_ms=to_ms(hello.orphan_s),
-            heal_addresses=hello.heal_addresses,
+            heal_addresses=hello.heal_addresses, paused_ms=min(to_ms(hello.paused_s), MAX_DURATION_MS),
         )  # fmt: skip
         check_hello(m, Check(ConfigError, "Hello"))
         return pb.LeaseRequest(hello=m).SerializeToString()
@@ -110,7 +112,24 @@ def encode_left(left: Left) -> bytes:
         return pb.LeaseRequest(left=pb_left(left)).SerializeToString()
 
 
-def decode_lease_request(data: bytes, replica_id: str = "", generation: int = 0) -> Opening | Renewal | Ask | Left:
+def encode_incomplete(broken: Broken) -> bytes:
+    """A group's report that a rank of it is missing."""
+    with sending("Break"):
+        return pb.LeaseRequest(broken=_pb_break(broken)).SerializeToString()
+
+
+def _pb_break(broken: Broken) -> pb.Break:
+    return pb.Break(quorum_id=broken.quorum_id, reason=clip(broken.reason))
+
+
+def _read_break(message: pb.Break) -> Broken:
+    Check(ProtocolError, "Break").number("quorum_id", message.quorum_id, 0, INT64)
+    return Broken(message.quorum_id, clip(message.reason))
+
+
+def decode_lease_request(
+    data: bytes, replica_id: str = "", generation: int = 0
+) -> Opening | Renewal | Ask | Left | Incomplete:
     """A trainer's message. `replica_id` and `generation` are those of the stream it came on.
 
     Raises:
@@ -129,6 +148,9 @@ def decode_lease_request(data: bytes, replica_id: str = "", generation: int = 0)
             return ask
         case "left":
             return read_left(message.left, replica_id, generation)
+        case "broken":
+            broken = _read_break(message.broken)
+            return Incomplete(replica_id, generation, broken.quorum_id, broken.reason)
         case _:
             raise ProtocolError("an empty LeaseRequest arrived")
 
@@ -155,7 +177,7 @@ def encode_rank(message: Renewal | RankAsk | Verdict | Broken | Order | Left) ->
             case Verdict():
                 request = pb.GroupRequest(vote=pb_verdict(message))
             case Broken():
-                request = pb.GroupRequest(broken=pb.Break(quorum_id=message.quorum_id, reason=clip(message.reason)))
+                request = pb.GroupRequest(broken=_pb_break(message))
             case Order():
                 request = pb.GroupRequest(order=pb_push(message).order)
             case _:
@@ -189,7 +211,7 @@ def decode_group_request(
         case "vote":
             return read_verdict(message.vote)
         case "broken":
-            return Broken(message.broken.quorum_id, clip(message.broken.reason))
+            return _read_break(message.broken)
         case "left":
             return read_left(message.left, replica_id, 0)
         case "order":

@@ -189,7 +189,7 @@ def read_opening(m: pb.Hello) -> Opening:
         layout_lines=tuple(m.layout_lines), expected=m.expected, min_replicas=m.min_replicas,
         group_world_size=m.group_world_size, join_s=from_ms(m.join_ms, check, "join_ms"),
         liveness_s=from_ms(m.liveness_ms, check, "liveness_ms"), orphan_s=from_ms(m.orphan_ms, check, "orphan_ms"),
-        heal_addresses=tuple(m.heal_addresses),
+        heal_addresses=tuple(m.heal_addresses), paused_s=from_ms(m.paused_ms, check, "paused_ms"),
     )  # fmt: skip
     return Opening(hello, m.room)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import os
 import signal
 import socket
@@ -36,10 +37,9 @@ def digests(group: Process) -> dict[str, str]:
 
 
 def pids(group: Process) -> list[int]:
-    """Of its two ranks."""
-    found = [int(line.split()[1]) for _, line in group.lines if line.startswith("pid ")]
-    assert len(found) == 2
-    return found
+    """Of its two ranks, in order."""
+    found = {int(line.split()[2]): int(line.split()[1]) for _, line in group.lines if line.startswith("pid ")}
+    return [found[0], found[1]]
 
 
 def _both_done(group: Process) -> bool:
@@ -66,6 +66,30 @@ def test_a_group_loses_a_rank_restarts_and_heals(forge: Forge) -> None:
                     _, step, _, lineage, rank = line.split()
                     histories.setdefault((rank, int(step)), set()).add(lineage)
         assert all(len(found) == 1 for found in histories.values())
+
+
+def test_a_frozen_rank_holds_the_other_group_for_a_liveness_timeout_only(forge: Forge) -> None:
+    """It does not lead its group: its leader reports it, and the group comes back as one when the rank is thawed."""
+    with Cluster(forge, STEP_MS=20, FT_NUM_REPLICA_GROUPS=2, FT_LIVENESS_S=1) as cluster:
+        one, two = start_group(cluster, "one"), start_group(cluster, "two")
+        two.wait_step(15)
+        frozen = pids(two)[1]
+        os.kill(frozen, signal.SIGSTOP)
+        at, before = time.monotonic(), one.step()
+        one.wait_for(lambda: any(step > before + 2 and who == 1 for _, step, who, _ in one.commits()), "went on alone")
+        standstill_s = max(b[0] - a[0] for a, b in itertools.pairwise(row for row in one.commits() if row[0] > at - 1))
+        os.kill(frozen, signal.SIGCONT)
+        assert standstill_s < 1.0 + 2.0, standstill_s  # liveness, and slack for a loaded machine
+        alone = one.step()
+        one.wait_for(
+            lambda: any(step > alone and who == 2 for _, step, who, _ in one.commits()), "trained with both again"
+        )
+        cluster.end_at(one.step() + 40)
+        for group in (one, two):
+            assert group.popen.wait(60) == 0, "\n".join(group.errors[-25:])
+            group.wait_for(functools.partial(_both_done, group), "printed both digests")
+        assert digests(one) == digests(two)
+        assert sum(line.startswith("pid ") for _, line in two.lines) == 2, "nobody was restarted"
 
 
 def test_one_rank_that_silently_differs_makes_its_whole_group_heal(forge: Forge) -> None:

@@ -44,7 +44,7 @@ def main() -> int:
     end, step_s = pathlib.Path(env["STEPS_FILE"]), float(env.get("STEP_MS", "5")) / 1000
     rank = int(env.get("RANK", "0"))
     if env.get("PIDS"):
-        say("pid", os.getpid())
+        say("pid", os.getpid(), rank)
     torch.manual_seed(os.getpid())  # replicas start apart on purpose
     if env.get("LOG"):
         logging.basicConfig(level=logging.INFO)

@@ -67,8 +67,9 @@ class Recorder:
         self.quorum = quorum
         self.note("quorum", seq, quorum)
 
-    def on_reason(self, reason: str) -> None:
+    def on_reason(self, reason: str, paused_s: float = 0.0) -> None:
         self.note("reason", reason)
+        self.note("awaited", paused_s)
 
     def on_change_pending(self, quorum_id: int, reason: str) -> None:
         self.note("change_pending", quorum_id, reason)

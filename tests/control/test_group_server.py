@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from concurrent import futures
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -202,6 +203,59 @@ def test_a_rank_that_was_connected_for_long_may_reconnect_within_the_grace(light
         group.close()
 
 
+def test_a_group_that_lost_a_rank_holds_nobody_and_comes_back_as_one(
+    group: Group, replica: Callable[..., Replica]
+) -> None:
+    other = replica("h:1", group_world_size=SIZE)
+    other.lease.wait_connected(5)
+    other.ask()
+    for rank in range(SIZE):
+        group.recorders[rank].wait("change_pending")
+        group.ask(rank)
+    quorum = other.answer()
+    group.controls[2].shutdown()
+    assert other.recorder.wait("member_lost") == (quorum.quorum_id, (ID,))
+    for rank in (0, 1):
+        group.ask(rank, failed=True)
+    since = time.monotonic()
+    other.ask(failed=True)
+    assert other.answer().ids == ("h:1",)
+    assert time.monotonic() - since < BUDGET.join_s, "the group was not waited for"
+    settings = LeaseSettings(group.address, ID, BUDGET)
+    group.controls[2] = RankControl(settings, group.recorders[2], rank=2, world_size=SIZE)
+    group.controls[2].start()
+    group.ask(2)
+    other.recorder.wait("change_pending")
+    other.ask()
+    assert other.answer().ids == (ID, "h:1")
+
+
+def test_a_rank_lost_while_the_ask_is_open_makes_the_ask_wait(
+    bare: Group, replica: Callable[..., Replica], lighthouse: LighthouseServer
+) -> None:
+    other = replica("h:1", group_world_size=SIZE)
+    other.lease.wait_connected(5)
+    other.ask()
+    quorum = other.answer()
+    bare.start()
+    for rank in range(SIZE):
+        bare.ask(rank)
+    other.recorder.wait("change_pending")  # the group's ask is open
+    bare.controls[1].shutdown()
+    records = lighthouse._rooms.room("default").room.records  # looked at only
+    wait_until(lambda: bool(records[ID].incomplete))
+    other.ask()
+    assert other.answer().ids == ("h:1",)
+    assert other.answer().quorum_id > quorum.quorum_id
+    bare.controls[1] = RankControl(LeaseSettings(bare.address, ID, BUDGET), bare.recorders[1], rank=1, world_size=SIZE)
+    bare.controls[1].start()
+    bare.ask(1)
+    wait_until(lambda: not records[ID].incomplete)
+    other.ask()
+    assert other.answer().ids == (ID, "h:1")
+    assert len({quorum.quorum_id for quorum in bare.answers()}) == 1
+
+
 def test_a_dead_leader_breaks_the_others(group: Group) -> None:
     quorum_id = group.answers()[0].quorum_id
     results: list[Verdict] = []
@@ -250,6 +304,67 @@ def test_a_pause_of_any_rank_is_the_groups(group: Group, replica: Callable[..., 
     assert other.recorder.wait("paused")[1] == ID
     group.controls[2].progress(0, "step", VOID)
     other.recorder.wait("paused", lambda _id, _who, for_s: for_s == 0)
+
+
+@pytest.mark.parametrize("paused", range(SIZE))
+def test_a_vote_waits_for_a_rank_that_is_paused(group: Group, paused: int) -> None:
+    quorum = group.answers()[0]
+    group.controls[paused].progress(0, "saving", VOID, paused_s=60.0)
+    others = [rank for rank in range(SIZE) if rank != paused]
+    for rank in others:
+        group.recorders[rank].wait("paused", lambda _id, who, for_s: who == ID and for_s > 50)
+    vote = Verdict(quorum.quorum_id, 0, COMMIT, "", 2, 2)
+    with ThreadPoolExecutor(SIZE) as threads:
+        waiting = [threads.submit(group.controls[rank].vote, vote, 0.2) for rank in others]
+        assert not futures.wait(waiting, 0.7, futures.FIRST_COMPLETED).done, "longer than the limit of a vote"
+        group.controls[paused].progress(0, "step", VOID)
+        assert group.controls[paused].vote(vote, 5.0).outcome is COMMIT
+        assert [future.result(5.0).outcome for future in waiting] == [COMMIT, COMMIT]
+
+
+def test_a_vote_is_over_a_limit_after_a_pause_that_ends_early(group: Group) -> None:
+    quorum = group.answers()[0]
+    group.controls[2].progress(0, "saving", VOID, paused_s=60.0)
+    group.recorders[1].wait("paused")
+    vote = Verdict(quorum.quorum_id, 0, COMMIT, "", 2, 2)
+    with ThreadPoolExecutor(1) as threads:
+        waiting = threads.submit(group.controls[1].vote, vote, 0.3)
+        assert not futures.wait([waiting], 0.7).done
+        group.controls[2].progress(0, "step", VOID)
+        assert waiting.result(5.0).outcome is BROKEN
+
+
+def test_a_vote_waits_for_another_group_that_is_paused(group: Group, replica: Callable[..., Replica]) -> None:
+    other = replica("h:1", group_world_size=SIZE)
+    other.lease.wait_connected(5)
+    other.ask()
+    for rank in range(SIZE):
+        group.recorders[rank].wait("change_pending")
+        group.ask(rank)
+    quorum = other.answer()
+    other.lease.progress(0, "saving", VOID, paused_s=60.0)
+    for recorder in group.recorders:
+        recorder.wait("paused")
+    vote = Verdict(quorum.quorum_id, 0, COMMIT, "", 2, 2)
+    with ThreadPoolExecutor(SIZE) as threads:
+        waiting = [threads.submit(group.controls[rank].vote, vote, 0.2) for rank in (0, 1)]
+        assert not futures.wait(waiting, 0.7, futures.FIRST_COMPLETED).done, "rank 2 waits for it in its ring"
+        assert group.controls[2].vote(vote, 5.0).outcome is COMMIT
+        assert [future.result(5.0).outcome for future in waiting] == [COMMIT, COMMIT]
+
+
+def test_a_pause_open_while_a_quorum_forms_is_known_to_all_ranks_of_the_group(bare: Group) -> None:
+    bare.start()
+    for rank in range(SIZE - 1):
+        bare.ask(rank)
+    bare.controls[2].progress(0, "validation", VOID, paused_s=60.0)
+    for recorder in bare.recorders[:2]:
+        recorder.wait("paused")
+        recorder.wait("awaited", lambda for_s: for_s > 50)  # those that have asked wait for it, however long
+    bare.ask(2)
+    quorum = bare.answers()[0]
+    for recorder in bare.recorders:
+        assert recorder.wait("paused", lambda id_, *_: id_ == quorum.quorum_id)[1] == ID
 
 
 def test_acknowledgements_reach_every_rank_with_the_leases_age(group: Group) -> None:

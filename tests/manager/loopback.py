@@ -139,9 +139,9 @@ class Loopback:
             case m.Announce(quorum, targets):
                 for replica_id, seq in targets:
                     to(replica_id, functools.partial(_answer, seq, quorum))
-            case m.Explain(targets, reason):
+            case m.Explain(targets, reason, paused_s):
                 for replica_id in targets:
-                    to(replica_id, lambda h: h.on_reason(reason))
+                    to(replica_id, lambda h: h.on_reason(reason, paused_s))
             case m.ChangePending(targets, quorum_id, reason):
                 for replica_id in targets:
                     to(replica_id, lambda h: h.on_change_pending(quorum_id, reason))

@@ -12,7 +12,7 @@ import torch
 from ft_core.checkpointing import CheckpointTransport
 from ft_core.errors import HealError, PeerError
 from ft_core.process_group import FakeProcessGroupWrapper, ProcessGroupGloo
-from tests.manager.harness import LIMIT_S, Cluster, Replica, both, crash, fail, hang, soft_error
+from tests.manager.harness import LIMIT_S, Cluster, Crash, Replica, both, crash, fail, hang, soft_error
 
 POINTS = ["boundary", "started", "forward", "backward", "stepped"]
 SHORT: dict[str, Any] = {"timeout": timedelta(seconds=1), "time_overrides": {"join_s": 0.3, "heal_s": 5.0}}
@@ -187,6 +187,48 @@ def test_a_paused_replica_is_waited_for(cluster: Cluster) -> None:
     cluster.check(steps=6)
     assert [r.vetoes for r in cluster.replicas] == [[], []]
     assert cluster.lighthouse.asks == 2
+
+
+def test_a_pause_around_whole_steps_stays_announced(cluster: Cluster) -> None:
+    seen: list[float] = []
+    room = cluster.lighthouse.room
+
+    def look(replica: Replica) -> None:
+        """After the vote of a step within the pause."""
+        seen.append(room.records[replica.manager.replica_id].paused_until)
+
+    def compiles(replica: Replica) -> None:
+        pause = replica.manager.pause("compiling", 60.0)
+        pause.__enter__()
+        replica.actions |= {(3, "stepped"): look, (4, "stepped"): lambda _: pause.__exit__(None, None, None)}
+        replica.actions[5, "boundary"] = look
+
+    cluster.run(Replica(0), Replica(1, at={(3, "boundary"): compiles}))
+    cluster.check(steps=6)
+    assert seen[0] > 0
+    assert seen[1] == 0
+
+
+def test_a_pause_kills_no_survivor_that_waits_for_a_quorum(cluster: Cluster) -> None:
+    """Longer than quorum_timeout, and the third is lost meanwhile: who waits for the paused one does not give up."""
+    times = SHORT | {"quorum_timeout": timedelta(seconds=1)}
+    survivor, paused_one = Replica(0, **times), Replica(1, **times)
+    pausing = threading.Event()
+
+    def paused(replica: Replica) -> None:
+        with replica.manager.pause("validating", 60.0):
+            pausing.set()
+            cluster.lighthouse.wait_for(lambda: cluster.lighthouse.asking("r0"))
+            survivor.thread.join(2.5)  # the point: more than the quorum_timeout of the one that waits passes
+            assert survivor.thread.is_alive(), survivor.error
+
+    def crash_meanwhile(_: Replica) -> None:
+        assert pausing.wait(LIMIT_S)
+        raise Crash
+
+    paused_one.actions[(3, "started")] = paused
+    cluster.run(survivor, paused_one, Replica(2, at={(3, "boundary"): crash_meanwhile}, **times))
+    cluster.check(steps=6, survivors=2)
 
 
 def test_a_failed_collective_rebuilds_the_group(cluster: Cluster) -> None:

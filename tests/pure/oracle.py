@@ -73,4 +73,4 @@ def _worth_waiting(view: View, seen: Seen, first: float) -> bool:
         return True  # until it is lost
     if seen.life is Life.UNKNOWN:
         return view.now < max(view.boot_until, seen.since + view.join_s)
-    return view.now < max(first + view.join_s, seen.paused_until)
+    return view.now < max(first, seen.paused_until, seen.back_at) + view.join_s

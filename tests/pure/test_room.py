@@ -20,6 +20,7 @@ from ft_core.membership import (
     Event,
     Explain,
     Hello,
+    Incomplete,
     LeaseEnded,
     Left,
     MemberLost,
@@ -193,6 +194,130 @@ def test_pause_is_told_to_the_peers_once() -> None:
     assert script.progress("a", 3) == ["a busy for 0 s -> b"]
 
 
+def test_a_longer_pause_within_a_pause_is_news() -> None:
+    script = Script()
+    script.train("a", "b")
+    script.progress("a", 3, phase="saving", paused_s=10.0)
+    assert script.progress("a", 3, phase="validation", paused_s=3600.0) == ["a busy for 3600 s -> b"]
+    assert script.progress("a", 3, phase="saving", paused_s=9.0) == ["a busy for 9 s -> b"]
+
+
+def test_a_pause_that_is_open_when_a_quorum_forms_is_known_in_it() -> None:
+    script = Script()
+    script.train("a", "b", "c")
+    script.ask("a", 3, failed=True)
+    assert script.progress("a", 3, phase="validation", paused_s=300.0) == ["a busy for 300 s -> b, c"]
+    script.ask("b", 3, failed=True)
+    script.now += 1
+    assert script.ask("c", 3, failed=True)[:2] == ["quorum a, b, c -> a#2, b#2, c#2", "a busy for 299 s -> b, c"]
+    assert script.progress("a", 3, phase="validation", paused_s=299.0) == []
+    assert script.progress("a", 3) == ["a busy for 0 s -> b, c"]
+
+
+def test_a_member_whose_lease_opens_anew_is_told_of_pauses_and_tells_its_own() -> None:
+    script = Script()
+    script.train("a", "b", "c")
+    script.ends("b", silence_s=LIVENESS)
+    script.progress("a", 3, phase="saving", paused_s=30.0)
+    assert "a busy for 30 s -> b" in script.hello("b", paused_s=20.0)
+    script.ends("b")
+    out = script.hello("b", paused_s=20.0)
+    assert out == ["a busy for 30 s -> b", "b busy for 20 s -> a, c"]
+    script.ends("b")
+    script.progress("a", 3)
+    assert script.hello("b") == ["a busy for 0 s -> b", "b busy for 0 s -> a, c"], "both are over"
+
+
+def test_a_pause_is_known_to_a_restarted_lighthouse() -> None:
+    script = Script()
+    script.train("a", "b", "c")
+    again = Script(at=script.now + 1)
+    again.quorum, again.members = script.quorum, script.members
+    for name in ("a", "b"):
+        again.hello(name)
+    assert "c busy for 40 s -> a, b" in again.hello("c", paused_s=40.0)
+    again.ask("a", 3)
+    again.ask("b", 3)
+    assert again.later(JOIN + 29.0) == [], "it is waited for"
+
+
+def test_who_was_paused_has_its_time_to_arrive_when_it_is_back() -> None:
+    script = Script()
+    script.train("a", "b")
+    script.progress("b", 3, phase="validation", paused_s=3600.0)
+    script.ask("a", 3, failed=True)
+    script.later(5 * JOIN)
+    assert script.progress("b", 3) == [
+        "b busy for 0 s -> a",
+        "tell a: waiting for 1 of 2 groups: b (alive, last seen in open)",
+    ]
+    script.later(JOIN - 0.1)
+    assert script.ask("b", 3)[0] == "quorum a, b -> a#2, b#2"
+
+
+def test_those_who_wait_are_told_for_how_long_a_pause_may_last() -> None:
+    script = Script()
+    script.train("a", "b")
+
+    def told(effects: list[Effect]) -> list[float]:
+        return [round(effect.paused_s, 3) for effect in effects if isinstance(effect, Explain)]
+
+    def progress(paused_s: float) -> list[Effect]:
+        return script.room.handle(Progress("b", 1, 3, "validation", VOID, paused_s), script.now)
+
+    ask = Ask("a", 2, Version(3, script.quorum["a"]), quorum_id=script.quorum["a"], failed=True)
+    assert told(script.room.handle(Asked(ask, 1), script.now)) == [0.0]
+    assert told(progress(60.0)) == [60.0]
+    script.now += 3
+    assert told(progress(57.0)) == []
+    assert told(progress(90.0)) == [90.0]
+    assert told(progress(0.0)) == [0.0]
+
+
+def test_a_newcomer_is_told_of_the_pause_that_keeps_the_running_quorum_busy() -> None:
+    script = Script()
+    script.train("a", "b")
+    script.progress("b", 3, phase="validation", paused_s=60.0)
+    script.hello("c")
+    ask = Ask("c", 1)
+    explained = [e for e in script.room.handle(Asked(ask, 1), script.now) if isinstance(e, Explain)]
+    assert [e.paused_s for e in explained] == [60.0]
+
+
+def test_a_group_that_lacks_a_rank_is_not_waited_for_until_it_asks_with_all() -> None:
+    script = Script()
+    script.train("a", "b", "c")
+    missing = Incomplete("b", 1, script.quorum["b"], "group rank 1 of b is gone or frozen")
+    assert script.do(missing) == ["# group rank 1 of b is gone or frozen", "lost b -> a, c"]
+    assert script.do(missing) == ["# group rank 1 of b is gone or frozen"], "the others are told once"
+    script.ask("a", 3)
+    out = script.ask("c", 3)
+    assert "quorum a, c -> a#2, c#2" in out
+    assert script.room.records["b"].stalled == "b cannot take part: group rank 1 of b is gone or frozen"
+    assert script.ask("b", 3)[-1] == "change -> a, c: b wants to join"
+    assert script.room.records["b"].incomplete == script.room.records["b"].stalled == ""
+
+
+def test_an_ask_of_a_group_that_lost_a_rank_since_is_not_taken() -> None:
+    script = Script()
+    script.train("a", "b")
+    script.ask("b", 3, failed=True)
+    script.do(Incomplete("b", 1, script.quorum["b"], "group rank 1 of b is gone or frozen"))
+    out = script.ask("a", 3)
+    assert "quorum a -> a#2" in out
+    assert not [line for line in out if "wants to join" in line]
+    assert script.ask("b", 3, failed=True, again=True)[-1] == "change -> a: b wants to join"
+
+
+def test_a_report_of_an_older_stream_is_not_taken() -> None:
+    script = Script()
+    script.train("a", "b")
+    script.hello("b")
+    assert script.do(Incomplete("b", 1, script.quorum["b"], "never mind")) == []
+    assert script.room.current is not None
+    assert not script.room.current.ended
+
+
 def test_a_member_that_does_not_come_is_stalled_until_it_asks() -> None:
     script = Script()
     script.train("a", "b")
@@ -244,7 +369,7 @@ def test_who_is_not_stalled() -> None:
     script.ask("a", 3, failed=True)
     script.later(29.0)
     assert [r.stalled for r in script.room.records.values()] == ["", "", ""]
-    script.later(2.0)
+    script.later(JOIN + 2.0)
     assert script.room.records["b"].stalled
     script.progress("b", 3, phase="saving", paused_s=30.0)
     assert script.room.records["b"].stalled == "", "it is busy, and says so"

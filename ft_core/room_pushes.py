@@ -1,0 +1,93 @@
+"""What the members of the quorum in force are told: pauses, losses, and who wants to join. Pure.
+
+A member of the quorum in force learns every pause that is open in it: when it changes (`pauses_to_peers`), when the
+quorum forms, and when the member's lease opens anew, because pushes are lost while there is none
+(`pauses_to_member`).
+
+Ownership: `membership.Room` only, whose records these functions read and mark.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ft_core.quorum import Current, Life
+from ft_core.room_events import ChangePending, MemberLost, Paused
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from ft_core.room_record import Record
+
+
+def pauses_to_peers(
+    current: Current | None, replica_id: str, records: Mapping[str, Record], now: float
+) -> list[Paused]:
+    """The other members learn that a member is busy, and for how long at most; or that it is back."""
+    if current is None or replica_id not in current.members:
+        return []
+    record = records[replica_id]
+    record.pause_told = True
+    peers = tuple(
+        i for i in current.members if i != replica_id and (r := records.get(i)) is not None and r.life is Life.UP
+    )
+    return [Paused(peers, current.quorum_id, replica_id, max(0.0, record.paused_until - now))] if peers else []
+
+
+def pauses_to_member(
+    current: Current | None, replica_id: str, records: Mapping[str, Record], now: float
+) -> list[Paused]:
+    """A member whose lease is open (again) learns what its peers announced, and they what it announced."""
+    if current is None or replica_id not in current.members:
+        return []
+    out: list[Paused] = []
+    for member in current.members:
+        peer = records.get(member)
+        if member != replica_id and peer is not None and (peer.pause_told or peer.paused_until > now):
+            peer.pause_told = True
+            left_s = max(0.0, peer.paused_until - now) if peer.life is Life.UP else 0.0
+            out.append(Paused((replica_id,), current.quorum_id, member, left_s))
+    record = records[replica_id]
+    if record.pause_told or record.paused_until > now:
+        out += pauses_to_peers(current, replica_id, records, now)
+    return out
+
+
+def losses(
+    current: Current | None, records: Mapping[str, Record], suspected: Callable[[Record], bool]
+) -> list[MemberLost]:
+    """Members that will not answer any more, or may not, once each, to those that may be waiting for them."""
+    lost: list[str] = []
+    for replica_id in current.members if current is not None else ():
+        record = records.get(replica_id)
+        if record is None or record.told_lost:
+            continue
+        if record.incomplete or suspected(record):
+            record.told_lost = True
+            lost.append(replica_id)
+    if current is None or not lost:
+        return []
+    others = (i for i in current.members if i in records and i not in lost)
+    peers = tuple(i for i in others if records[i].life is Life.UP and records[i].ask is None)
+    return [MemberLost(peers, current.quorum_id, tuple(lost))] if peers else []
+
+
+def joiners(current: Current | None, records: Mapping[str, Record], now: float) -> frozenset[str]:
+    """Who asks to be in the next quorum and is not in this one, which may have ended: a member that was believed gone
+    may be back in it, and would train on for ever."""
+    return frozenset(
+        i for i, r in records.items() if current is not None and r.ask is not None and r.life is Life.UP
+        and i not in current.members and not r.ask.shrink_only and not r.incomplete and r.admitted_at <= now
+    )  # fmt: skip
+
+
+def change_pending(
+    current: Current | None, records: Mapping[str, Record], joining: frozenset[str]
+) -> list[ChangePending]:
+    """Members that have not asked are to agree on a new quorum, for those that want to join."""
+    if current is None:
+        return []
+    train = (i for i in current.members if i in records and records[i].ask is None)
+    members = tuple(i for i in train if records[i].life is Life.UP)
+    reason = f"{', '.join(sorted(joining))} wants to join"
+    return [ChangePending(members, current.quorum_id, reason)] if members else []
