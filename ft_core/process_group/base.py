@@ -96,6 +96,11 @@ class ProcessGroup(dist.ProcessGroup):
         """Return the short name of the kind of group."""
         raise NotImplementedError
 
+    @property
+    def torch_backend(self) -> str:
+        """Name of the backend of torch's own whose kind of group this is; what torch reports for a registered one."""
+        return "gloo"
+
     def size(self) -> int:
         """Return the number of ranks in the current group."""
         raise NotImplementedError
@@ -140,9 +145,9 @@ class ProcessGroup(dist.ProcessGroup):
             raise ConfigError(f"name={name!r}: another group is registered with torch.distributed as {full_name!r}")
         _register_process_group(c10d.GroupName(full_name), self)
         tag = f"user:{full_name}"
-        world.pg_map[self] = ("gloo", HashStore())
+        world.pg_map[self] = (self.torch_backend, HashStore())
         world.pg_names[self] = c10d.GroupName(full_name)
-        world.pg_backend_config[self] = "cpu:gloo"
+        world.pg_backend_config[self] = f"cpu:{self.torch_backend}"
         world.pg_to_tag[self] = tag
         world.tags_to_pg.setdefault(tag, []).append(self)
         self._registered_as = full_name
