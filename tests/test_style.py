@@ -12,7 +12,7 @@ ROOT = Path(__file__).resolve().parent.parent
 MAX_LINES = 450
 LONGER: dict[str, int] = {
     "ft_core/membership.py": 635,
-    "ft_core/process_group/incarnation.py": 490,
+    "ft_core/process_group/incarnation.py": 465,
     "ft_core/step.py": 589,
 }
 """Files over MAX_LINES with the length they may have until they are split. Entries only shrink."""

@@ -87,7 +87,8 @@ class ProcessGroupGloo(ProcessGroup):
         if incarnation.backend is None:
             return f"ProcessGroupGloo({place}, forming)"
         state = "failed" if incarnation.error else "ready"
-        return f"ProcessGroupGloo({place}, {state}, at {incarnation.listening}, {incarnation.in_flight} in flight)"
+        at = incarnation.connections.listening
+        return f"ProcessGroupGloo({place}, {state}, at {at}, {incarnation.in_flight} in flight)"
 
     def __del__(self) -> None:
         # Only hands it over: destroying happens on the reaper's thread, never here.

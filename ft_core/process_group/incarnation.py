@@ -1,10 +1,8 @@
 """`Incarnation`: one Gloo group, from its forming to its destruction; `ProcessGroupGloo` has one at a time.
 
 How it works: `form` runs Gloo's constructor on a thread of its own and waits for it or for `abort`, whichever is
-first. Every incarnation has a Gloo device of its own, that is, a listening port that nothing else uses; through the
-rendezvous each rank learns all ranks' ports. So "the sockets of this group" are the connections whose local end is my
-port or whose remote end is a peer's; once formed, only those it was formed with: the port of a peer that is gone may
-be anybody's. `abort` shuts them down: Gloo fails every pending work here, and on the peers, within milliseconds (its
+first. Every incarnation has a Gloo device, and so a listening port, of its own; connections.py tells which sockets are
+this group's. `abort` shuts them down: Gloo fails every pending work here, and on the peers, within milliseconds (its
 own abort does not). A forked child drops the same. Ranks of one group in one process (tests) end each other's.
 
 Invariants: `backend` is what collectives may be launched on: set once, when formed; None before, after an abort, and
@@ -29,7 +27,7 @@ import time
 from collections import deque
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -38,18 +36,14 @@ from torch._C._distributed_c10d import ProcessGroupGloo as TorchGloo
 from torch.distributed import DistError
 
 from ft_core.errors import CollectiveError, ConfigError, FaultToleranceError
+from ft_core.process_group import connections, rendezvous, store
 from ft_core.process_group import reaper as reaping
-from ft_core.process_group import sockets, store
 from ft_core.process_group.complaints import first_line, wrap
+from ft_core.process_group.connections import GroupConnections
 from ft_core.process_group.fork import close_in_child
 from ft_core.process_group.rendezvous import RendezvousStore
 from ft_core.process_group.store import StoreClient, parse_store_addr
 from ft_core.process_group.work import GRACE_S, Outcome
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    from ft_core.process_group.sockets import Connection, Endpoint
 
 logger = logging.getLogger(__name__)
 
@@ -97,13 +91,12 @@ class Incarnation:
         self._has_failed = False
         self._held: TorchGloo | None = None
         self._dispatcher: dist.ProcessGroup | None = None
-        self._rendezvous: RendezvousStore | None = None
+        self.connections = GroupConnections(spec.store_addr, spec.world_size)
         self._client: StoreClient | None = None
         self._deadline = time.monotonic() + spec.timeout.total_seconds()
         self._aborted_at = math.inf
         self._works: deque[Work] = deque(maxlen=MAX_TRACKED_WORKS)
         self._outcomes: list[Outcome] = []
-        self._connections: tuple[tuple[int, Connection], ...] | None = None  # None: not formed yet
         self._lock = threading.Lock()
         self._settled = threading.Event()  # formed, failed or aborted: wakes form()
         self._thread: threading.Thread | None = None
@@ -112,12 +105,7 @@ class Incarnation:
     def __repr__(self) -> str:
         spec = self.spec
         state = "aborted" if self.aborted else "formed" if self.backend is not None else "forming"
-        return f"Incarnation(rank {spec.rank} of {spec.world_size}, {state}, at {self.listening})"
-
-    @property
-    def listening(self) -> Endpoint | None:
-        """Where this group's device listens, once known."""
-        return None if self._rendezvous is None else self._rendezvous.listening
+        return f"Incarnation(rank {spec.rank} of {spec.world_size}, {state}, at {self.connections.listening})"
 
     # ---------------------------------------------------------------------------------------------------------- forming
 
@@ -158,7 +146,7 @@ class Incarnation:
             _forming.release()
             self._settled.set()
             if self.aborted:
-                self.end_connections()
+                self.connections.end()
 
     def _construct(self) -> None:
         spec = self.spec
@@ -185,17 +173,23 @@ class Incarnation:
         spec = self.spec
         self._checkpoint()
         meeting = None if client is None else client.store
-        self._rendezvous = RendezvousStore(meeting, prefix, spec.replica_id, spec.world_size, self._checkpoint)
+        exchange = RendezvousStore(meeting, prefix, spec.replica_id, spec.world_size, self._checkpoint)
+        self.connections.rendezvous = exchange
         options = TorchGloo._Options()  # type: ignore[attr-defined]  # not in torch's stub
         options._devices = [self._create_device(client)]
         options._timeout = min(spec.timeout, timedelta(seconds=MAX_CONNECT_S))
         try:
-            return TorchGloo(self._rendezvous, spec.rank, spec.world_size, options)
+            return TorchGloo(exchange, spec.rank, spec.world_size, options)
         finally:
             del options  # an error's traceback must not keep the device and its port alive
 
     def _let_go(self, client: StoreClient | None, good: bool) -> None:
         """Stop using the store client: what it was last asked has been answered, unless the store itself failed."""
+        if client is not None and good:
+            try:
+                rendezvous.left_records.delete(client.address, client.store)
+            except RuntimeError:  # the store has just died, and the records with it
+                good = False
         with self._lock:
             self._client = None
         if client is not None and good:
@@ -222,10 +216,8 @@ class Incarnation:
 
     def _harden(self) -> None:
         global _warned_cannot_abort
-        if self.listening is not None:
-            sockets.close_on_exec(self._fds())
-            found = [(fd, sockets.connection_of(fd)) for fd in sockets.connections(self._is_mine)]
-            self._connections = tuple((fd, connection) for fd, connection in found if connection is not None)
+        if self.connections.listening is not None:
+            self.connections.settle()
         elif not _warned_cannot_abort:
             _warned_cannot_abort = True
             logger.warning(
@@ -274,20 +266,18 @@ class Incarnation:
             if self.error is None:
                 self.error = error
         if first:
-            self.end_connections()
+            self.connections.end()
         return error
 
     def is_doomed(self) -> bool:
         """Whether what runs on it cannot end well any more: aborted, failed, or a connection of it is gone.
 
-        Called between the slices of a wait: asks only about the descriptors that the connections had when formed.
-        Where the connections are not known they cannot be ended either, so what runs on them must be waited for.
+        Called between the slices of a wait. Where the connections are not known they cannot be ended either, so what
+        runs on them must be waited for.
         """
-        if not self._connections:
+        if not self.connections.known:
             return False
-        if self.aborted or self._has_failed:
-            return True
-        return any(sockets.connection_of(fd) != connection for fd, connection in self._connections)
+        return self.aborted or self._has_failed or self.connections.any_lost()
 
     def watch(self, outcome: Outcome) -> None:
         """Have the future failed after an abort, should Gloo not do it."""
@@ -295,7 +285,7 @@ class Incarnation:
             if len(self._outcomes) >= PRUNE_OUTCOMES_ABOVE:
                 self._outcomes = [other for other in self._outcomes if not other.is_done]
             self._outcomes.append(outcome)
-            aborted = self.aborted and bool(self._connections)
+            aborted = self.aborted and bool(self.connections.known)
         if aborted:
             reaping.reaper.retire(_Settling(self))
 
@@ -358,28 +348,26 @@ class Incarnation:
             if self.error is None:
                 self.error = reason
             self._aborted_at = time.monotonic()
-            has_futures = bool(self._outcomes and self._connections)
-        self.end_connections()
+            has_futures = bool(self._outcomes and self.connections.known)
+        self.connections.end()
+        spec = self.spec
+        if spec.rank == 0 and spec.world_size > 1 and self.connections.rendezvous is not None:
+            rendezvous.left_records.add(*parse_store_addr(spec.store_addr), spec.world_size)
         if has_futures:
             reaping.reaper.retire(_Settling(self))
         self._settled.set()
-
-    def end_connections(self) -> None:
-        """Shut down this group's connections; none is left open whose two ends both still run."""
-        if self.listening is not None:
-            sockets.shut_down(self._is_mine)
 
     def try_destroy(self) -> bool:
         """Destroy it unless something still runs on it (the reaper calls this until it is True)."""
         self.abort(CollectiveError(f"{self._who()} was dropped"))
         if self._thread is not None and self._thread.is_alive():
-            self.end_connections()  # those that its constructor made meanwhile
+            self.connections.end()  # those that its constructor made meanwhile
             with self._lock:
                 if self._client is not None and time.monotonic() - self._aborted_at > STUCK_S:
                     self._client.cut()  # it is stuck in a question to a store that does not answer
             return False
         if any(not work.is_completed() for work in self._works):
-            self.end_connections()
+            self.connections.end()
             return False
         self._dispatcher = None  # holds the backend too
         # Our attribute and the call's argument make two: more means that a thread is just launching something on it.
@@ -387,28 +375,14 @@ class Incarnation:
             return False
         self._works.clear()
         self._held = None
-        self._rendezvous = None
+        self.connections.forget()
         _live.discard(self)
         return True
-
-    def _is_mine(self, connection: Connection) -> bool:
-        if self._connections is not None:
-            return any(connection == known for _, known in self._connections)
-        rendezvous = self._rendezvous
-        if rendezvous is None or not (connection.local == rendezvous.listening or connection.peer in rendezvous.peers):
-            return False
-        others = [other for other in list(_live) if other.spec.store_addr != self.spec.store_addr]
-        return not any(connection == known for other in others for _, known in other._connections or ())
-
-    def _fds(self) -> Iterable[int]:
-        mine = self.listening
-        listening = [fd for fd, local in sockets.listeners() if local == mine]
-        return [*listening, *sockets.connections(self._is_mine)]
 
     def _become_child(self) -> None:
         """In a forked child: never usable, never destroyed (its threads are not here to be joined)."""
         self._lock = threading.Lock()
-        for held in (self._held, self._dispatcher, self._rendezvous):
+        for held in (self._held, self._dispatcher, self.connections.rendezvous):
             if held is not None:
                 ctypes.pythonapi.Py_IncRef(ctypes.py_object(held))
         self.aborted = True
@@ -420,10 +394,10 @@ class Incarnation:
         return f"the Gloo group of {spec.replica_id!r} (rank {spec.rank} of {spec.world_size}, {spec.store_addr})"
 
     def _waiting_for(self) -> str:
-        rendezvous = self._rendezvous
-        if rendezvous is None:
+        exchange = self.connections.rendezvous
+        if exchange is None:
             return "no connection to the store"
-        ranks = [key.rsplit("/", 1)[-1] for key in rendezvous.missing]
+        ranks = [key.rsplit("/", 1)[-1] for key in exchange.missing]
         if ranks:
             return f"rank {', '.join(ranks)} did not come"
         return "all ranks are there, but connecting to them did not finish"
@@ -455,8 +429,8 @@ def _device(kind: str, value: str) -> Any:
 
 
 def _fds_of_all() -> list[int]:
-    incarnations = [incarnation for incarnation in list(_live) if incarnation.listening is not None]
-    return [fd for incarnation in incarnations for fd in incarnation._fds()]
+    groups = [incarnation.connections for incarnation in list(_live)]
+    return [fd for group in groups if group.listening is not None for fd in group.fds()]
 
 
 def _after_fork_in_child() -> None:
@@ -465,6 +439,7 @@ def _after_fork_in_child() -> None:
     for incarnation in list(_live):
         incarnation._become_child()
     _live.clear()
+    connections.clear_in_child()
 
 
 def _end_all_at_exit() -> None:

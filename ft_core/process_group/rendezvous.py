@@ -7,6 +7,11 @@ Gloo's own questions are then answered from memory. So forming a group costs a f
 ranks it has, and afterwards every rank knows every rank's endpoint, which is what `abort` and at-fork closing go by.
 While it waits it calls `checkpoint`, which raises to end the waiting (aborted, out of time).
 
+The records are of no use once the group is formed or given up, and the store may outlive many groups: a job's own, or
+that of an elastic agent. `left_records` remembers the groups of this process that have ended and of which it was rank
+0; when it is in the same store next time, it deletes the records of all their ranks (some may be dead). Not earlier: a
+slower rank may still be about to read them.
+
 Invariants: written once, by Gloo's constructor, on one thread; nothing is asked of the network after that. The endpoint
 is read out of Gloo's own blob by looking up this process's listening sockets in it: never guessed. `listening` is None
 where it was not found (not Linux, or a Gloo that packs its addresses differently).
@@ -18,7 +23,10 @@ assigned once and may be read from any.
 from __future__ import annotations
 
 import json
+import os
+import threading
 import time
+from collections import deque
 from typing import TYPE_CHECKING
 
 from torch._C._distributed_c10d import Store
@@ -32,6 +40,8 @@ if TYPE_CHECKING:
     from datetime import timedelta
 
 MAX_HEADER_BYTES = 64 * 1024
+MAX_LEFT = 1024
+"""Ended groups whose records wait to be deleted; beyond that the oldest ones stay in the store."""
 POLL_FIRST_S = 0.0002
 POLL_LAST_S = 0.005
 POLL_GROWTH = 0.05
@@ -64,8 +74,10 @@ class RendezvousStore(Store):
         """Gloo publishes this rank's blob: exchange it."""
         blob = value.encode("latin-1") if isinstance(value, str) else bytes(value)
         rank = _rank_in(key)
-        found = [endpoint for _, endpoint in sockets.listeners() if endpoint.packed() in blob]
-        self.listening = found[0] if len(found) == 1 else None
+        found = [(fd, endpoint) for fd, endpoint in sockets.listeners() if endpoint.packed() in blob]
+        if len(found) == 1:
+            fd, self.listening = found[0]
+            sockets.wait_for_data(fd)  # nobody knows the port yet
         self._blobs = {rank: blob}
         if self._store is not None:
             self._exchange(rank, blob, self._store)
@@ -91,6 +103,7 @@ class RendezvousStore(Store):
         store.set(f"{self._prefix}/{rank}", record)  # type: ignore[arg-type]  # bytes work; a str would become UTF-8
 
     def _exchange(self, rank: int, blob: bytes, store: Store) -> None:
+        self._checkpoint()  # what an aborted group wrote later would not be deleted
         self._publish(rank, blob, store)
         others = [f"{self._prefix}/{other}" for other in range(self._world_size) if other != rank]
         self.missing = others
@@ -144,6 +157,44 @@ class RendezvousStore(Store):
                     f"rank {local} listens on a loopback address, which rank {remote} on another address cannot reach "
                     f"({mine} and {peer}): give hostname= or interface= (FT_HOSTNAME, FT_INTERFACE) on that rank"
                 )
+
+
+class LeftRecords:
+    """The groups that have ended, and whose records this process has to delete. Threads: any."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._groups: deque[tuple[Endpoint, str, int]] = deque(maxlen=MAX_LEFT)
+
+    def __repr__(self) -> str:
+        return f"LeftRecords({len(self._groups)} groups)"
+
+    def add(self, address: Endpoint, prefix: str, world_size: int) -> None:
+        """The group of `world_size` ranks that met under `prefix` in the store at `address` has ended."""
+        with self._lock:
+            self._groups.append((address, prefix, world_size))
+
+    def delete(self, address: Endpoint, store: Store) -> None:
+        """Delete what was left in the store at `address`; raises what the store raises."""
+        with self._lock:
+            mine = [group for group in self._groups if group[0] == address]
+            for group in mine:
+                self._groups.remove(group)
+        for _, prefix, world_size in mine:
+            for rank in range(world_size):
+                store.delete_key(f"{prefix}/{rank}")
+
+
+left_records = LeftRecords()
+
+
+def _after_fork_in_child() -> None:
+    global left_records
+    left_records = LeftRecords()  # the parent's; and a thread that is not here may hold its lock
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork_in_child)
 
 
 def _rank_in(key: str) -> int:

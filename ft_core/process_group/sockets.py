@@ -37,6 +37,10 @@ SUPPORTED = sys.platform == "linux" and os.path.isdir(FD_DIRECTORY)
 
 _ADDRESS_BYTES = 128  # sizeof(struct sockaddr_storage)
 _SO_ACCEPTCONN = 30
+_SO_ATTACH_FILTER = 26
+_BPF_RETURN = 0x06
+PATIENCE_S = 60
+"""How long a connection that has sent nothing may wait in the kernel where `wait_for_data` was asked for."""
 _V4_MAPPED = b"\0" * 10 + b"\xff\xff"
 
 # PyDLL keeps the GIL: each call is well under a microsecond of system call, less than handing the GIL over would cost.
@@ -71,6 +75,23 @@ class Connection(NamedTuple):
 
     local: Endpoint
     peer: Endpoint
+
+
+class _FilterStep(ctypes.Structure):
+    """`struct sock_filter`."""
+
+    _fields_ = (
+        ("code", ctypes.c_uint16),
+        ("if_true", ctypes.c_uint8),
+        ("if_false", ctypes.c_uint8),
+        ("value", ctypes.c_uint32),
+    )
+
+
+class _Filter(ctypes.Structure):
+    """`struct sock_fprog`."""
+
+    _fields_ = (("length", ctypes.c_ushort), ("steps", ctypes.POINTER(_FilterStep)))
 
 
 def connection_of(fd: int) -> Connection | None:
@@ -108,6 +129,28 @@ def fds_on_port(port: int) -> list[int]:
 def shut_down(matches: Callable[[Connection], bool]) -> int:
     """End every connection of this process for which `matches` is true; both ends see it at once. Returns how many."""
     return sum(_shut_down_one(fd, matches) for fd in list(connections(matches)))
+
+
+def wait_for_data(fd: int) -> None:
+    """Have the listening socket `fd` accept a connection only once its other side has sent something.
+
+    The kernel drops who sends nothing for PATIENCE_S. Where this is not possible nothing changes.
+    """
+    assert _libc is not None
+    seconds = ctypes.c_int(PATIENCE_S)
+    _libc.setsockopt(fd, socket.IPPROTO_TCP, socket.TCP_DEFER_ACCEPT, ctypes.byref(seconds), ctypes.sizeof(seconds))
+
+
+def refuse_new(fd: int) -> None:
+    """Let nothing arrive at the listening socket `fd` any more; connections that it accepted are not touched.
+
+    By a packet filter on that socket that drops everything, because shutting it down would make its owner fail. Needs
+    no privilege; where it is not possible nothing changes.
+    """
+    assert _libc is not None
+    drop_all = (_FilterStep * 1)(_FilterStep(_BPF_RETURN, 0, 0, 0))
+    program = _Filter(1, drop_all)
+    _libc.setsockopt(fd, socket.SOL_SOCKET, _SO_ATTACH_FILTER, ctypes.byref(program), ctypes.sizeof(program))
 
 
 def close_on_exec(fds: Iterable[int]) -> None:

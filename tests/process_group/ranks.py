@@ -103,6 +103,11 @@ def configure(name: str, store_addr: str, rank: int, world_size: int) -> float:
     return time.perf_counter() - begin
 
 
+def configure_only(name: str, store_addr: str, rank: int, world_size: int) -> None:
+    group = _groups.setdefault(name, ProcessGroupGloo(GROUP_TIMEOUT))
+    group.configure(store_addr, f"replica{rank}", rank, world_size)
+
+
 def allreduce(name: str, numel: int = 4) -> float:
     tensor = torch.ones(numel)
     _groups[name].allreduce([tensor]).wait()

@@ -222,8 +222,8 @@ def test_a_port_that_a_peer_gave_back_may_be_anybodys(store: Store) -> None:
     """Found by a lost step: what waited for its end (a work lost as above) kept ending connections on a reused port."""
     with gloo_groups(2, store) as (ours, theirs):
         old = mine(ours)
-        assert old._rendezvous is not None
-        (peer,) = old._rendezvous.peers
+        assert old.connections.rendezvous is not None
+        (peer,) = old.connections.rendezvous.peers
         theirs.shutdown()
         assert wait_until(lambda: peer not in [local for _, local in sockets.listeners()])
         with (
@@ -231,7 +231,7 @@ def test_a_port_that_a_peer_gave_back_may_be_anybodys(store: Store) -> None:
             socket.create_connection((peer.host, peer.port), 5) as one,
             server.accept()[0] as other,
         ):
-            old.end_connections()
+            old.connections.end()
             one.sendall(b"?")
             assert other.recv(1) == b"?"
 
@@ -298,7 +298,9 @@ def test_a_rank_that_died_after_publishing_does_not_hold_up_an_abort(
     with ThreadPoolExecutor(1) as pool:
         future = pool.submit(group.configure, address, "replica0", 0, 2)
         # The pool's thread may not have begun to configure when this looks for the first time.
-        assert wait_until(lambda: bool(group._incarnation and getattr(group._incarnation._rendezvous, "peers", None)))
+        assert wait_until(
+            lambda: bool(group._incarnation and getattr(group._incarnation.connections.rendezvous, "peers", None))
+        )
         group.abort()
         begin = time.monotonic()
         with pytest.raises(PeerError):

@@ -222,7 +222,7 @@ def test_sockets_are_not_inherited_by_started_programs(store: Store) -> None:
     configure_all(groups, store.fresh())
     incarnation = groups[0]._incarnation
     assert incarnation is not None
-    fds = list(incarnation._fds())
+    fds = list(incarnation.connections.fds())
     assert len(fds) >= 2
     assert not any(os.get_inheritable(fd) for fd in fds)
     for group in groups:

@@ -10,13 +10,14 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
-from torch._C._distributed_c10d import TCPStore
+from torch._C._distributed_c10d import HashStore, TCPStore
 
 from ft_core.errors import ConfigError, PeerError
-from ft_core.process_group import create_store_client, sockets, warm_store
+from ft_core.process_group import ProcessGroupGloo, create_store_client, rendezvous, sockets, warm_store
 from ft_core.process_group import store as stores
 from ft_core.process_group.sockets import Endpoint
-from tests.process_group.ranks import Store, gloo_groups, in_threads
+from ft_core.process_group.store import parse_store_addr
+from tests.process_group.ranks import Store, gloo_groups, in_threads, wait_until
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -150,3 +151,49 @@ def test_the_pool_is_bounded(store: Store, pool: stores.StorePool, monkeypatch: 
         pool.give_back(client)
     assert pool.idle(address_of(store)) == 2
     assert pool.take(address_of(store), 5) is clients[2]
+
+
+def test_records_of_ended_groups_are_deleted(store: Store) -> None:
+    """A store may outlive thousands of quorums; what it holds must not grow with them."""
+    groups = [ProcessGroupGloo(timedelta(seconds=20)) for _ in range(3)]
+
+    def quorum(size: int) -> int:
+        address = store.fresh()
+        in_threads(size, lambda rank: groups[rank].configure(address, f"replica{rank}", rank, size))
+        return int(store.server.num_keys())
+
+    first = quorum(3)
+    assert quorum(3) == first
+    assert [quorum(3) for _ in range(10)] == [first] * 10
+    # One that did not form: rank 0 and 1 wrote their records, rank 2 never came.
+    address = store.fresh()
+    with ThreadPoolExecutor(2) as threads:
+        forming = [threads.submit(groups[rank].configure, address, "r", rank, 3) for rank in range(2)]
+        assert wait_until(lambda: store.server.check([f"{parse_store_addr(address)[1]}/{rank}" for rank in range(2)]))
+        groups[0].abort()
+        groups[1].abort()
+        for one in forming:
+            with pytest.raises(PeerError):
+                one.result(10)
+    assert quorum(3) == first
+    for group in groups:
+        group.shutdown()
+    groups = [ProcessGroupGloo(timedelta(seconds=20)) for _ in range(3)]
+    assert quorum(3) == first  # those of a group that was shut down, too
+    for group in groups:
+        group.shutdown()
+
+
+def test_what_waits_to_be_deleted_is_bounded() -> None:
+    left = rendezvous.LeftRecords()
+    here, elsewhere = Endpoint("127.0.0.1", 1), Endpoint("127.0.0.1", 2)
+    for number in range(2 * rendezvous.MAX_LEFT):
+        left.add(elsewhere, str(number), 2)
+    left.add(here, "mine", 2)
+    assert repr(left) == f"LeftRecords({rendezvous.MAX_LEFT} groups)"
+    held = HashStore()
+    for key in ("mine/0", "mine/1", "other"):
+        held.set(key, "x")
+    left.delete(here, held)
+    assert held.num_keys() == 1
+    assert repr(left) == f"LeftRecords({rendezvous.MAX_LEFT - 1} groups)"
