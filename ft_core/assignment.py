@@ -49,6 +49,9 @@ class Plan:
     """How many members raise `ready` in the attempt that ends the healing phase."""
     donors: tuple[int, ...]
     """For a healing member: ranks to receive from, preferred first. Empty otherwise."""
+    relays: tuple[int, ...]
+    """For a healing member: ranks that heal, too, and pass on what they have received. They come before it in a binary
+    tree over all that heal, so that no donor need send its state to everybody. Empty where donors are enough."""
     finish: bool
     """R5: the only thing this member lacks is the reduced gradients of the attempt it could not follow."""
     excluded: bool
@@ -119,9 +122,13 @@ def plan(
 
     mine = me in healing
     donors: tuple[int, ...] = ()
+    relays: tuple[int, ...] = ()
     if mine:
-        turn = healing.index(me) % len(holders)
+        place = healing.index(me)
+        turn = place % len(holders)
         donors = tuple(holders[turn:] + holders[:turn])
+        if len(healing) > len(holders):
+            relays = tuple(healing[above] for above in _above(place))
     finish = bool(
         mine
         and lineage_after is not None
@@ -140,9 +147,16 @@ def plan(
         participants_healed=tuple(after),
         ready_expected=len(late),
         donors=donors,
+        relays=relays,
         finish=finish,
         excluded=not heal_allowed and me in behind,
     )
+
+
+def _above(place: int) -> list[int]:
+    """The parent and the grandparent of a place in a binary tree, as far as there are any."""
+    parent = (place - 1) // 2
+    return [at for at in (parent, (parent - 1) // 2) if at >= 0] if place else []
 
 
 def _truth(members: tuple[Member, ...], target: Version, heal_allowed: bool) -> int | None:

@@ -207,6 +207,7 @@ class Healing:
                 cancel=cancel,
                 have=have,
                 own=self._own,
+                relays=self._addresses(plan, plan.relays),
             )
             self._into = None
             return Received(plan.quorum_id, found.state, found.bytes, time.monotonic() - started, found.donors_used)
@@ -235,5 +236,8 @@ class Healing:
         self._transport.shutdown()
 
     def _donors(self, plan: Plan) -> list[str]:
+        return self._addresses(plan, plan.donors)
+
+    def _addresses(self, plan: Plan, ranks: Sequence[int]) -> list[str]:
         members = plan.quorum.members
-        return [members[r].heal_addresses[self._group_rank] for r in plan.donors if members[r].heal_addresses]
+        return [members[r].heal_addresses[self._group_rank] for r in ranks if members[r].heal_addresses]

@@ -12,13 +12,18 @@ from __future__ import annotations
 import socket
 import threading
 import time
+from typing import Final
 from urllib.parse import urlsplit
 
 from ft_core.checkpointing import auth
-from ft_core.checkpointing.http_wire import HEAD_BYTES_MAX, TRAILER, TRAILER_OK, ByteStream, parse_fields
+from ft_core.checkpointing.byte_stream import ByteStream
+from ft_core.checkpointing.http_wire import BUSY, HEAD_BYTES_MAX, TRAILER, TRAILER_OK, parse_fields
 from ft_core.checkpointing.memory import checksum
-from ft_core.checkpointing.sockets import cut, set_timeouts, track
+from ft_core.checkpointing.sockets import cut, track
 from ft_core.errors import ConfigError, HealError
+
+RETRY_S_MAX: Final = 5
+"""Longest `Retry-After` that is believed."""
 
 
 class Refused(HealError):
@@ -27,6 +32,14 @@ class Refused(HealError):
     def __init__(self, status: int, text: str) -> None:
         super().__init__(text)
         self.status = status
+
+
+class Busy(HealError):
+    """The donor has no room for one more; it may have after `retry_s`."""
+
+    def __init__(self, retry_s: float) -> None:
+        super().__init__("busy with other receivers")
+        self.retry_s = retry_s
 
 
 class DonorConnection:
@@ -71,7 +84,7 @@ class DonorConnection:
 
     def set_idle(self, idle_s: float) -> None:
         """From now on, give up after `idle_s` without a byte."""
-        set_timeouts(self._open_stream().sock, receive_s=idle_s, send_s=idle_s)
+        self._open_stream().set_idle(idle_s, idle_s)
 
     def cut(self) -> None:
         """From any thread: wake the worker, whose calls then fail. The fd stays, because the worker may be using it."""
@@ -97,7 +110,7 @@ class DonorConnection:
         lines = [f"GET {target} HTTP/1.1", f"Host: {self._host}:{self._port}"]
         if self._token is not None:
             lines.append(f"Authorization: {auth.sign(self._token, 'GET', target)}")
-        self._open_stream().sock.sendall("\r\n".join([*lines, "", ""]).encode("ascii"))
+        self._open_stream().send(["\r\n".join([*lines, "", ""]).encode("ascii")])
 
     def head(self) -> tuple[int, dict[str, str]]:
         """Read a response head: body length and headers. Any status but 200 is raised as `Refused`."""
@@ -113,6 +126,8 @@ class DonorConnection:
         if status != 200:
             reason = bytearray(min(max(length, 0), HEAD_BYTES_MAX))
             self.receive(memoryview(reason))
+            if status == BUSY:
+                raise Busy(_seconds(fields.get("retry-after", "")))
             raise Refused(status, f"{status}: {reason.decode('utf-8', 'replace').strip()}")
         if length < TRAILER.size:
             raise HealError("the answer is too short")
@@ -141,6 +156,10 @@ class DonorConnection:
         if self.trailer() != checksum(body):
             raise HealError("the checksum of an answer does not match")
         return body, headers
+
+
+def _seconds(text: str) -> float:
+    return float(min(max(int(text), 0), RETRY_S_MAX)) if text.isdecimal() else float(RETRY_S_MAX)
 
 
 def explain(error: Exception) -> str:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     import threading
     from collections.abc import Callable, Sequence
 
-    from ft_core.checkpointing.receive_plan import Prefetched
+    from ft_core.checkpointing.receive_plan import Prefetched, ReceivePlan
 
 DEADLINE_S: Final = 60.0
 IDLE_S: Final = 5.0
@@ -56,6 +56,8 @@ def fetch(
     have: Prefetched | None = None,
     only: Callable[[str], bool] | None = None,
     own: OwnState | None = None,
+    relays: Sequence[str] = (),
+    arrived: Callable[[ReceivePlan], None] | None = None,
 ) -> FetchResult:
     """Receive the state that `donors` (addresses, best first) offer under `tag`; blocks.
 
@@ -66,11 +68,14 @@ def fetch(
     it is updated, so that it can be passed again if this fetch fails.
     `own`: measures of the receiver's state (default: those of `into`, if that can be sent): which classes of the user's
     may be rebuilt besides the registered ones, and how large a state is believed.
-    Waits for donors that have not offered `tag` yet. `idle_s` bounds every wait for bytes, `deadline_s` the whole call.
+    `relays`: replicas that receive the same state and may pass it on when they have it; nobody counts on them.
+    `arrived` is called with what lies in memory, all of it verified, before this returns: to become a relay.
+    Waits for donors that have not offered `tag` yet, and for a place at donors that have many receivers.
+    `idle_s` bounds every wait for bytes, `deadline_s` the whole call.
     Raises `HealError` naming what failed at each donor; `StateRefusedError` where trying again cannot help.
     """
     given = Given(into, have, only, _own(own, into))
-    session = Session(donors, f"state {tag!r}", token, deadline_s, idle_s, cancel, given)
+    session = Session(donors, f"state {tag!r}", token, deadline_s, idle_s, cancel, given, relays=relays)
     try:
         plan = session.run(f"/state/{quote(tag, safe='')}/manifest")
     except HealError:
@@ -78,6 +83,8 @@ def fetch(
             session.plan.settle()
         raise
     state = plan.finish()
+    if arrived is not None and only is None:
+        arrived(plan)
     return FetchResult(state, session.bytes, plan.nbytes, session.elapsed_s(), session.donors_used())
 
 

@@ -3,17 +3,18 @@
 What it answers (HTTP/1.1, GET only; see `http_wire` for the trailer that ends every body)
     /state/<tag>/manifest?wait_ms=N      skeleton and leaf list of the offer; waits up to N ms for it to be made
     /state/<tag>/range/<i>               the bytes of range i
-    /state/<tag>/sums?first=a&count=n    n little-endian u32 checksums of ranges a...
+    /state/<tag>/sums?first=a&count=n    n little-endian u64 checksums of ranges a...
     /prefetch?wait_ms=N                  manifest of a *live* offer (tag in X-FT-Tag), made by the training thread
     /blob/<name>                         small answers others register (`add_blob`)
 
-`offer_book` says why nothing that is served can be torn. Sparing the trainer: threads spend their time in sendmsg and
-crc32, which release the GIL, in pieces of megabytes (`sockets` says why the sockets are blocking). Checksums run on at
-most two threads at a time.
+`offer_book` tells why nothing that is served can be torn, `places` who is served and who waits. Sparing the trainer:
+threads spend their time in sendmsg and checksums, which release the GIL, in pieces of megabytes (`sockets` says why the
+sockets are blocking).
 
-Threads: `ft-heal-accept` owns the listener and drops idle live offers; one `ft-heal-conn` per connection (bounded). The
-training thread calls offer, offer_live, close and reads `snapshot_wanted`. `_lock` guards connections and blobs,
-and is held for bookkeeping only.
+Threads: `ft-heal-accept` owns the listener and every connection without a thread: those that wait for a place, and
+those that wait for an offer (parked). It hands places out, drops idle live offers, and cuts who has to go. One
+`ft-heal-conn` per place serves one connection, until that ends or has to wait. The training thread calls offer,
+offer_live, close and reads `snapshot_wanted`. `_lock` guards places and connections, and is held for bookkeeping only.
 """
 
 from __future__ import annotations
@@ -22,55 +23,53 @@ import contextlib
 import logging
 import select
 import socket
-import struct
 import threading
 import time
 from typing import TYPE_CHECKING, Final
-from urllib.parse import parse_qs, quote, unquote, urlsplit
 
-from ft_core.checkpointing import auth
-from ft_core.checkpointing.http_wire import (
-    TRAILER,
-    TRAILER_OK,
-    ByteStream,
-    Cut,
-    Refusal,
-    Request,
-    head,
-    read_request,
-    send,
-)
-from ft_core.checkpointing.memory import checksum
+from ft_core.checkpointing.answers import Answers
+from ft_core.checkpointing.byte_stream import HEAD_S, ByteStream, Meter
+from ft_core.checkpointing.http_wire import BUSY, Cut, NotYet, Refusal, Request, head, read_request
+from ft_core.checkpointing.offer import Offer
 from ft_core.checkpointing.offer_book import OfferBook
-from ft_core.checkpointing.sockets import cut, set_timeouts, track
+from ft_core.checkpointing.places import Guest, Places
+from ft_core.checkpointing.sockets import cut, track
 from ft_core.errors import ConfigError, UsageError
 from ft_core.net import advertised_host
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Container
 
-    from ft_core.checkpointing.offer import Offer
+    from ft_core.checkpointing.receive_plan import ReceivePlan
 
 logger = logging.getLogger(__name__)
 
-CONNECTIONS_MAX: Final = 32
-BACKLOG: Final = 128
-BLOBS_MAX: Final = 64
-HEAD_S: Final = 5.0
-"""A connection that has not finished its first request head after this is cut."""
+BACKLOG: Final = 512
 KEEPALIVE_S: Final = 30.0
-CHECKSUM_THREADS_MAX: Final = 2
+"""Longest a connection may be idle, or take nothing of an answer, also if nobody waits."""
+LOOK_S: Final = 0.25
+"""While somebody waits for a place, those who have one are looked at this often."""
+LINGER_MAX: Final = 64
+LINGER_S: Final = 1.0
+"""How long a connection that is sent away may take to read why."""
+RETRY_S: Final = 1
 SHUTDOWN_S: Final = 2.0
 
 
 class _Connection:
-    """One receiver's connection. `trusted` once a request of it authenticated; guarded by the server's lock."""
+    """One receiver's connection. `trusted` once a request of it authenticated. One thread at a time has it."""
 
-    __slots__ = ("stream", "trusted")
+    __slots__ = ("guest", "pending", "stream", "trusted", "until", "waits")
 
-    def __init__(self, sock: socket.socket) -> None:
-        self.stream = ByteStream(sock)
+    def __init__(self, sock: socket.socket, peer: str) -> None:
+        meter = Meter()
+        self.guest = Guest(peer, meter)
+        self.stream = ByteStream(sock, meter)
         self.trusted = False
+        self.pending: Request | None = None
+        """A request that was read and waits for its offer."""
+        self.waits: NotYet | None = None
+        self.until = 0.0
 
 
 class StateServer:
@@ -84,12 +83,14 @@ class StateServer:
         self._bind = bind
         self._hostname = hostname
         self._port = port
-        self._book = OfferBook()
+        self._book = OfferBook(self._wake_up)
+        self._answers = Answers(self._book, token)
         self._lock = threading.Lock()
-        self._blobs: dict[str, Callable[[], bytes | None]] = {}
-        self._connections: set[_Connection] = set()
+        self._places = Places()
+        self._connections: dict[Guest, _Connection] = {}
         self._threads: list[threading.Thread] = []  # of connections; the dead ones go when the next one comes
-        self._checksum_slots = threading.BoundedSemaphore(CHECKSUM_THREADS_MAX)
+        self._lingering: dict[socket.socket, float] = {}  # the accept thread's, at most LINGER_MAX
+        self._watched: dict[int, _Connection] = {}  # the accept thread's: connections it polls for their end, by fd
         self._listener: socket.socket | None = None
         self._wake: tuple[socket.socket, socket.socket] | None = None
         self._thread: threading.Thread | None = None
@@ -101,7 +102,7 @@ class StateServer:
         live = self._book.live_tag()
         tags = self._book.tags() + ([live] if live else [])
         where = self._address or "no address"
-        return f"StateServer({where}, {state}, offers={tags}, {len(self._connections)} connections)"
+        return f"StateServer({where}, {state}, offers={tags}, {self._places!r})"
 
     # -- life cycle
 
@@ -147,14 +148,17 @@ class StateServer:
             if self._stopped:
                 return
             self._stopped = True
-            threads = list(self._threads)
-            for connection in self._connections:
+            for connection in self._connections.values():
                 cut(connection.stream.sock)
         self._book.stop()
         self._wake_up()
         end = time.monotonic() + SHUTDOWN_S
-        for thread in (self._thread, *threads):
-            if thread is not None and thread is not threading.current_thread():
+        if self._thread is not None:
+            self._thread.join(SHUTDOWN_S)  # it starts no more threads
+        with self._lock:
+            threads = list(self._threads)
+        for thread in threads:
+            if thread is not threading.current_thread():
                 thread.join(max(0.0, end - time.monotonic()))
         for sock in (self._listener, *(self._wake or ())):
             if sock is not None:
@@ -183,7 +187,6 @@ class StateServer:
         The offer is dropped after some seconds without requests. Raises `EncodingError`.
         """
         self._book.offer_live(state)
-        self._wake_up()
 
     def refuse(self, tag: str, why: str) -> None:
         """Answer whoever asks for `tag` that this state cannot be sent, so that nobody waits for it."""
@@ -192,6 +195,13 @@ class StateServer:
     def refuse_live(self, why: str) -> None:
         """Answer `snapshot_wanted` with a refusal."""
         self._book.refuse_live(why)
+
+    def relay(self, tag: str, plan: ReceivePlan) -> None:
+        """Serve a state that was just received, so that the donors need not send it to everybody.
+
+        Not before all of it was verified. What its user changes afterwards is not served (`Offer.relay`).
+        """
+        self._book.open(Offer.relay(tag, plan))
 
     def close(self, tag: str) -> None:
         """From now on nothing of `tag` is served: what was being sent will not verify. Returns without waiting."""
@@ -211,10 +221,7 @@ class StateServer:
 
     def add_blob(self, name: str, provider: Callable[[], bytes | None]) -> None:
         """Answer `/blob/<name>` with what `provider` returns (None: 404). It runs on a connection thread; be quick."""
-        with self._lock:
-            if name not in self._blobs and len(self._blobs) >= BLOBS_MAX:
-                raise UsageError(f"more than {BLOBS_MAX} blobs")
-            self._blobs[name] = provider
+        self._answers.add_blob(name, provider)
 
     # -- the accept thread
 
@@ -228,160 +235,165 @@ class StateServer:
         assert listener is not None
         assert wake is not None
         listener.setblocking(False)
+        for sock in wake:
+            sock.setblocking(False)  # a full pipe wakes just as well
         poller = select.poll()
         poller.register(listener, select.POLLIN)
         poller.register(wake[0], select.POLLIN)
         while not self._stopped:
             try:
-                left_s = self._book.expire_live()
-                events = dict(poller.poll(None if left_s is None else left_s * 1000))
+                wait_s = self._tend(poller)
+                events = dict(poller.poll(None if wait_s is None else wait_s * 1000))
                 if wake[0].fileno() in events:
                     wake[0].recv(4096)
                 if listener.fileno() in events:
-                    sock, _ = listener.accept()
-                    self._admit(sock)
+                    sock, address = listener.accept()
+                    self._admit(sock, str(address[0]))
+                for fd in events.keys() & self._watched.keys():
+                    self._end(self._watched[fd])  # it hung up while it waited
             except BlockingIOError:
                 continue
             except OSError as e:
                 if self._stopped:
-                    return
+                    break
                 # Out of fds, or a connection that died in the queue: other peers must still be served.
                 logger.warning("healing port %s: accept failed: %s", self._address, e)
                 time.sleep(0.05)
-
-    def _admit(self, sock: socket.socket) -> None:
-        track(sock)
-        connection = _Connection(sock)
-        thread = threading.Thread(target=self._serve, args=(connection,), name="ft-heal-conn", daemon=True)
-        victim: _Connection | None = None
         with self._lock:
-            if len(self._connections) >= CONNECTIONS_MAX:
-                # Strangers must not keep peers out: the newcomer takes the place of one that never authenticated.
-                victim = next((c for c in self._connections if not c.trusted), connection)
-                self._connections.discard(victim)
-            if self._stopped:
-                victim = connection
-            if victim is not connection:
-                try:
-                    thread.start()
-                except RuntimeError as e:  # the process is out of threads
-                    logger.warning("healing port %s: cannot serve a connection: %s", self._address, e)
-                    victim = connection
-                else:
-                    self._connections.add(connection)
-                    self._threads = [t for t in self._threads if t.is_alive()] + [thread]
-            if victim is not None:
-                cut(victim.stream.sock)
-        if victim is connection:
+            left = [c for g, c in self._connections.items() if g not in self._places.served]
+        for connection in left:
+            self._end(connection)
+        for sock in self._lingering:
             sock.close()
+
+    def _tend(self, poller: select.poll) -> float | None:
+        """Let in who can be served, send away who has to go; returns the seconds until the next look."""
+        now = time.monotonic()
+        with self._lock:
+            held = [self._connections[guest] for guest in self._places.parked]
+            for connection in held:
+                assert connection.waits is not None
+                if self._book.answers(connection.waits) or now >= connection.until:
+                    self._places.unpark(connection.guest)
+            for guest in self._places.overdue(now):
+                cut(self._connections[guest].stream.sock)  # its thread gives the place back
+            promoted = [self._connections[guest] for guest in self._places.promote()]
+            waiting = [self._connections[g] for g in (*self._places.waiting, *self._places.parked)]
+            parked = [self._connections[guest] for guest in self._places.parked]
+            contended = bool(self._places.waiting)
+        self._watch(poller, waiting)
+        for connection in promoted:
+            self._serve_on_a_thread(connection)
+        self._book.want_live(any(c.waits is not None and c.waits.tag is None for c in parked))
+        for sock, until in list(self._lingering.items()):
+            if now >= until:
+                del self._lingering[sock]
+                sock.close()
+        times = [c.until for c in parked] + list(self._lingering.values()) + ([now + LOOK_S] if contended else [])
+        live_s = self._book.expire_live()
+        waits = [max(0.0, at - now) for at in times] + ([live_s] if live_s is not None else [])
+        return min(waits, default=None)
+
+    def _watch(self, poller: select.poll, waiting: list[_Connection]) -> None:
+        """Poll exactly these connections for their end. Not for requests: those wait in the kernel."""
+        wanted = {c.stream.sock.fileno(): c for c in waiting}
+        for fd in self._watched.keys() - wanted.keys():
+            poller.unregister(fd)
+        for fd in wanted.keys() - self._watched.keys():
+            poller.register(fd, select.POLLRDHUP)
+        self._watched = wanted
+
+    def _admit(self, sock: socket.socket, peer: str) -> None:
+        track(sock)
+        connection = _Connection(sock, peer)
+        with self._lock:
+            if not self._stopped and self._places.arrive(connection.guest):
+                self._connections[connection.guest] = connection
+                return
+        # The answer fits the empty send buffer. What the peer sent stays unread: closing at once would be a reset.
+        body = b"busy: too many receivers wait already\n"
+        with contextlib.suppress(OSError):
+            sock.setblocking(False)
+            sock.send(head(BUSY, len(body), f"Retry-After: {RETRY_S}\r\n") + body)
+            sock.shutdown(socket.SHUT_WR)
+        if len(self._lingering) >= LINGER_MAX:
+            oldest = next(iter(self._lingering))
+            del self._lingering[oldest]
+            oldest.close()
+        self._lingering[sock] = time.monotonic() + LINGER_S
+
+    def _serve_on_a_thread(self, connection: _Connection) -> None:
+        thread = threading.Thread(target=self._serve, args=(connection,), name="ft-heal-conn", daemon=True)
+        with self._lock:
+            self._threads = [t for t in self._threads if t.is_alive()] + [thread]
+        try:
+            thread.start()
+        except RuntimeError as e:  # the process is out of threads
+            logger.warning("healing port %s: cannot serve a connection: %s", self._address, e)
+            with self._lock:
+                self._threads.remove(thread)
+            self._end(connection)
+
+    def _end(self, connection: _Connection) -> None:
+        """Let go of a connection; any thread that has it."""
+        sock = connection.stream.sock
+        # Before close(): a peer with unread bytes in flight then gets an orderly end instead of a reset.
+        cut(sock)
+        with self._lock:
+            self._connections.pop(connection.guest, None)
+            self._places.leave(connection.guest)
+            sock.close()  # under the lock: whoever cuts a listed connection must not hit a reused fd
+        if threading.current_thread() is not self._thread:
+            self._wake_up()
 
     # -- connection threads
 
     def _serve(self, connection: _Connection) -> None:
-        sock = connection.stream.sock
         try:
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            set_timeouts(sock, receive_s=HEAD_S, send_s=KEEPALIVE_S)
-            while not self._stopped:
-                request = read_request(connection.stream, None if connection.trusted else HEAD_S)
-                if request is None or not self._answer(connection, request):
-                    return
+            if self._converse(connection):
+                self._wake_up()
+                return
         except (OSError, Cut):
             pass  # the receiver notices by itself, and re-plans
         except Exception:
             logger.exception("healing port %s: request failed", self._address)
-        finally:
-            # Before close(): a peer with unread bytes in flight then gets an orderly end instead of a reset.
-            cut(sock)
-            with self._lock:
-                self._connections.discard(connection)
-                sock.close()  # under the lock: whoever cuts a listed connection must not hit a reused fd
+        self._end(connection)
 
-    def _answer(self, connection: _Connection, request: Request) -> bool:
-        """Answer one request; False ends the connection."""
-        sock = connection.stream.sock
-        try:
-            if request.method != "GET":
-                raise Refusal(405, "only GET is served here")
-            if self._token is not None and not auth.verify(
-                self._token, request.method, request.target, request.authorization
-            ):
-                raise Refusal(403, "token missing or wrong: FT_TOKEN must be the same for all replicas of a job")
-            if not connection.trusted:
+    def _converse(self, connection: _Connection) -> bool:
+        """Answer requests until the connection is to end; True: it is parked, and no longer this thread's."""
+        stream = connection.stream
+        if connection.pending is None:
+            stream.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            stream.set_idle(HEAD_S, KEEPALIVE_S)
+        while not self._stopped:
+            request, waited = connection.pending, connection.waits
+            connection.pending = connection.waits = None
+            if request is None:
+                request = read_request(stream, None if connection.trusted else HEAD_S)
+                if request is None:
+                    return False
+            try:
+                if not self._answer(connection, request, waited):
+                    return False
+            except NotYet as wanted:
+                connection.pending, connection.waits = request, wanted
+                connection.until = time.monotonic() + wanted.wait_s
                 with self._lock:
-                    connection.trusted = True
-                set_timeouts(sock, receive_s=KEEPALIVE_S, send_s=KEEPALIVE_S)
-            self._route(sock, request)
+                    return self._places.park(connection.guest)
+        return False
+
+    def _answer(self, connection: _Connection, request: Request, waited: NotYet | None) -> bool:
+        """Answer one request; False ends the connection."""
+        stream, guest = connection.stream, connection.guest
+        try:
+            self._answers.check(request)
+            guest.spoke = True
+            if not connection.trusted:
+                connection.trusted = True
+                stream.set_idle(KEEPALIVE_S, KEEPALIVE_S)
+            self._answers.answer(stream, request, waited)
         except Refusal as e:
             body = f"{e}\n".encode("utf-8", "replace")
-            send(sock, [head(e.status, len(body)), body])
+            stream.send([head(e.status, len(body)), body])
             return e.status in (404, 410)
         return True
-
-    def _route(self, sock: socket.socket, request: Request) -> None:
-        try:
-            url = urlsplit(request.target)
-            parts = [unquote(part) for part in url.path.split("/")[1:]]
-            query = {name: int(values[0]) for name, values in parse_qs(url.query).items()}
-            wait_s = query.get("wait_ms", 0) / 1000
-            if parts == ["prefetch"]:
-                return self._send_manifest(sock, self._book.wait_for_live(wait_s))
-            if len(parts) == 2 and parts[0] == "blob":
-                return self._send_blob(sock, parts[1])
-            if len(parts) >= 3 and parts[0] == "state":
-                if parts[2] == "manifest":
-                    return self._send_manifest(sock, self._book.find(parts[1], wait_s))
-                if parts[2] == "range" and len(parts) == 4:
-                    return self._send_range(sock, self._book.find(parts[1]), int(parts[3]))
-                if parts[2] == "sums":
-                    return self._send_sums(sock, self._book.find(parts[1]), query["first"], query["count"])
-        except (ValueError, KeyError, OverflowError) as e:
-            raise Refusal(400, f"bad request: {e!r}") from e
-        raise Refusal(404, "this is the healing port of an ft-training replica; there is nothing at this path")
-
-    def _send_blob(self, sock: socket.socket, name: str) -> None:
-        with self._lock:
-            provider = self._blobs.get(name)
-        body = provider() if provider is not None else None
-        if body is None:
-            raise Refusal(404, f"there is no blob {name!r} here")
-        send(sock, [head(200, len(body) + TRAILER.size), body, TRAILER.pack(TRAILER_OK, checksum(body))])
-
-    def _send_manifest(self, sock: socket.socket, offer: Offer) -> None:
-        body = offer.manifest()
-        extra = f"X-FT-Tag: {quote(offer.tag, safe='')}\r\nX-FT-Layout: {offer.digest}\r\n"
-        with self._book.sending(offer, sock) as seal:
-            send(sock, [head(200, len(body) + TRAILER.size, extra), body])
-            seal()
-        send(sock, [TRAILER.pack(TRAILER_OK, checksum(body))])
-
-    def _send_range(self, sock: socket.socket, offer: Offer, index: int) -> None:
-        if not 0 <= index < len(offer.ranges):
-            raise Refusal(400, f"range {index} of {len(offer.ranges)}")
-        with self._book.sending(offer, sock) as seal:
-            if not offer.intact(index):
-                raise Cut
-            value, view = self._checksum(offer, index)
-            send(sock, [head(200, len(view) + TRAILER.size), view])
-            seal()
-        send(sock, [TRAILER.pack(TRAILER_OK, value)])
-
-    def _send_sums(self, sock: socket.socket, offer: Offer, first: int, count: int) -> None:
-        if not 0 <= first < first + count <= len(offer.ranges):
-            raise Refusal(400, f"ranges {first}+{count} of {len(offer.ranges)}")
-        with self._book.sending(offer, sock) as seal:
-            if not all(offer.intact(index) for index in range(first, first + count)):
-                raise Cut
-            values = [self._checksum(offer, index)[0] for index in range(first, first + count)]
-            seal()
-        body = struct.pack(f"<{count}I", *values)
-        send(sock, [head(200, len(body) + TRAILER.size), body, TRAILER.pack(TRAILER_OK, checksum(body))])
-
-    def _checksum(self, offer: Offer, index: int) -> tuple[int, memoryview]:
-        view = offer.view(index)
-        if offer.live:
-            return 0, view  # it may change before it is sent; the receiver compares later
-        with self._checksum_slots:
-            if offer.closed:
-                raise Cut
-            return checksum(view), view

@@ -71,8 +71,13 @@ class HTTPTransport(CheckpointTransport[T]):
         have: Prefetched | None = None,
         only: Callable[[str], bool] | None = None,
         own: OwnState | None = None,
+        relays: Sequence[str] | None = None,
     ) -> http_client.FetchResult:
-        """`http_client.fetch` with this transport's token and timeouts."""
+        """`http_client.fetch` with this transport's token and timeouts.
+
+        `relays`: not None: this replica serves what it received under `tag`, too, until its server is told to close it.
+        """
+        server = self.server
         return http_client.fetch(
             donors,
             tag,
@@ -84,6 +89,8 @@ class HTTPTransport(CheckpointTransport[T]):
             have=have,
             only=only,
             own=own,
+            relays=relays or (),
+            arrived=None if relays is None else lambda plan: server.relay(tag, plan),
         )
 
     def prefetch(

@@ -11,17 +11,20 @@ has checksum 0: its memory may change between any two looks at it.)
 from __future__ import annotations
 
 import http
-import socket
 import struct
-import time
-from dataclasses import dataclass, field
-from typing import Final
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from ft_core.checkpointing.byte_stream import ByteStream
 
 HEAD_BYTES_MAX: Final = 8192
-TRAILER: Final = struct.Struct("<4sI")
+TRAILER: Final = struct.Struct("<4sQ")
 TRAILER_OK: Final = b"FTOK"
 UNSENDABLE: Final = 422
 """Status of an offer that was to be made and could not be: the donor's state holds what cannot be sent."""
+BUSY: Final = 503
+"""Status of a server that has no room even for one more that waits; `Retry-After` says when to come again."""
 _REASONS: Final = {status.value: status.phrase for status in http.HTTPStatus}
 
 
@@ -37,38 +40,15 @@ class Cut(Exception):
     """The connection has to end without an answer: the offer was closed under it."""
 
 
-@dataclass(slots=True)
-class ByteStream:
-    """A socket, and what was read from it beyond the last head."""
+class NotYet(Exception):
+    """What was asked for is not there, and may come within `wait_s`. `tag` None: a live offer."""
 
-    sock: socket.socket
-    buffer: bytearray = field(default_factory=bytearray)
-
-    def head(self, within_s: float | None = None) -> bytes | None:
-        """The next head without its blank line; b"" at the end of the stream, None if what comes is not a head."""
-        end = None if within_s is None else time.monotonic() + within_s
-        while (stop := self.buffer.find(b"\r\n\r\n")) < 0:
-            if len(self.buffer) > HEAD_BYTES_MAX or (end is not None and time.monotonic() > end):
-                return None
-            data = self.sock.recv(HEAD_BYTES_MAX)
-            if not data:
-                return b""
-            self.buffer += data
-        found = bytes(self.buffer[:stop])
-        del self.buffer[: stop + 4]
-        return found
-
-    def receive(self, target: memoryview) -> None:
-        """Fill `target`; one system call if all goes well."""
-        ready = min(len(self.buffer), len(target))
-        if ready:
-            target[:ready] = self.buffer[:ready]
-            del self.buffer[:ready]
-        while ready < len(target):
-            got = self.sock.recv_into(target[ready:], 0, socket.MSG_WAITALL)
-            if got == 0:
-                raise OSError("the donor closed the connection in the middle of an answer")
-            ready += got
+    def __init__(self, tag: str | None, wait_s: float, refusals: int = 0) -> None:
+        super().__init__(tag)
+        self.tag = tag
+        self.wait_s = wait_s
+        self.refusals = refusals
+        """How many live offers had been refused by then."""
 
 
 @dataclass(slots=True)
@@ -88,7 +68,7 @@ def read_request(stream: ByteStream, within_s: float | None) -> Request | None:
     request = _parse_request(text) if text is not None else None
     if request is None:
         body = b"not a request of the ft-training healing protocol\n"
-        send(stream.sock, [head(400, len(body)), body])
+        stream.send([head(400, len(body)), body])
     return request
 
 
@@ -112,14 +92,3 @@ def parse_fields(lines: list[str]) -> dict[str, str]:
 def head(status: int, length: int, extra: str = "") -> bytes:
     """A response head; `extra` are whole header lines."""
     return f"HTTP/1.1 {status} {_REASONS[status]}\r\nContent-Length: {length}\r\n{extra}\r\n".encode("ascii")
-
-
-def send(sock: socket.socket, pieces: list[bytes | memoryview]) -> None:
-    """Send all pieces with as few system calls as the kernel allows; each runs without the GIL."""
-    views = [memoryview(piece) for piece in pieces]
-    while views:
-        sent = sock.sendmsg(views)
-        while views and sent >= len(views[0]):
-            sent -= len(views.pop(0))
-        if sent:
-            views[0] = views[0][sent:]

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
 from ft_core.checkpointing.encoding import DTYPES, Leaf
+from ft_core.checkpointing.memory import CHECKSUM
 from ft_core.errors import HealError
 
 if TYPE_CHECKING:
@@ -103,8 +104,8 @@ class Manifest:
 def dump_manifest(leaves: Sequence[Leaf], skeleton: Any, classes: Mapping[str, str]) -> bytes:
     """The manifest as it travels."""
     rows = [[leaf.path, leaf.dtype_name, leaf.shape] for leaf in leaves]
-    tree = {"format": FORMAT, "range_bytes": RANGE_BYTES, "pack_leaf_max": PACK_LEAF_MAX, "leaves": rows}
-    tree["classes"] = dict(classes)
+    tree: dict[str, Any] = {"format": FORMAT, "range_bytes": RANGE_BYTES, "pack_leaf_max": PACK_LEAF_MAX}
+    tree |= {"checksum": CHECKSUM, "leaves": rows, "classes": dict(classes)}
     return json.dumps({**tree, "skeleton": skeleton}, separators=(",", ":")).encode("ascii")
 
 
@@ -115,11 +116,12 @@ def parse_manifest(data: bytes | bytearray, limit: Limit) -> Manifest:
     """
     try:
         tree = json.loads(data)
-        found = (tree["format"], tree["range_bytes"], tree["pack_leaf_max"])
-        if found != (FORMAT, RANGE_BYTES, PACK_LEAF_MAX):
-            ours = (FORMAT, RANGE_BYTES, PACK_LEAF_MAX)
+        found = (tree["format"], tree["range_bytes"], tree["pack_leaf_max"], tree["checksum"])
+        ours = (FORMAT, RANGE_BYTES, PACK_LEAF_MAX, CHECKSUM)
+        if found != ours:
             raise HealError(
-                f"the donor cuts its state as {found}, this receiver as {ours}; use one ft-training version"
+                f"the donor cuts and checks its state as {found}, this receiver as {ours}; use one ft-training "
+                "version, and xxhash on both machines or on none"
             )
         if len(tree["leaves"]) > limit.leaves:
             raise HealError(f"the donor's state has {len(tree['leaves'])} tensors, the limit is {limit.leaves}")

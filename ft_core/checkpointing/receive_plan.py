@@ -113,6 +113,14 @@ class ReceivePlan:
         """The memory range `index` is received into."""
         return self._targets[index]
 
+    def tensor(self, leaf: int) -> torch.Tensor:
+        """The memory of a leaf."""
+        return self._tensors[leaf]
+
+    def sums(self) -> list[int]:
+        """The verified checksum of every range; only of a plan that is finished and left nothing out."""
+        return [self.kept.sums[part.key] for part in self.manifest.ranges]
+
     def forget(self, index: int) -> None:
         """Range `index` is about to be overwritten."""
         self.kept.sums.pop(self.manifest.ranges[index].key, None)

@@ -18,6 +18,7 @@ them by cutting their connections.
 from __future__ import annotations
 
 import logging
+import random
 import struct
 import threading
 import time
@@ -26,7 +27,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import quote, unquote
 
-from ft_core.checkpointing.donor_connection import DonorConnection, Refused, explain
+from ft_core.checkpointing.donor_connection import Busy, DonorConnection, Refused, explain
 from ft_core.checkpointing.http_wire import UNSENDABLE
 from ft_core.checkpointing.layout import parse_manifest
 from ft_core.checkpointing.memory import checksum
@@ -73,7 +74,11 @@ class _Donor:
     """What is known about one donor; guarded by the session's lock."""
 
     address: str
+    relay: bool = False
+    """A replica that heals itself, and passes on what it received; nobody counts on it before it has."""
     workers: int = 0
+    offers: bool = False
+    """It has sent the manifest."""
     used: bool = False
     refused: bool = False
     """It answered that its state cannot be sent."""
@@ -97,6 +102,7 @@ class Session:
         given: Given,
         *,
         live: bool = False,
+        relays: Sequence[str] = (),
     ) -> None:
         addresses = list(dict.fromkeys(donors))
         if not addresses:
@@ -113,6 +119,7 @@ class Session:
         self.plan: ReceivePlan | None = None
         self.bytes = 0
         self._donors = [_Donor(address) for address in addresses]
+        self._donors += [_Donor(address, relay=True) for address in dict.fromkeys(relays) if address not in addresses]
         self._queue: deque[_Item] = deque()
         self._outstanding = 0
         self._planning = False
@@ -136,9 +143,10 @@ class Session:
     def run(self, manifest_target: str) -> ReceivePlan:
         """Do the work; returns the filled plan or raises."""
         self._manifest_target = manifest_target
-        each = CONNECTIONS_WITH_ONE_DONOR if len(self._donors) == 1 else 1
+        donors = [donor for donor in self._donors if not donor.relay]
+        each = CONNECTIONS_WITH_ONE_DONOR if len(donors) == 1 else 1
         threads: list[threading.Thread] = []
-        for donor in self._donors * each:
+        for donor in [*donors * each, *(donor for donor in self._donors if donor.relay)]:
             donor.workers += 1
             name = f"ft-heal-fetch-{len(threads)}"
             threads.append(threading.Thread(target=self._work, args=(donor,), name=name, daemon=True))
@@ -166,8 +174,9 @@ class Session:
             while not self._done():
                 if self._fatal is not None:
                     raise self._fatal
-                if not any(donor.workers for donor in self._donors):
-                    kind = StateRefusedError if all(donor.refused for donor in self._donors) else HealError
+                if not any(donor.workers for donor in self._donors if donor.offers or not donor.relay):
+                    refused = all(donor.refused for donor in self._donors if not donor.relay)
+                    kind = StateRefusedError if refused else HealError
                     raise kind(self._failed("could not be received from any donor"))
                 if self._cancel is not None and self._cancel.is_set():
                     raise HealError(self._failed("was not received: cancelled"))
@@ -180,7 +189,8 @@ class Session:
         return self.plan is not None and not self._queue and not self._outstanding
 
     def _failed(self, text: str) -> str:
-        return f"{self._what} {text} ({self.bytes} bytes arrived): {' | '.join(d.story() for d in self._donors)}"
+        stories = [donor.story() for donor in self._donors if donor.offers or not donor.relay]
+        return f"{self._what} {text} ({self.bytes} bytes arrived): {' | '.join(stories)}"
 
     # -- workers
 
@@ -195,6 +205,8 @@ class Session:
                 try:
                     self._converse(donor, connection, progress)
                     return
+                except Busy as e:
+                    self._pause(e.retry_s * random.uniform(0.5, 1.5))  # those who were sent away come back apart
                 except Exception as e:
                     failures = 1 if progress[0] else failures + 1
                     total += 1
@@ -220,7 +232,7 @@ class Session:
     def _converse(self, donor: _Donor, connection: DonorConnection, progress: list[int]) -> None:
         left = max(0.001, self._end - time.monotonic())
         connection.open(min(left, CONNECT_S_MAX), left)
-        tag, plan = self._agree(connection)
+        tag, plan = self._agree(donor, connection)
         connection.set_idle(min(self._idle_s, max(0.001, self._end - time.monotonic())))
         inflight: deque[_Item] = deque()
         try:
@@ -243,13 +255,20 @@ class Session:
                 self._outstanding -= len(inflight)
                 self.changed.notify_all()
 
-    def _agree(self, connection: DonorConnection) -> tuple[str, ReceivePlan]:
+    def _pause(self, seconds: float) -> None:
+        end = min(time.monotonic() + seconds, self._end)
+        with self.changed:
+            while not self._stopped and (left := end - time.monotonic()) > 0:
+                self.changed.wait(left)
+
+    def _agree(self, donor: _Donor, connection: DonorConnection) -> tuple[str, ReceivePlan]:
         """Get the donor's manifest; the first to arrive becomes the plan, all others must be cut alike."""
         wait_ms = max(1, int((self._end - time.monotonic()) * 1000) - 50)
         connection.request(f"{self._manifest_target}?wait_ms={wait_ms}")
         body, headers = connection.small_body(self._limit.manifest_bytes)
         tag, digest = unquote(headers.get("x-ft-tag", "")), headers.get("x-ft-layout", "")
         with self.changed:
+            donor.offers = True
             while self._planning:
                 self.changed.wait()
             plan = self.plan
@@ -298,13 +317,13 @@ class Session:
         """Read the answer to `item`; returns the work that follows from it."""
         length, _ = connection.head()
         if item.count:
-            body = bytearray(4 * item.count)
+            body = bytearray(8 * item.count)
             if length != len(body):
                 raise HealError(f"{item.count} checksums came as {length} bytes")
             connection.receive(memoryview(body))
             if connection.trailer() != checksum(body):
                 raise HealError("the checksum of an answer does not match")
-            theirs = struct.unpack(f"<{item.count}I", body)
+            theirs = struct.unpack(f"<{item.count}Q", body)
             return [_Item(i) for i, value in enumerate(theirs, item.first) if plan.known[i] != value]
         target = plan.target(item.first)
         if length != len(target):

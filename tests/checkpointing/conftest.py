@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import os
 import threading
 from typing import TYPE_CHECKING, Any
@@ -101,22 +102,28 @@ class Gate:
     """Stops the first send of a range in the middle until `resume` is set."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        from ft_core.checkpointing import http_server, http_wire
+        from ft_core.checkpointing.byte_stream import ByteStream
 
         self.reached, self.resume = threading.Event(), threading.Event()
-        original = http_wire.send
+        original = ByteStream.send
 
-        def gated(sock: Any, pieces: list[Any]) -> None:
+        def gated(stream: ByteStream, pieces: list[Any]) -> None:
             if len(pieces[-1]) < MIB or self.reached.is_set():
-                return original(sock, pieces)
+                return original(stream, pieces)
             self.reached.set()
             body = memoryview(pieces[-1])
             half = len(body) // 2
-            original(sock, [*pieces[:-1], body[:half]])
+            original(stream, [*pieces[:-1], body[:half]])
             assert self.resume.wait(20)
-            return original(sock, [body[half:]])
+            return original(stream, [body[half:]])
 
-        monkeypatch.setattr(http_server, "send", gated)
+        monkeypatch.setattr(ByteStream, "send", gated)
+
+
+@pytest.fixture
+def pool() -> Iterator[concurrent.futures.ThreadPoolExecutor]:
+    with concurrent.futures.ThreadPoolExecutor() as executor:
+        yield executor
 
 
 @pytest.fixture

@@ -12,7 +12,8 @@ from unittest import mock
 
 import torch
 
-from ft_core.checkpointing import http_server, http_wire
+from ft_core.checkpointing import http_server
+from ft_core.checkpointing.byte_stream import ByteStream
 from tests.checkpointing.conftest import MIB, make_state
 
 
@@ -36,16 +37,17 @@ def main() -> None:
 
 def die_in_the_middle() -> None:
     sent = []
+    original = ByteStream.send
 
-    def send(sock: Any, pieces: list[Any]) -> None:
+    def send(stream: ByteStream, pieces: list[Any]) -> None:
         if len(pieces[-1]) >= MIB:
             sent.append(1)
             if len(sent) == 3:
-                http_wire.send(sock, [*pieces[:-1], pieces[-1][: MIB // 2]])
+                original(stream, [*pieces[:-1], pieces[-1][: MIB // 2]])
                 os.kill(os.getpid(), signal.SIGKILL)
-        http_wire.send(sock, pieces)
+        original(stream, pieces)
 
-    mock.patch.object(http_server, "send", send).start()
+    mock.patch.object(ByteStream, "send", send).start()
 
 
 if __name__ == "__main__":

@@ -1,6 +1,5 @@
 """A real server and a real client in one process: what arrives, what is refused, what is left behind."""
 
-import concurrent.futures
 import gc
 import re
 import socket
@@ -13,17 +12,12 @@ from typing import Any
 import pytest
 import torch
 
-from ft_core.checkpointing import Prefetched, StateServer, fetch, get_blob, http_server, offer_book
+from ft_core.checkpointing import Prefetched, StateServer, fetch, get_blob, http_server, offer_book, places
+from ft_core.checkpointing.answers import Answers
 from ft_core.errors import ConfigError, EncodingError, HealError, UsageError
 from tests.checkpointing.conftest import MIB, Gate, assert_same_state, heal_threads, make_state
 
 Start = Callable[..., StateServer]
-
-
-@pytest.fixture
-def pool() -> Any:
-    with concurrent.futures.ThreadPoolExecutor() as executor:
-        yield executor
 
 
 def address_of(server: StateServer) -> tuple[str, int]:
@@ -129,7 +123,7 @@ def test_two_donors_share_the_work(donor: Start) -> None:
 def test_fetch_waits_for_the_offer(donor: Start, pool: Any) -> None:
     server = donor()
     future = pool.submit(fetch, [server.address], "t")
-    assert eventually(lambda: "ft-heal-conn" in heal_threads())
+    assert eventually(lambda: bool(server._places.parked))
     server.offer("other", {"x": 0})
     server.offer("t", {"x": 1})
     assert future.result(10).state == {"x": 1}
@@ -170,15 +164,15 @@ def test_the_other_donor_finishes_what_a_closed_one_left(donor: Start, pool: Any
 def test_a_fetch_that_failed_can_be_continued(donor: Start, pool: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     state = make_state(1)
     server = donor()
-    original, served = StateServer._send_range, []
+    original, served = Answers._range, []
 
-    def limited(self: StateServer, sock: Any, offer: Any, index: int) -> None:
+    def limited(self: Answers, stream: Any, offer: Any, index: int) -> None:
         served.append(index)
         if len(served) == 4:
-            self.close(offer.tag)
-        original(self, sock, offer, index)
+            server.close(offer.tag)
+        original(self, stream, offer, index)
 
-    monkeypatch.setattr(StateServer, "_send_range", limited)
+    monkeypatch.setattr(Answers, "_range", limited)
     server.offer("t", state)
     have = Prefetched()
     with pytest.raises(HealError):
@@ -234,10 +228,10 @@ def test_a_flipped_byte_is_noticed(donor: Start, monkeypatch: pytest.MonkeyPatch
     state = make_state(1)
     server = donor()
     server.offer("t", state)
-    original = StateServer._checksum
+    original = Answers._checksum
     flips: list[int] = []
 
-    def flipping(self: StateServer, offer: Any, index: int) -> tuple[int, memoryview]:
+    def flipping(self: Answers, offer: Any, index: int) -> tuple[int, memoryview]:
         value, view = original(self, offer, index)
         flips.append(1)
         if always or len(flips) == 1:
@@ -245,7 +239,7 @@ def test_a_flipped_byte_is_noticed(donor: Start, monkeypatch: pytest.MonkeyPatch
             view[len(view) // 2] ^= 1
         return value, view
 
-    monkeypatch.setattr(StateServer, "_checksum", flipping)
+    monkeypatch.setattr(Answers, "_checksum", flipping)
     if always:
         with pytest.raises(HealError, match="checksum of range"):
             fetch([server.address], "t")
@@ -418,10 +412,10 @@ def test_garbage_disturbs_nobody(donor: Start, caplog: pytest.LogCaptureFixture)
 def test_idle_strangers_do_not_keep_peers_out(donor: Start) -> None:
     server = donor("secret")
     server.offer("t", {"x": 1})
-    strangers = [socket.create_connection(address_of(server)) for _ in range(http_server.CONNECTIONS_MAX + 8)]
+    strangers = [socket.create_connection(address_of(server)) for _ in range(places.PLACES_MAX + 8)]
     try:
         assert fetch([server.address], "t", token="secret").state == {"x": 1}
-        assert len(server._connections) <= http_server.CONNECTIONS_MAX
+        assert len(server._places.served) <= places.PLACES_MAX
     finally:
         for sock in strangers:
             sock.close()
@@ -471,12 +465,14 @@ def test_blobs(donor: Start) -> None:
 
 def test_repr_is_a_summary(donor: Start) -> None:
     server = StateServer()
-    assert repr(server) == "StateServer(no address, new, offers=[], 0 connections)"
+    assert repr(server) == "StateServer(no address, new, offers=[], Places(0 served, 0 waiting, 0 parked))"
     with pytest.raises(UsageError):
         _ = server.address
     server = donor()
     server.offer("t", {})
-    assert repr(server) == f"StateServer({server.address}, listening, offers=['t'], 0 connections)"
+    assert (
+        repr(server) == f"StateServer({server.address}, listening, offers=['t'], Places(0 served, 0 waiting, 0 parked))"
+    )
     assert repr(server._book._offers["t"]) == "Offer('t', 0 tensors, 0 B, open)"
     server.shutdown()
     assert "stopped" in repr(server)

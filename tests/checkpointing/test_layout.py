@@ -83,6 +83,7 @@ def test_a_manifest_round_trips() -> None:
         ({"classes": [1]}, "not valid"),
         ({"leaves": [["p", "float32", [1] * 65]]}, "not valid"),
         ({"range_bytes": 1}, "version"),
+        ({"checksum": "crc32"}, "xxhash on both"),
         ({"leaves": [["p", "float32", [-1]]]}, "not valid"),
         ({"leaves": [["p", "float32", [1 << 60]]]}, "not valid"),
         ({"leaves": [["p", "qint8", [1]]]}, "not valid"),

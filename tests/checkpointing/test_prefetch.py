@@ -3,6 +3,7 @@
 import gc
 import threading
 import weakref
+import zlib
 from collections.abc import Callable
 from typing import Any
 
@@ -10,9 +11,11 @@ import pytest
 import torch
 
 from ft_core.checkpointing import StateServer, fetch, offer_book, prefetch
+from ft_core.checkpointing.answers import Answers
 from ft_core.checkpointing.layout import RANGE_BYTES
+from ft_core.checkpointing.memory import byte_view
 from ft_core.errors import EncodingError, HealError
-from tests.checkpointing.conftest import Trainer, assert_same_state, make_state
+from tests.checkpointing.conftest import MIB, Trainer, assert_same_state, make_state
 
 Start = Callable[..., StateServer]
 
@@ -45,6 +48,22 @@ def test_nothing_changed_nothing_travels(donor: Start) -> None:
     assert result.bytes == 0
     assert_same_state(result.state, state)
     assert "0.0" in repr(have)
+
+
+def test_ranges_that_only_32_bits_take_for_equal_are_told_apart(donor: Start) -> None:
+    """crc32 is linear: this difference of five bytes is a multiple of its polynomial."""
+    own = {"big": torch.arange(8 * MIB, dtype=torch.int32).view(torch.uint8)}
+    state = {"big": own["big"].clone()}
+    for i, byte in enumerate(((0xEDB88320 << 1) | 1).to_bytes(5, "little")):
+        state["big"][1000 + i] ^= byte
+    assert zlib.crc32(byte_view(own["big"])[:RANGE_BYTES]) == zlib.crc32(byte_view(state["big"])[:RANGE_BYTES])
+    server = donor()
+    with Trainer(server, {"big": own["big"].clone()}):
+        have = prefetch([server.address], into=own)
+    server.offer("t", state)
+    result = fetch([server.address], "t", into=own, have=have)
+    assert result.bytes == RANGE_BYTES
+    assert torch.equal(result.state["big"], state["big"])
 
 
 @pytest.mark.parametrize("behind_autograd", [False, True])
@@ -109,15 +128,15 @@ def test_the_same_prefetch_serves_several_fetches(donor: Start) -> None:
 def test_a_prefetch_keeps_what_arrived_when_donors_fail(donor: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     state = make_state(1)
     server = donor()
-    original, served = StateServer._send_range, []
+    original, served = Answers._range, []
 
-    def limited(self: StateServer, sock: Any, offer: Any, index: int) -> None:
+    def limited(self: Answers, stream: Any, offer: Any, index: int) -> None:
         served.append(index)
         if len(served) == 4:
-            self.drop_live()
-        original(self, sock, offer, index)
+            server.drop_live()
+        original(self, stream, offer, index)
 
-    monkeypatch.setattr(StateServer, "_send_range", limited)
+    monkeypatch.setattr(Answers, "_range", limited)
     server.offer_live(state)
     have = prefetch([server.address], deadline_s=0.5)
     assert 0 < have.bytes < 24 << 20

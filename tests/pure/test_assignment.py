@@ -13,7 +13,7 @@ from ft_core.assignment import Plan, WorldSizeMode, plan
 from ft_core.quorum import VOID, Member, Quorum, Version
 from tests.pure.rig import member
 
-MINE = {"replica_rank", "heals_first", "donors", "finish", "excluded"}
+MINE = {"replica_rank", "heals_first", "donors", "relays", "finish", "excluded"}
 
 
 def plans(members: list[Member], **more: object) -> list[Plan]:
@@ -69,8 +69,10 @@ def test_all_members_compute_one_consistent_plan(members: list[Member], mode: Wo
                 assert donor not in mine.healing
                 if newest.step or members[0].init_sync:
                     assert members[donor].lineage == mine.target_lineage
+            place = mine.healing.index(rank)
+            assert set(mine.relays) <= set(mine.healing[:place]), "who waits for whom is no circle"
         else:
-            assert mine.donors == ()
+            assert mine.donors == mine.relays == ()
         assert mine.heals_first == (mine.heals and (newest.step == 0 or who.heals_before_forward))
     assert set(one.participants) <= set(range(len(members)))
     assert list(one.participants) == sorted(set(one.participants))
@@ -90,6 +92,17 @@ def test_donors_are_rotated_so_that_load_spreads() -> None:
     firsts = Counter(p.donors[0] for p in plans(members) if p.heals)
     assert firsts == {0: 2, 1: 2, 2: 2}
     assert plans(members)[4].donors == (1, 2, 0)
+
+
+def test_many_receivers_of_one_source_pass_its_state_on() -> None:
+    members = [member(f"r{i:02}", lineage=i + 1, heals_before_forward=True) for i in range(32)]
+    all_plans = plans(members)
+    assert all_plans[0].relays == all_plans[1].relays == ()
+    assert [p.relays for p in all_plans[2:6]] == [(1,), (1,), (2, 1), (2, 1)]
+    load = Counter(rank for p in all_plans for rank in p.relays)
+    assert max(load.values()) == 6
+    enough = [member(n, 4, 1) for n in "abc"] + [member(n) for n in "def"]
+    assert [p.relays for p in plans(enough)] == [()] * 6
 
 
 def test_equal_step_of_another_epoch_heals() -> None:
