@@ -86,7 +86,7 @@ class _Silent:
     def on_change_pending(self, quorum_id: int, reason: str) -> None:
         """Nothing to do: ranks ask at every step."""
 
-    def on_member_lost(self, quorum_id: int, lost: tuple[str, ...]) -> None:
+    def on_member_lost(self, quorum_id: int, lost: tuple[str, ...], held: Version = VOID) -> None:
         """Nothing to do: the data plane is the caller's."""
 
     def on_paused(self, quorum_id: int, replica_id: str, for_s: float) -> None:

@@ -143,6 +143,12 @@ def tag_of(*facts: int) -> int:
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
 
 
+def fold_lineage(lineage: int, quorum_id: int, attempt: int, members: Sequence[str]) -> int:
+    """The lineage after a commit: a hash over the whole history of quorums, attempts and members. 63 bits."""
+    text = struct.pack("<QQQ", lineage & (2**64 - 1), quorum_id, attempt) + "\0".join(members).encode()
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1
+
+
 @functools.lru_cache(maxsize=16)
 def bitmap_of(ranks: tuple[int, ...]) -> int:
     """The bitmap in which these replica_ranks are set."""

@@ -15,6 +15,7 @@ import array
 import contextlib
 import struct
 import threading
+import time
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
@@ -32,6 +33,8 @@ if TYPE_CHECKING:
 ABORT_RETRY_S = 0.005
 ABORT_TRIES = 200
 """An abort is repeated until no configure is under way, for at most a second."""
+PARTING_TAG = 0x7A21
+"""Of the messages between members that leave; nothing else on these lanes is point to point."""
 _FLOATS = struct.Struct(f"{FENCE_SLOTS}f")
 
 
@@ -159,9 +162,26 @@ class Lanes:
             group.abort()
 
     def linger(self, timeout_s: float) -> None:
-        """Keep the connections open until a peer closes its side: then all of them have left this quorum (R16)."""
-        with contextlib.suppress(Exception):  # it only ends by failing; how does not matter
-            self.sum(torch.zeros(1), self.main).wait(timedelta(seconds=timeout_s))
+        """Keep the connections open until every peer parts, too, or closes its side: it has the last fence (R16).
+
+        A peer that parts tells it by a message of its own: a collective could be paired with one of a peer that goes
+        on.
+        """
+        with self._lock:
+            if self._aborted or self._place is None:
+                return
+            _, _, rank, size = self._place
+        deadline = time.monotonic() + timeout_s
+        peers = [peer for peer in range(size) if peer != rank]
+        told, heard = torch.zeros(1), [torch.zeros(1) for _ in peers]
+        sent, received = [], []
+        with contextlib.suppress(Exception):  # aborted, or a group of a kind that has no messages
+            for peer, tensor in zip(peers, heard, strict=True):
+                received.append(self.main.recv([tensor], peer, PARTING_TAG))
+                sent.append(self.main.send([told], peer, PARTING_TAG))
+        for work in received:  # not for `sent`: who does not get it sees the connection close, which says the same
+            with contextlib.suppress(Exception):  # that one has closed its side
+                work.wait(timedelta(seconds=max(0.001, deadline - time.monotonic())))
 
     def shutdown(self) -> None:
         """Abort and release both lanes."""

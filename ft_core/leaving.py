@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, NoReturn, cast
 from ft_core import drain
 from ft_core.drain import EXIT_S
 from ft_core.errors import FaultToleranceError
-from ft_core.step import Go, Heal, MustAsk, Outcome
+from ft_core.step import Go, Heal, MustAsk, Outcome, Phase
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -94,8 +94,16 @@ class Leaving:
             reason=reason, finished=finished, version=step.version, agreed=agreed,
             timeout_s=min(EXIT_S, self._config.budget.timeout_s),
         )  # fmt: skip
-        if agreed and not last:
-            session.lanes.linger(min(EXIT_S, self._config.budget.timeout_s))
+        if not last:
+            self._let_peers_finish()
+
+    def _let_peers_finish(self) -> None:
+        """R16: a fence that completed here may still be on its way at a peer, and this replica's part of it, too.
+
+        Not in the middle of an attempt: there peers wait for this replica, and closed connections tell them.
+        """
+        if self._step.phase is not Phase.LAUNCHED:
+            self._session.lanes.linger(min(EXIT_S, self._config.budget.timeout_s))
 
     def _end_drained(self) -> NoReturn:
         reason, step = self._session.drain_reason or "asked to drain", cast("Manager", self).current_step()
@@ -108,7 +116,8 @@ class Leaving:
     def shutdown(self, wait: bool = True) -> None:
         """Leave if that is possible, then stop every thread and close every socket. Idempotent, bounded in time.
 
-        `wait=False`: do not take part in a last fence; peers lose the step in flight.
+        `wait=False`: do not take part in a last fence; peers lose the step in flight, but not one that this replica has
+        committed: its connections stay open until they have it, or for EXIT_S.
         """
         if self._shut_down:
             return
@@ -124,6 +133,7 @@ class Leaving:
                 session.control.leave(
                     reason="shut down", finished=False, version=self._step.version, agreed=False, timeout_s=1.0
                 )
+                self._let_peers_finish()
         self._shut_down = True
         drain.forget(session)
         with session.changed:

@@ -386,7 +386,7 @@ class Room:
         # With an open ask it leaves a quorum that has ended without it: nobody waits there for its collectives.
         record.told_lost = record.agreed = event.agreed or (record.ask is not None and not record.ask.failed)
         record.goes(now)
-        record.stable = VOID
+        record.stable, record.left_with = VOID, event.version
         record.generation = -1  # nothing that is still under way on this stream brings it back
         out.append(Note(f"{event.replica_id} left: {event.reason}"))
         if event.finished:
@@ -526,6 +526,7 @@ class Room:
             record.ask, record.answered = None, (ask.seq, quorum)
             record.hello = replace(record.hello, quorum_id=quorum_id, members=quorum.ids)
             record.told_lost = record.accused = record.pause_told = False
+            record.left_with = VOID
         self._trained = False
         out.append(Announce(quorum, tuple((ask.replica_id, ask.seq) for ask in formed.asks)))
         for ask in formed.asks if self.rules.pauses_told else ():

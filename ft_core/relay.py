@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ft_core import wire
+from ft_core.quorum import VOID, Quorum, Version
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from ft_core.membership import Hello
-    from ft_core.quorum import Quorum
     from ft_core.stream_client import LeaseHandler, Peers
 
 
@@ -53,9 +53,9 @@ class Relay:
         """See LeaseHandler."""
         self._push(wire.Change(quorum_id, reason))
 
-    def on_member_lost(self, quorum_id: int, lost: tuple[str, ...]) -> None:
+    def on_member_lost(self, quorum_id: int, lost: tuple[str, ...], held: Version = VOID) -> None:
         """See LeaseHandler."""
-        self._push(wire.Lost(quorum_id, lost))
+        self._push(wire.Lost(quorum_id, lost, held))
 
     def on_paused(self, quorum_id: int, replica_id: str, for_s: float) -> None:
         """See LeaseHandler."""

@@ -153,6 +153,8 @@ class MemberLost:
     to: tuple[str, ...]
     quorum_id: int
     lost: tuple[str, ...]
+    held: Version = VOID
+    """The oldest state that one of them held when it said goodbye; VOID unless all of them did (R16)."""
 
 
 @dataclass(frozen=True, slots=True)

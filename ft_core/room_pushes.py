@@ -17,6 +17,7 @@ from ft_core.room_events import ChangePending, MemberLost, Paused
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
+    from ft_core.quorum import Version
     from ft_core.room_record import Record
 
 
@@ -57,19 +58,18 @@ def losses(
     current: Current | None, records: Mapping[str, Record], suspected: Callable[[Record], bool]
 ) -> list[MemberLost]:
     """Members that will not answer any more, or may not, once each, to those that may be waiting for them."""
-    lost: list[str] = []
+    lost: dict[str, Version] = {}
     for replica_id in current.members if current is not None else ():
         record = records.get(replica_id)
         if record is None or record.told_lost:
             continue
         if record.incomplete or suspected(record):
-            record.told_lost = True
-            lost.append(replica_id)
+            record.told_lost, lost[replica_id] = True, record.left_with
     if current is None or not lost:
         return []
     others = (i for i in current.members if i in records and i not in lost)
     peers = tuple(i for i in others if records[i].life is Life.UP and records[i].ask is None)
-    return [MemberLost(peers, current.quorum_id, tuple(lost))] if peers else []
+    return [MemberLost(peers, current.quorum_id, tuple(lost), min(lost.values()))] if peers else []
 
 
 def joiners(current: Current | None, records: Mapping[str, Record], now: float) -> frozenset[str]:

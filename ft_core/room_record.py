@@ -6,10 +6,10 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from ft_core.pauses import differs
-from ft_core.quorum import VOID, Life
+from ft_core.quorum import VOID, Life, Version
 
 if TYPE_CHECKING:
-    from ft_core.quorum import Ask, Quorum, Version
+    from ft_core.quorum import Ask, Quorum
     from ft_core.room_events import Hello
 
 
@@ -43,6 +43,8 @@ class Record:
     told_lost: bool = False
     agreed: bool = False
     """It said goodbye after a fence that announced it: nobody has to abort because of it (R16)."""
+    left_with: Version = VOID
+    """The state it held when it said goodbye."""
     heard_at: float = 0.0
     committed: bool = False
     """A fence completed at a state it held: it is not crash-looping."""

@@ -206,7 +206,7 @@ class Rooms:
                 case ChangePending():
                     self._push(shell, effect.to, wire.Change(effect.quorum_id, effect.reason))
                 case MemberLost():
-                    self._push(shell, effect.to, wire.Lost(effect.quorum_id, effect.lost))
+                    self._push(shell, effect.to, wire.Lost(effect.quorum_id, effect.lost, effect.held))
                 case Paused():
                     self._push(shell, effect.to, wire.Busy(effect.quorum_id, effect.replica_id, effect.for_s))
                 case Superseded():

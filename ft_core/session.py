@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 
 from ft_core.errors import CollectiveError
 from ft_core.pauses import Pauses
+from ft_core.quorum import VOID
 from ft_core.step import Phase
 from ft_core.user_works import UserWorks
 from ft_core.watchdog import Watchdog
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
     from ft_core.control import Control
     from ft_core.lanes import Lanes
     from ft_core.membership import Hello
-    from ft_core.quorum import Quorum
+    from ft_core.quorum import Quorum, Version
     from ft_core.settings import TimeBudget
     from ft_core.step import Step
 
@@ -120,10 +121,11 @@ class Session:
         """For the end of a log line: the reason, unless the line before it said just that."""
         return "" if reason == self._told else f": {reason}"
 
-    def _broken(self, quorum_id: int, reason: str) -> None:
+    def _broken(self, quorum_id: int, reason: str, *, abort: bool = True) -> None:
         self._told = reason
         log.info("%s: leaving quorum %#x: %s", self.step.settings.replica_id, quorum_id, reason)
-        self.lanes.abort(quorum_id)
+        if abort:
+            self.lanes.abort(quorum_id)
         with self.lock:
             if self.step.plan is None or self.step.plan.quorum_id <= quorum_id:
                 self.cancel_heal()
@@ -131,14 +133,16 @@ class Session:
         with self.changed:
             self.changed.notify_all()
 
-    def _lost(self, quorum_id: int, reason: str) -> None:
+    def _lost(self, quorum_id: int, reason: str, held: Version = VOID) -> None:
         with self.lock:
-            abort = self.step.lost(quorum_id, reason)
-            fenced = self.step.phase is Phase.FENCED
-            if abort and self.error is None:
+            was = self.step.phase
+            abort = self.step.lost(quorum_id, reason, held)
+            broke = self.step.broken and was is not Phase.BROKEN
+            fenced = self.step.phase is Phase.FENCED and held <= self.step.base
+            if broke and self.error is None:
                 self.error = CollectiveError(reason)
-        if abort:
-            self._broken(quorum_id, reason)
+        if broke:
+            self._broken(quorum_id, reason, abort=abort)
         elif fenced:
             self.lanes.abort_user_lane(quorum_id)
 
@@ -231,9 +235,9 @@ class Session:
         with self.lock:
             self.step.want_change(quorum_id, reason)
 
-    def on_member_lost(self, quorum_id: int, lost: tuple[str, ...]) -> None:
-        """Members of the quorum are gone."""
-        self._lost(quorum_id, f"lost {', '.join(lost)}")
+    def on_member_lost(self, quorum_id: int, lost: tuple[str, ...], held: Version = VOID) -> None:
+        """Members of the quorum are gone; `held`: the state that all of them held when they said goodbye."""
+        self._lost(quorum_id, f"{'lost' if held == VOID else 'left by'} {', '.join(lost)}", held)
 
     def on_paused(self, quorum_id: int, replica_id: str, for_s: float) -> None:
         """A peer announces to be busy for at most `for_s` (0: it is back)."""

@@ -23,13 +23,11 @@ Ownership: the Manager calls it under its own lock; nothing here is thread safe.
 
 from __future__ import annotations
 
-import hashlib
-import struct
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from ft_core.assignment import Plan, plan
-from ft_core.fence import NO_LEASE, FenceInput, decode, encode, places_missing, tag_of
+from ft_core.fence import NO_LEASE, FenceInput, decode, encode, fold_lineage, places_missing, tag_of
 from ft_core.phases import Go, Heal, MustAsk, Phase
 from ft_core.quorum import VOID, Ask, Quorum, Version
 from ft_core.step_settings import MemberRules, StepSettings
@@ -45,12 +43,6 @@ __all__ = [  # with the verdicts it comes to
 
 RETRY_SLACK = 2
 """R11: a member whose own failures veto the step gives up first; the others wait this many more vetoes."""
-
-
-def fold_lineage(lineage: int, quorum_id: int, attempt: int, members: Sequence[str]) -> int:
-    """The lineage after a commit: a hash over the whole history of quorums, attempts and members. 63 bits."""
-    text = struct.pack("<QQQ", lineage & (2**64 - 1), quorum_id, attempt) + "\0".join(members).encode()
-    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1
 
 
 class Step:
@@ -98,8 +90,9 @@ class Step:
         self.verdict: Verdict | None = None
         self.open_attempt = -1
         """Attempt of the left quorum whose reduced gradients were kept (R5)."""
-        self._op_lost = False
-        """A user collective of this quorum has no result here: what peers kept (R5) does not replace it."""
+        self._op_launched = self._op_lost = False
+        """A user collective was launched since the last verdict was settled; one of this quorum has no result here,
+        which what peers kept (R5) does not replace."""
         self.own_failures = self.vetoes = self.asks = 0
         self._error_sent = self._voted = False
         """The soft error was there when the fence's slots were taken; the latched verdict was told to the group:
@@ -248,7 +241,7 @@ class Step:
         self.ask_next = self.change_wanted = self.broken_reason = ""
         # soft_error stays: it may have been reported while this quorum was still being formed.
         self.verdict = None
-        self._voted = self._goes_on = self._op_lost = False
+        self._voted = self._goes_on = self._op_launched = self._op_lost = False
         self._lost_since = ""
         self.user_ops = self.source_shift = self.vetoes = 0
         early, self._early = self._early, {}
@@ -285,10 +278,12 @@ class Step:
         self.verdict = None
         return True
 
-    def lost(self, quorum_id: int, reason: str) -> bool:
-        """A push says that a member of `quorum_id` is gone. True if the data plane has to be aborted now.
+    def lost(self, quorum_id: int, reason: str, held: Version = VOID) -> bool:
+        """A push says that members of `quorum_id` are gone. True if the data plane has to be aborted now.
 
-        A completed verdict is latched (R0): it is settled first, and the next boundary asks.
+        A completed verdict is latched (R0): it is settled first, and the next boundary asks. `held`: the state that all
+        of them held when they said goodbye, VOID if one did not. Whoever leaves with the commit of this attempt has
+        sent what its fence needs, and peers may still be reading it (R16).
         """
         if self.settings.rules.r15_stale and (self.plan is None or self.plan.quorum_id != quorum_id):
             self._remember("lost", quorum_id, reason)
@@ -299,7 +294,12 @@ class Step:
         if self.phase is Phase.OPEN and self.ask_next:
             # Nothing is launched, and the next boundary asks: an abort could only hurt who is still receiving.
             return False
-        return self.break_(reason, keep_gradients=True)
+        parted = self.settings.rules.r16_parting and held >= self.base
+        if parted and self.phase is Phase.LAUNCHED and held > self.base:
+            self.ask_next = self.ask_next or reason
+            return False
+        idle = self.phase is Phase.OPEN and not self._op_launched  # nothing waits here; others may read the last fence
+        return self.break_(reason, keep_gradients=True) and not (parted and idle)
 
     def want_change(self, quorum_id: int, reason: str) -> None:
         """Somebody wants to join or leave: raise the flag in the next fence."""
@@ -394,7 +394,7 @@ class Step:
         """A user's collective is about to be launched. False: nothing may be launched."""
         if self.phase not in (Phase.OPEN, Phase.LAUNCHED, Phase.FENCED):
             return False
-        self.user_ops += 1
+        self.user_ops, self._op_launched = self.user_ops + 1, True
         return True
 
     def user_op_lost(self) -> None:
@@ -547,7 +547,7 @@ class Step:
         self.attempt += 1
         self.soft_error = ""
         self.verdict = None
-        self.phase = Phase.OPEN
+        self.phase, self._op_launched = Phase.OPEN, False
         self._goes_on = self._alike and not self.ask_next
         if self._lost_since:
             self.break_(self._lost_since)

@@ -21,6 +21,7 @@ class MemberRules:
     r11_no_veto: bool = True
     r12_alike: bool = True
     r15_stale: bool = True
+    r16_parting: bool = True
     r17_shares: bool = True
 
 

@@ -28,11 +28,11 @@ from typing import TYPE_CHECKING, Protocol
 
 from ft_core import wire
 from ft_core.errors import ConfigError, LighthouseError, ProtocolError, RefusedError
+from ft_core.quorum import VOID, Quorum, Version
 from ft_core.rpc import Tls, explain, grpc, open_channel, status_of, target, token_metadata
 
 if TYPE_CHECKING:
     from ft_core.membership import Hello
-    from ft_core.quorum import Quorum
     from ft_core.settings import TimeBudget
 
 BACKOFF_S = 0.02
@@ -85,9 +85,8 @@ class LeaseHandler(Protocol):
     def on_change_pending(self, quorum_id: int, reason: str) -> None:
         """Somebody wants to join or leave: raise change-wanted in the next fence of `quorum_id`."""
 
-    def on_member_lost(self, quorum_id: int, lost: tuple[str, ...]) -> None:
-        """Members of `quorum_id` will not answer any more (or, if own replica_id is in `lost`, a rank of this
-        group)."""
+    def on_member_lost(self, quorum_id: int, lost: tuple[str, ...], held: Version = VOID) -> None:
+        """Members of `quorum_id` will not answer any more (own replica_id: a rank of this group); see `Step.lost`."""
 
     def on_paused(self, quorum_id: int, replica_id: str, for_s: float) -> None:
         """A peer (own replica_id: a rank of this group) is legitimately busy for at most `for_s`; 0: it is back."""
@@ -439,7 +438,7 @@ def deliver(handler: LeaseHandler, push: wire.Push) -> None:
         case wire.Change():
             handler.on_change_pending(push.quorum_id, push.reason)
         case wire.Lost():
-            handler.on_member_lost(push.quorum_id, push.lost)
+            handler.on_member_lost(push.quorum_id, push.lost, push.held)
         case wire.Busy():
             handler.on_paused(push.quorum_id, push.replica_id, push.for_s)
         case wire.Over():

@@ -165,12 +165,14 @@ class ChangePending(_message.Message):
     def __init__(self, quorum_id: _Optional[int] = ..., reason: _Optional[str] = ...) -> None: ...
 
 class MemberLost(_message.Message):
-    __slots__ = ("quorum_id", "lost")
+    __slots__ = ("quorum_id", "lost", "held")
     QUORUM_ID_FIELD_NUMBER: _ClassVar[int]
     LOST_FIELD_NUMBER: _ClassVar[int]
+    HELD_FIELD_NUMBER: _ClassVar[int]
     quorum_id: int
     lost: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, quorum_id: _Optional[int] = ..., lost: _Optional[_Iterable[str]] = ...) -> None: ...
+    held: Version
+    def __init__(self, quorum_id: _Optional[int] = ..., lost: _Optional[_Iterable[str]] = ..., held: _Optional[_Union[Version, _Mapping]] = ...) -> None: ...
 
 class Paused(_message.Message):
     __slots__ = ("quorum_id", "replica_id", "for_ms")

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from ft_core._pb import coordination_pb2 as pb
 from ft_core.errors import ConfigError, JobFinishedError, ProtocolError, RefusedError
+from ft_core.quorum import VOID
 from ft_core.settings import MAX_REPLICAS, PROTOCOL_VERSION
 from ft_core.step import Verdict
 from ft_core.wire.bounds import (
@@ -24,13 +25,15 @@ from ft_core.wire.bounds import (
     clip,
     from_ms,
     parse,
+    pb_version,
+    read_version,
     sending,
     to_ms,
 )
 from ft_core.wire.state import pb_quorum, pb_verdict, read_quorum, read_verdict
 
 if TYPE_CHECKING:
-    from ft_core.quorum import Quorum
+    from ft_core.quorum import Quorum, Version
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +75,8 @@ class Lost:
 
     quorum_id: int
     lost: tuple[str, ...]
+    held: Version = VOID
+    """The oldest state that one of them held when it said goodbye; VOID unless all of them did."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +157,8 @@ def pb_push(push: Push) -> pb.GroupPush | pb.LeasePush:
         case Change():
             return pb.LeasePush(change_pending=pb.ChangePending(quorum_id=push.quorum_id, reason=clip(push.reason)))
         case Lost():
-            return pb.LeasePush(member_lost=pb.MemberLost(quorum_id=push.quorum_id, lost=push.lost))
+            held = pb_version(push.held)
+            return pb.LeasePush(member_lost=pb.MemberLost(quorum_id=push.quorum_id, lost=push.lost, held=held))
         case Busy():
             for_ms = min(to_ms(push.for_s), MAX_DURATION_MS)
             return pb.LeasePush(paused=pb.Paused(quorum_id=push.quorum_id, replica_id=push.replica_id, for_ms=for_ms))
@@ -238,7 +244,8 @@ def read_push(m: pb.LeasePush | pb.GroupPush) -> Push | None:
             return Change(m.change_pending.quorum_id, clip(m.change_pending.reason))
         case "member_lost":
             check.texts("lost", m.member_lost.lost, MAX_REPLICAS)
-            return Lost(m.member_lost.quorum_id, tuple(m.member_lost.lost))
+            held = read_version(m.member_lost.held, check, "held") if m.member_lost.HasField("held") else VOID
+            return Lost(m.member_lost.quorum_id, tuple(m.member_lost.lost), held)
         case "paused":
             check.text("replica_id", m.paused.replica_id)
             return Busy(m.paused.quorum_id, m.paused.replica_id, from_ms(m.paused.for_ms, check, "for_ms"))

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from ft_core.client import LeaseClient, LeaseSettings, Peers
 from ft_core.membership import Hello
-from ft_core.quorum import Ask, Quorum, Version
+from ft_core.quorum import VOID, Ask, Quorum, Version
 from ft_core.settings import TimeBudget
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ class Recorder:
     def on_change_pending(self, quorum_id: int, reason: str) -> None:
         self.note("change_pending", quorum_id, reason)
 
-    def on_member_lost(self, quorum_id: int, lost: tuple[str, ...]) -> None:
+    def on_member_lost(self, quorum_id: int, lost: tuple[str, ...], held: Version = VOID) -> None:
         self.note("member_lost", quorum_id, lost)
 
     def on_paused(self, quorum_id: int, replica_id: str, for_s: float) -> None:

@@ -58,7 +58,7 @@ PUSHES = (
     st.builds(wire.Answer, INT64, QUORUMS)
     | st.builds(wire.Reason, TEXTS)
     | st.builds(wire.Change, INT64, TEXTS)
-    | st.builds(wire.Lost, INT64, ADDRESSES)
+    | st.builds(wire.Lost, INT64, ADDRESSES, VERSIONS)
     | st.builds(wire.Busy, INT64, NAMES, MILLIS)
     | st.builds(wire.Over, INT64)
     | st.builds(wire.Order, st.booleans(), TEXTS)

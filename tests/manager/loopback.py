@@ -145,9 +145,9 @@ class Loopback:
             case m.ChangePending(targets, quorum_id, reason):
                 for replica_id in targets:
                     to(replica_id, lambda h: h.on_change_pending(quorum_id, reason))
-            case m.MemberLost(targets, quorum_id, lost):
+            case m.MemberLost(targets, quorum_id, lost, held):
                 for replica_id in targets:
-                    to(replica_id, lambda h: h.on_member_lost(quorum_id, lost))
+                    to(replica_id, lambda h: h.on_member_lost(quorum_id, lost, held))
             case m.Paused(targets, quorum_id, who, for_s):
                 for replica_id in targets:
                     to(replica_id, lambda h: h.on_paused(quorum_id, who, for_s))

@@ -10,48 +10,16 @@ import torch
 from torch.distributed import Work
 from torch.futures import Future
 
-from ft_core import ProcessGroupGloo
 from ft_core.errors import CollectiveError
 from ft_core.user_works import MAX_WORKS, UserWorks
 from tests.manager.harness import LIMIT_S, Cluster, Replica
+from tests.manager.holding import HoldingGroup
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
 SIZE = 7
 """Elements of the tensors whose collectives are held back; the fence and the model's bucket have others."""
-
-
-class HeldWork(Work):
-    """A collective that ends when the gate opens, well or with an error."""
-
-    def __init__(self, inner: Work, gate: threading.Event, error: Exception | None) -> None:
-        super().__init__()
-        self.inner, self.gate, self.error = inner, gate, error
-
-    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        assert self.gate.wait(LIMIT_S)
-        if self.error is not None:
-            raise self.error
-        return self.inner.wait()
-
-    def is_completed(self) -> bool:
-        return self.gate.is_set() and self.inner.is_completed()
-
-
-class HoldingGroup(ProcessGroupGloo):
-    """Gloo whose collectives over SIZE elements are under way until `gate` opens; `error` is how they end."""
-
-    def __init__(self, gate: threading.Event, error: Exception | None = None) -> None:
-        super().__init__(hostname="127.0.0.1")
-        self.gate, self.error = gate, error
-
-    def sibling(self) -> HoldingGroup:
-        return HoldingGroup(self.gate, self.error)
-
-    def _launch(self, name: str, *arguments: Any) -> Work:
-        work = super()._launch(name, *arguments)
-        return HeldWork(work, self.gate, self.error) if arguments[0][0].numel() == SIZE else work
 
 
 class WithoutModel(Replica):
@@ -81,7 +49,7 @@ class WithoutModel(Replica):
 
 def test_a_step_does_not_commit_while_a_collective_is_under_way(cluster: Cluster) -> None:
     gate = threading.Event()
-    held = WithoutModel(0, steps=1, pg=lambda: HoldingGroup(gate))
+    held = WithoutModel(0, steps=1, pg=lambda: HoldingGroup(SIZE, gate))
     other = WithoutModel(1, steps=1)
     for replica in (held, other):
         replica.ended = threading.Event()
@@ -131,7 +99,7 @@ def test_a_peer_that_launches_late_is_waited_for(cluster: Cluster) -> None:
 def test_a_collective_that_fails_unseen_breaks_the_step_of_its_member(cluster: Cluster) -> None:
     gate = threading.Event()
     gate.set()
-    failing = WithModel(0, pg=lambda: HoldingGroup(gate, CollectiveError("the cable was pulled")))
+    failing = WithModel(0, pg=lambda: HoldingGroup(SIZE, gate, CollectiveError("the cable was pulled")))
     cluster.run(failing, WithModel(1))
     cluster.check(steps=6)
     assert failing.vetoes == [2]  # the other committed it, or it was done again

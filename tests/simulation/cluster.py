@@ -384,6 +384,13 @@ class World:
                 rank.step.leaving = True
             self.at(self.between(0.5, 4.0), None, self._restart, group.number)
 
+    def _fault_shutdown(self, kind: str, group: Group) -> None:
+        """It shuts down right after its next commit; one at a time, so that somebody is left to hold that commit."""
+        groups = list(self.active.values())
+        whole = len(groups) == self.config.groups and all(g.commits and not g.done for g in groups)
+        if whole and not any(kind in g.injected for g in groups):
+            group.injected.add(kind)
+
     def _calm_down(self) -> None:
         self.say("-------- the faults end; everything is brought back --------")
         self.calm = True
@@ -466,8 +473,8 @@ class Lighthouse:
                 self._push(replica_id, ("lost", quorum_id, "superseded"))
             case room_events.Refuse(replica_id, reason, finished):
                 self._push(replica_id, ("refused", finished, reason))
-            case room_events.MemberLost(to, quorum_id, lost):
-                self._push_all(to, ("lost", quorum_id, f"{', '.join(lost)} is lost"))
+            case room_events.MemberLost(to, quorum_id, lost, held):
+                self._push_all(to, ("lost", quorum_id, f"{', '.join(lost)} is lost", held))
             case room_events.ChangePending(to, quorum_id, reason):
                 self._push_all(to, ("change", quorum_id, reason))
             case room_events.Paused(to, quorum_id, _, for_s):
@@ -755,7 +762,7 @@ class Group:
                     self.world.at(self.world.between(0.0, 0.01), self, rank.enter, quorum)
         elif kind == "lost":
             for rank in self.ranks:
-                rank.lost(message[1], message[2])
+                rank.lost(*message[1:])
         elif kind == "change":
             for rank in self.ranks:
                 rank.step.want_change(message[1], message[2])
@@ -1165,9 +1172,9 @@ class Rank:
             self.step.break_(why, keep_gradients=len(op.launched) == len(op.ring.ids))
             self._ask_at_once()
 
-    def lost(self, quorum_id: int, reason: str) -> None:
+    def lost(self, quorum_id: int, reason: str, held: Version = VOID) -> None:
         """A push from the lighthouse or from another rank of the group."""
-        if self.step.lost(quorum_id, reason):
+        if self.step.lost(quorum_id, reason, held):
             self.world.say("%s aborts: %s", self.name, reason)
             self._ask_at_once()
 
@@ -1238,6 +1245,11 @@ class Rank:
             world.say("%s commits %s (%d gradients)", self.name, step.version, len(gradients))
             world.history.committed(self, before, gradients, divisor)
             world.history.read(self, samples, got)
+            if "shutdown" in self.group.injected and len(self.group.ranks) == 1:
+                world.history.parted(self)
+                self.group.goodbye("shut down after a commit", agreed=False, finished=False)
+                world.at(world.between(0.5, 4.0), None, world._restart, self.group.number)
+                return
         if broken_before:
             return
         if step.phase is Phase.BROKEN:

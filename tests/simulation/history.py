@@ -68,6 +68,8 @@ class History:
     """(quorum, attempt, group rank) -> where the last round of data ended, as the first to settle sees it."""
     reads: dict[Version, dict[int, tuple[Cursor, Cursor, int]]] = field(default_factory=dict)
     """version -> group rank -> the cursor before and after that commit, and the epoch's samples through its ring."""
+    left_behind: dict[int, tuple[int, str]] = field(default_factory=dict)
+    """step -> (the state it led to, who committed it and shut down at once)."""
     returned: int = 0
     """Commits without the share of a participant."""
     commits: int = 0
@@ -146,6 +148,7 @@ class History:
             self._check_in_force(rank)
         self.parent[rank.state] = (before, step.version.step)
         self.holds(rank, step.version, rank.state)
+        self._check_left_behind(rank)
         if divisor != len(gradients):
             raise Violation("I5", f"{rank.name} divides a sum of {len(gradients)} gradients by {divisor}")
         for member, source in gradients:
@@ -158,6 +161,15 @@ class History:
                 raise Violation("I6", f"{rank.name} committed step {rank.last_step}, now {step.version.step}")
         rank.last_step = step.version.step
         rank.was_torn = False
+
+    def parted(self, rank: Rank) -> None:
+        """A replica shut down right after its commit: the other members of that attempt have it, too (I3)."""
+        self.left_behind[rank.step.version.step] = rank.state, rank.name
+
+    def _check_left_behind(self, rank: Rank) -> None:
+        known, name = self.left_behind.get(rank.step.version.step, (rank.state, ""))
+        if known != rank.state and set(self.world.config.faults) == {"shutdown"}:
+            raise Violation("I3", f"{rank.name} makes step {rank.step.version.step} again: {name} has left with it")
 
     def read(self, rank: Rank, before: Samples, got: int) -> None:
         """A replica applied a committed step with the samples `got`: none comes twice, none is lost (I8)."""

@@ -19,9 +19,10 @@ Which rule is shown necessary where (seeds needed until the first violation when
 | R10 divisor | MemberRules.r10_divisor | 1 | I5 the divisor is not the number of gradients |
 | R11 no veto by a healing member | MemberRules.r11_no_veto | 2 | I7 a member that cannot heal stops the others |
 | R14 answers are repeated only in force | Rules.r14_in_force | 80 | I3 two quorums commit side by side |
+| R16 parting | MemberRules.r16_parting | 49 | I3 a step is made again that a replica shut down with |
 | R17 shares | MemberRules.r17_shares | 1 | I8 samples of a replica that could not be healed are lost |
 
-R5, R6, R10 (ready), R12, R13, R15 and R16 change what is lost or how long something takes, not what is true, so they
+R5, R6, R10 (ready), R12, R13 and R15 change what is lost or how long something takes, not what is true, so they
 have directed tests: tests/pure/test_rules.py.
 """
 
@@ -102,6 +103,7 @@ NECESSARY: dict[str, tuple[int, str, dict[str, Any]]] = {
     "R9": (1500, "I3", {"groups": 2, "faults": ("lighthouse", "kill"), "room_rules": Rules(r9_boot=False)}),
     "R10": (60, "I5", {"faults": ("heal", "kill"), "member_rules": MemberRules(r10_divisor=False)}),
     "R11": (20, "I7", {"faults": ("kill",), "bad_group": 0, "member_rules": MemberRules(r11_no_veto=False)}),
+    "R16": (100, "I3", {"faults": ("shutdown",), "member_rules": MemberRules(r16_parting=False)}),
     "R17": (
         60, "I8",
         {
