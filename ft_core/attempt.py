@@ -62,6 +62,7 @@ class StepAttempt:
         self._rides = rides
         self._scale: float | None = None
         self._whole_scale = 0.0
+        self._contributes = False
 
     def __repr__(self) -> str:
         return f"StepAttempt({self.number}, verdict={self.verdict})"
@@ -85,7 +86,8 @@ class StepAttempt:
                 return False
             self.participants = participants = max(1, len(step.participants))
             self.source = step.source
-            if step.contributes:
+            self._contributes = step.contributes
+            if self._contributes:
                 total = 1 if step.weight is None else step.weight
                 weight = total if self._weights.total is None else self._weights.reference
                 self._scale, self._whole_scale = weight / participants, total / participants
@@ -102,6 +104,11 @@ class StepAttempt:
     def whole_scale(self) -> float:
         """The same for what the user averages: it counts for all micro-batches of the step."""
         return self._whole_scale if not self._session.step.soft_error else 0.0
+
+    @property
+    def contributes(self) -> bool:
+        """What this member reduces, whatever its weight, is in the result."""
+        return self._contributes and not self._session.step.soft_error
 
     @property
     def is_source(self) -> bool:

@@ -11,15 +11,16 @@ from __future__ import annotations
 from datetime import timedelta
 from typing import TYPE_CHECKING, TypeVar, cast
 
+import torch
 from torch.distributed import ReduceOp, Work
 
 from ft_core.errors import ConfigError, UsageError
 from ft_core.futures import future_timeout
 from ft_core.lanes import sum_options
+from ft_core.reductions import name_of, neutral_element
 from ft_core.work import ManagedWork, finished_work
 
 if TYPE_CHECKING:
-    import torch
     from torch.futures import Future
 
     from ft_core.attempt import StepAttempt
@@ -47,20 +48,21 @@ class Collectives:
         """Reduce `tensor` in place over the participants of the quorum; AVG divides by their number.
 
         Errors are recorded and veto the step, never raised; after one the tensor's content is undefined. Members
-        that do not participate (healing, spare, soft failure) contribute zeros. All replicas must make the same calls
-        in the same order. `should_commit` waits for those that are still under way; one that failed breaks the
-        attempt.
+        that do not participate (healing, spare, out of data, soft failure) contribute the operation's neutral element
+        (0 to a sum, -inf to a maximum), and get the result, too. AVG is weighted (`set_batch_weight`), the other
+        operations are not. All replicas must make the same calls in the same order. `should_commit` waits for those
+        that are still under way; one that failed breaks the attempt.
 
         Returns:
             A Work; `wait()` returns when the tensor is ready, `get_future()` resolves to it.
 
         Raises:
-            ConfigError: AVG on integers, or quantization, which is not there yet.
+            ConfigError: an operation that is not defined for the dtype (AVG of integers, MAX of complex numbers), or
+                quantization, which is not there yet.
         """
         if should_quantize:
             raise ConfigError("should_quantize=True needs quantized collectives, which are not in this version")
-        if reduce_op == ReduceOp.AVG and not (tensor.is_floating_point() or tensor.is_complex()):
-            raise ConfigError(f"reduce_op=AVG needs a floating point tensor, got {tensor.dtype}; use SUM")
+        name = name_of(reduce_op, tensor.dtype)
         attempt = self._attempt
         if attempt is None:
             raise UsageError("allreduce before start_quorum")
@@ -71,15 +73,16 @@ class Collectives:
                 step.user_op_lost()
                 return finished_work(tensor)
         try:
-            average = reduce_op == ReduceOp.AVG
-            if attempt.whole_scale == 0.0:
-                tensor.zero_()
+            average = name == "AVG"
+            scale = attempt.whole_scale if average else float(attempt.contributes)
+            if scale == 0.0:
+                tensor.fill_(neutral_element(name, tensor.dtype))
             elif average:
-                tensor.mul_(attempt.whole_scale)
+                tensor.mul_(scale)
             session.expect(works_only=True)
             lane = session.lanes.second() if self._riding else session.lanes.main
             options = sum_options(ReduceOp.SUM if average else reduce_op)
-            work = lane.allreduce([tensor], options)
+            work = lane.allreduce([torch.view_as_real(tensor) if tensor.is_complex() else tensor], options)
             session.works.add(work)
             if average:
                 attempt.averaged.append(tensor)

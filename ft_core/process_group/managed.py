@@ -1,8 +1,9 @@
 """`ManagedProcessGroup`: the replicas of a Manager, as a process group that torch code can be given.
 
 Its size is the number of participants, its allreduce is the Manager's (which waits for the quorum, records errors for
-the commit and leaves out what does not count). Other collectives are refused: the Manager has no rule for what they
-mean when a replica fails. The Manager owns and configures the real group; this one only stands for it.
+the commit and leaves out what does not count), with the operation that the caller names: a sum is a sum. Other
+collectives are refused: the Manager has no rule for what they mean when a replica fails. The Manager owns and
+configures the real group; this one only stands for it.
 
 Threads: those of `manager.allreduce`.
 """
@@ -12,7 +13,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
-from torch.distributed import ReduceOp, Work
+from torch.distributed import Work
 
 from ft_core.errors import NotAvailableError, UsageError
 from ft_core.process_group.base import ProcessGroup
@@ -25,8 +26,11 @@ if TYPE_CHECKING:
 class AllreduceManager(Protocol):
     """What a ManagedProcessGroup needs of a Manager."""
 
-    def allreduce(self, tensor: torch.Tensor) -> Any:
-        """Start the fault-tolerant allreduce (a sum) of `tensor`, in place; returns a Work or a Future."""
+    def allreduce(self, tensor: torch.Tensor, *, reduce_op: Any) -> Any:
+        """Start the fault-tolerant allreduce of `tensor`, in place; returns a Work or a Future.
+
+        Raises ConfigError for an operation that has no rule, or none for this dtype.
+        """
 
     def num_participants(self) -> int:
         """Return how many replicas count in this step."""
@@ -91,11 +95,7 @@ class ManagedProcessGroup(ProcessGroup):
                 f"{name} over the replicas needs a rule for replicas that fail; only allreduce has one"
             )
         tensors, opts = arguments
-        if not opts.reduceOp == ReduceOp.SUM:
-            raise NotAvailableError(
-                f"{opts.reduceOp} over the replicas needs a rule for those that do not count; use SUM"
-            )
-        return _ManagedWork(tensors, [self._manager.allreduce(tensor) for tensor in tensors])
+        return _ManagedWork(tensors, [self._manager.allreduce(tensor, reduce_op=opts.reduceOp) for tensor in tensors])
 
 
 class _ManagedWork(Work):

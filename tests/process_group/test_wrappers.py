@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 from datetime import timedelta
-from typing import Any
 
 import pytest
 import torch
-from torch._C._distributed_c10d import AllreduceOptions
 from torch.distributed import ReduceOp
 
 import ft_core.process_group as process_group
-from ft_core.errors import CollectiveError, ConfigError, NotAvailableError, UsageError
+from ft_core.errors import CollectiveError, ConfigError, NotAvailableError
 from ft_core.process_group import (
     DoneWork,
     ErrorSwallowingProcessGroupWrapper,
     FakeProcessGroupWrapper,
-    ManagedProcessGroup,
-    ProcessGroup,
     ProcessGroupDummy,
     ProcessGroupGloo,
     ProcessGroupWrapper,
@@ -158,54 +154,3 @@ def test_the_fake_fails_once_each_on_command() -> None:
     assert group.allreduce([torch.ones(1)]).wait()
     group.configure("", "replica0", 0, 1)
     assert group.errored() is None
-
-
-class Manager:
-    """What the group needs of one."""
-
-    def __init__(self) -> None:
-        self.error: Exception | None = None
-
-    def __repr__(self) -> str:
-        return "Manager()"
-
-    def allreduce(self, tensor: torch.Tensor) -> Any:
-        tensor.mul_(2)
-        return DoneWork(tensor)
-
-    def num_participants(self) -> int:
-        return 5
-
-    def participating_rank(self) -> int | None:
-        return None
-
-    def errored(self) -> Exception | None:
-        return self.error
-
-
-def test_the_managed_group_is_the_managers() -> None:
-    manager = Manager()
-    group = ManagedProcessGroup(manager)
-    assert (group.size(), group.rank(), repr(group)) == (5, 0, "ManagedProcessGroup(Manager())")
-    tensor = torch.ones(2)
-    work = group.allreduce([tensor], AllreduceOptions())
-    assert work.wait()
-    assert work.get_future().wait() == [tensor]
-    assert work.is_completed()
-    assert tensor.tolist() == [2.0, 2.0]
-    assert group.errored() is None
-    manager.error = ValueError("lost")
-    assert group.errored() is manager.error
-    with pytest.raises(NotAvailableError, match="broadcast"):
-        group.broadcast([tensor])
-    with pytest.raises(NotAvailableError, match="use SUM"):
-        group.allreduce([tensor], ReduceOp.MAX)
-    for refused in (
-        group.abort,
-        lambda: group.set_timeout(timedelta(seconds=1)),
-        lambda: group.configure("", "replica0", 0, 1),
-    ):
-        with pytest.raises(UsageError):
-            refused()
-    assert isinstance(group.sibling(), ProcessGroup)
-    group.shutdown()
