@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from ft_core import wire
 from ft_core.errors import FaultToleranceError, JobFinishedError, ProtocolError, RefusedError
-from ft_core.membership import Asked, Ended, Hello, LeaseEnded, Progress, Refuse, Reopen, Room
+from ft_core.membership import Asked, Ended, GivenUp, Hello, LeaseEnded, Progress, Refuse, Reopen, Room
 from ft_core.quorum import Ask, Life, Version
 from ft_core.rooms import Context, Rooms, RoomShell, Waiter
 from ft_core.rpc import QUORUM_ANSWER_S, grpc, release
@@ -111,7 +111,8 @@ class Calls:
             self._rooms.feed(shell, Progress(replica_id, 0, max(version.step, record.step), "", record.stable))
             return
         hello = Hello(replica_id, replica_id, 0, 0, leased=False, version=version, liveness_s=self._rooms.liveness_s)
-        refusal = next((e for e in self._rooms.feed(shell, hello) if isinstance(e, Refuse)), None)
+        refused = (e for e in self._rooms.feed(shell, hello) if isinstance(e, Refuse) and e.to == replica_id)
+        refusal = next(refused, None)
         if refusal is not None:
             raise (JobFinishedError if refusal.finished else RefusedError)(refusal.reason)
 
@@ -127,6 +128,11 @@ class Calls:
         def work() -> bytes:
             request = wire.decode_unary(pb.ReportRequest, data)
             known = 0
+            if request.given_up:  # its processes may have ended before they reached any room
+                self._rooms.feed(
+                    self._rooms.room(request.room or DEFAULT_ROOM), GivenUp(request.ended, wire.clip(request.reason))
+                )
+                return wire.encode_unary(pb.ReportResponse(rooms=1))
             for shell in self._rooms.chosen(request.room):
                 if any(request.ended in (i, r.hello.name) for i, r in shell.room.records.items()):
                     known += 1
@@ -159,9 +165,9 @@ class Calls:
     async def _reopen(self, data: bytes, context: Context) -> bytes:
         def work() -> bytes:
             request = wire.decode_unary(pb.ReopenRequest, data)
-            shell = next(iter(self._rooms.chosen(request.room or DEFAULT_ROOM)), None)
-            was_closed = shell is not None and bool(shell.room.closed)
-            if shell is not None and was_closed:
+            shell = self._rooms.room(request.room or DEFAULT_ROOM)
+            was_closed = bool(shell.room.closed)
+            if was_closed:
                 self._rooms.feed(shell, Reopen())
                 self._rooms.say(shell, "the room is open again")
             return wire.encode_unary(pb.ReopenResponse(was_closed=was_closed))
@@ -198,6 +204,7 @@ def _room_status(room: Room, now: float) -> pb.RoomStatus:
         members=members,
         reason=room.reason if any(r.ask is not None for r in room.records.values()) else "",
         closed=room.closed,
+        given_up=room.expected.given_up,
         replicas=[
             pb.ReplicaStatus(
                 replica_id=replica_id,

@@ -17,6 +17,7 @@ from collections import OrderedDict
 from dataclasses import dataclass, replace
 
 from ft_core.quorum import VOID, Ask
+from ft_core.room_layout import NOT_KNOWN, first_differing, settings_in
 from ft_core.step import Outcome, Verdict
 
 UNEVEN = "a group contributed on some of its ranks only: a rank of it could not be healed"
@@ -44,6 +45,12 @@ def merge_asks(asks: dict[int, Ask], world_size: int) -> Ask | Mismatch | None:
         values = [getattr(ask, field) for ask in ordered]
         if any(value != values[0] for value in values):
             return Mismatch(f"the ranks of {first.replica_id} differ in {field}: {values}; pass the same on all ranks")
+    told = [settings_in(ask.layout_lines) for ask in ordered if ask.layout_lines]
+    found = next((found for other in told[1:] if (found := first_differing(told[0], other))), None)
+    if found is not None:
+        name = found[0]
+        values = [settings.get(name, NOT_KNOWN) for settings in told]
+        return Mismatch(f"the ranks of {first.replica_id} differ in {name}: {values}; pass the same on all ranks")
     same = all(ask.version == first.version and ask.lineage == first.lineage for ask in ordered)
     # Untrained ranks draw their lineage on their own: at step 0 they need not agree. The group's is then a mixture of
     # all, so that a group of which only some ranks have the common initial state does not pass for one that has it.

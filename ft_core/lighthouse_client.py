@@ -177,6 +177,13 @@ class LighthouseClient:
         answer = self._call("Report", wire.encode_unary(request), timeout.total_seconds())
         return pb.ReportResponse.FromString(answer).rooms > 0
 
+    def report_given_up(self, name: str, reason: str, timeout: timedelta = HEARTBEAT_S) -> None:
+        """A supervisor's word that all processes of a name ended, and that it starts no other: nobody waits for it."""
+        request = pb.ReportRequest(
+            protocol_version=PROTOCOL_VERSION, room=self.room, ended=name, given_up=True, reason=wire.clip(reason)
+        )
+        self._call("Report", wire.encode_unary(request), timeout.total_seconds())
+
     def drain(self, replica: str, reason: str = "") -> list[str]:
         """Ask a replica_id, or all of a name, to finish their step and leave. Needs a token. Returns who was told."""
         return self._order("Drain", replica, reason)

@@ -44,7 +44,6 @@ from ft_core.live_state import DEFAULT_KEY, LiveState
 from ft_core.parity import ParityCheck
 from ft_core.process_group import ProcessGroup
 from ft_core.quorum import Version
-from ft_core.room_layout import WHOLE_STEPS
 from ft_core.rounds import QuorumWorker, Round
 from ft_core.settings import DEFAULT_ROOM
 from ft_core.state_views import StateViews
@@ -324,9 +323,7 @@ class Manager(DataPort, Collectives, Commit, Agreement, Weighted, Exhaustion, Le
         fresh = step.plan is None
         if fresh:
             self._riding = len(self._carriers) == 1
-            step.layout = setup.hash_layouts([c.layout.digest for c in self._carriers], self._data)
-            if step.whole_steps:
-                step.layout = fold_lineage(step.layout, 0, 0, (WHOLE_STEPS,))
+            step.layout, _ = self._describe()
         with session.lock:
             usable = step.version >= Version(0, 0)
             version = step.version
@@ -337,7 +334,7 @@ class Manager(DataPort, Collectives, Commit, Agreement, Weighted, Exhaustion, Le
             template=setup.ask_template(
                 self._config, self._healing.address, self._store_address, allow_heal=self._allow_heal,
                 shrink_only=self._shrink_only, heals_first=fresh or not self._use_async or version.step <= 0,
-                layout=self._layout_lines() if fresh else (),
+                layout=self._describe()[1] if fresh else (),
             ),
             room=self._room,
             timeout_s=(timeout.total_seconds() if timeout is not None else self._config.budget.quorum_s)
@@ -383,12 +380,10 @@ class Manager(DataPort, Collectives, Commit, Agreement, Weighted, Exhaustion, Le
         """Lease thread: what to present."""
         step, config = self._step, self._config
         with self._session.lock:
-            return setup.hello(config, step, self._incarnation, self._healing.address, self._layout_lines())
+            return setup.hello(config, step, self._incarnation, self._healing.address, self._describe()[1])
 
-    def _layout_lines(self) -> tuple[str, ...]:
-        lines = tuple(line for carrier in self._carriers for line in carrier.layout.describe())
-        lines = (WHOLE_STEPS, *lines) if self._step.whole_steps else lines
-        return lines if self._data is None else (*lines, self._data.describe())
+    def _describe(self) -> tuple[int, tuple[str, ...]]:
+        return setup.describe(self._config, self._step, self.data_backend, self._carriers, self._data)
 
     # ------------------------------------------------------------ collectives
 

@@ -14,6 +14,7 @@ from datetime import timedelta
 from threading import Lock
 from typing import TYPE_CHECKING, Any
 
+from ft_core.assignment import WorldSizeMode
 from ft_core.checkpointing import CheckpointTransport, HTTPTransport
 from ft_core.client import LeaseSettings
 from ft_core.control import Control, LeaderControl, LocalControl, RankControl
@@ -24,17 +25,18 @@ from ft_core.membership import Hello
 from ft_core.net import advertised_host, is_here, is_loopback
 from ft_core.process_group import ProcessGroup, create_store_client, open_store
 from ft_core.quorum import Ask
+from ft_core.room_layout import setting_lines
 from ft_core.rpc import Tls
 from ft_core.session import Session
 from ft_core.settings import MAX_REPLICAS, Environment, TimeBudget, parse_address
 from ft_core.step import Step, StepSettings, fold_lineage
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
 
     from torch._C._distributed_c10d import Store
 
-    from ft_core.assignment import WorldSizeMode
+    from ft_core.carrier import Carrier
     from ft_core.data_port import DataListener
 
 ON_EXHAUSTED = ("shadow", "leave", "stop_all")
@@ -247,10 +249,26 @@ def ask_template(
     )  # fmt: skip
 
 
-def hash_layouts(digests: list[int], data: DataListener | None) -> int:
-    """One number for the layouts of all carriers, in order, and for the data; 0 without any."""
-    parts = [*(str(d) for d in digests), *([] if data is None else [data.describe()])]
-    return fold_lineage(len(digests), 0, 0, parts) if parts else 0
+def describe(
+    config: Config, step: Step, backend: str, carriers: Sequence[Carrier], data: DataListener | None
+) -> tuple[int, tuple[str, ...]]:
+    """What has to be equal on all replicas, as one number and in lines: compared before a quorum is formed (R4).
+
+    The settings among it decide who participates, what a sum is divided by, or which collectives run. All that else
+    differs is either told to the others with each ask or fence (init_sync, use_async_quorum, on_exhausted, batch
+    weights), or concerns this replica alone (timeouts, retries).
+    """
+    settings: dict[str, object] = {"world_size_mode": config.step.mode.name}
+    if config.step.mode is WorldSizeMode.FIXED_WITH_SPARES:
+        settings["min_replica_size"] = config.step.min_replicas  # so many participate; else it only bounds the quorum
+    settings["parity_check_every"] = config.parity_check_every
+    settings["pg"] = backend
+    settings["require_all_contributions"] = step.whole_steps
+    settings["number of models in DistributedDataParallel"] = len(carriers)
+    told, divided = setting_lines(settings), () if data is None else (data.describe(),)
+    parts = [*told, *(str(carrier.layout.digest) for carrier in carriers), *divided]
+    models = (line for carrier in carriers for line in carrier.layout.describe())
+    return fold_lineage(len(carriers), 0, 0, parts), (*told, *models, *divided)
 
 
 def _budget(a: Arguments, env: Environment) -> TimeBudget:

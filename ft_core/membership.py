@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 
 from ft_core.absence import Absences, Circumstances, forgotten, least_needed, presume_over
 from ft_core.crash_log import CrashLog
+from ft_core.expected_groups import ExpectedGroups
 from ft_core.pauses import differs
 from ft_core.quorum import (
     UNTRAINED,
@@ -33,12 +34,11 @@ from ft_core.quorum import (
     NotReady,
     Quorum,
     Rules,
-    Seen,
     View,
     decide,
     due,
 )
-from ft_core.quorum_ids import QuorumIds
+from ft_core.quorum_ids import QuorumIds, keeps_id
 from ft_core.reasons import PLAIN_PHASES, late
 from ft_core.refusals import Refusals, closed_by, earlier_process, of_sizes, same_name, too_late
 from ft_core.room_events import (
@@ -49,6 +49,7 @@ from ft_core.room_events import (
     Ended,
     Event,
     Explain,
+    GivenUp,
     Hello,
     Incomplete,
     LeaseEnded,
@@ -66,16 +67,16 @@ from ft_core.room_events import (
 )
 from ft_core.room_pushes import change_pending, joiners, losses, pauses_to_member, pauses_to_peers
 from ft_core.room_record import Record
+from ft_core.room_view import view_of
 from ft_core.settings import MAX_REPLICAS, LighthouseSettings
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
 __all__ = [  # the events and effects are part of what a room is to its shells
-    "Announce", "Asked", "ChangePending", "Effect", "Ended", "Event", "Explain", "Hello", "Incomplete", "LeaseEnded",
-    "Left",
-    "MAX_RECORDS", "MemberLost", "Note", "Paused", "Progress", "QuorumIds", "Record", "Refuse", "Reopen", "Room",
-    "Superseded", "Tick", "Turbulence",
+    "Announce", "Asked", "ChangePending", "Effect", "Ended", "Event", "Explain", "GivenUp", "Hello", "Incomplete",
+    "LeaseEnded", "Left", "MAX_RECORDS", "MemberLost", "Note", "Paused", "Progress", "QuorumIds", "Record", "Refuse",
+    "Reopen", "Room", "Superseded", "Tick", "Turbulence",
 ]  # fmt: skip
 
 MAX_RECORDS = 4 * MAX_REPLICAS
@@ -94,10 +95,12 @@ class Room:
         self.records: dict[str, Record] = {}
         self.next_at: float | None = None
         self.reason: str = ""
+        self.held: Mapping[str, str] = {}
+        """Who asks and is held back: each is told its own reason."""
         self.paused_until = 0.0
         """While there is a `reason`: until when those that are waited for may be busy; 0: nobody is."""
         self.closed: str = ""
-        self._finished = VOID
+        self.finished = VOID
         """What a finished replica held when it closed the room: nobody trains towards it again (R16)."""
         self._settings = settings
         self._ids = ids
@@ -115,6 +118,7 @@ class Room:
         self._pending: frozenset[str] = frozenset()
         """Who was waiting when change-pending was last pushed for the current quorum: pushed once per set."""
         self._crashes = CrashLog()
+        self.expected = ExpectedGroups()
         self._last_quorum: Quorum | None = None
 
     def __repr__(self) -> str:
@@ -161,8 +165,8 @@ class Room:
                 self._on_incomplete(event, now, out)
             case Left():
                 self._on_left(event, now, out)
-            case Ended():
-                self._on_ended(event, now, out)
+            case Ended() | GivenUp():
+                self._on_supervisor(event, now, out)
             case Turbulence():
                 self._on_turbulence(now, out)
             case Reopen():
@@ -181,9 +185,7 @@ class Room:
         same = record is not None and record.hello.incarnation == hello.incarnation
         if same and record is not None and hello.generation < record.generation:
             return  # an older stream of the same process, overtaken on its way here (R15)
-        refusal = self._refusals.of_hello(hello, self.records, self.closed)
-        if refusal:
-            out.append(refusal)
+        if self._refused(hello, out):
             return
         if record is None:
             if len(self.records) >= MAX_RECORDS and not self._evict():
@@ -207,6 +209,7 @@ class Room:
             record.stable = max(record.stable, hello.stable)
             if record.life is not Life.UP:
                 self._on_return(record, now)
+        self.expected.hello(hello)
         record.heard_at = now
         record.pauses(hello.paused_s, now)
         record.accused = record.told_lost = record.agreed = False
@@ -215,8 +218,9 @@ class Room:
         self._present(hello, record, now, out)
         if self.rules.pauses_told:
             out += pauses_to_member(self._current, hello.replica_id, self.records, now)
-        if hello.leased:
-            self._refuse_sizes(hello.replica_id, hello.group_world_size, out)
+        if hello.leased and self._refuse_sizes(hello.replica_id, hello.group_world_size, out):
+            record.goes(now)  # it gets no lease whose end could tell
+            return
         answer = record.answered[1].quorum_id if record.answered else 0
         if answer > hello.quorum_id and record.ask is None and not self._in_force(answer):
             # It may be about to enter a quorum whose whole life it slept through (its answer lay in a socket's buffer).
@@ -241,12 +245,30 @@ class Room:
             if record is not None and not record.agreed:
                 record.told_lost = False
 
+    def _refused(self, hello: Hello, out: list[Effect]) -> bool:
+        """Whether this replica is not taken at all."""
+        refusal = self._refusals.of_hello(hello, self.records, self.closed)
+        if refusal:
+            out.append(refusal)
+        return bool(refusal) or self._refuse_layouts(hello, presents=bool(hello.quorum_id), out=out)
+
+    def _refuse_layouts(self, told: Hello | Ask, *, presents: bool, out: list[Effect]) -> bool:
+        """Refuse who trains another model. True if that is the sender itself."""
+        refused = self._refusals.of_layout(
+            told.replica_id, told.layout, told.layout_lines, self.records, member=presents
+        )  # fmt: skip
+        return self._refuse(told.replica_id, refused, out)
+
     def _refuse_sizes(self, replica_id: str, size: int, out: list[Effect]) -> bool:
         """Refuse who has a group of another size. True if that is `replica_id` itself."""
         members = self._current.members if self._current else ()
-        refused = of_sizes(replica_id, size, self.records, members)
+        return self._refuse(replica_id, of_sizes(replica_id, size, self.records, members), out)
+
+    def _refuse(self, replica_id: str, refused: Sequence[Refuse], out: list[Effect]) -> bool:
+        """End the asks of those who are refused. True if `replica_id` is one of them."""
         for refusal in refused:
-            self.records[refusal.to].ask = None
+            if refusal.to in self.records:
+                self.records[refusal.to].ask = None
         out += refused
         return any(refusal.to == replica_id for refusal in refused)
 
@@ -302,6 +324,7 @@ class Room:
         self._note_training(event.replica_id, event.step)
         newer = event.stable > record.stable
         record.stable = max(record.stable, event.stable)
+        self.expected.holds(event.stable)
         self._saw_commit(event.stable.epoch)
         if event.heal_addresses:
             record.hello = replace(record.hello, heal_addresses=event.heal_addresses)
@@ -320,20 +343,20 @@ class Room:
         if record.life is not Life.UP:
             return
         record.heard_at = now
-        refusal = self._refusals.of_ask(ask, self.records)
-        if refusal:
-            out.append(refusal)
+        if self._refuse_layouts(ask, presents=bool(record.hello.quorum_id), out=out):
             return
         if self._refuse_sizes(ask.replica_id, ask.group_world_size, out):
             return
-        if record.hello.group_world_size != ask.group_world_size:
-            record.hello = replace(record.hello, group_world_size=ask.group_world_size)
+        if (record.hello.group_world_size, record.hello.min_replicas) != (ask.group_world_size, ask.min_replicas):
+            record.hello = replace(
+                record.hello, group_world_size=ask.group_world_size, min_replicas=ask.min_replicas
+            )  # fmt: skip
         if ask.layout_lines:
             record.hello = replace(record.hello, layout=ask.layout, layout_lines=ask.layout_lines)
         if record.answered and record.answered[0] == ask.seq and self._in_force(record.answered[1].quorum_id):
             out.append(Announce(record.answered[1], ((ask.replica_id, ask.seq),)))
             return
-        if self.closed and ask.version.step < self._finished.step:
+        if self.closed and ask.version.step < self.finished.step:
             out.append(Refuse(ask.replica_id, self.closed, finished=True))
             return
         self._ids.observe(ask.version.epoch)
@@ -342,6 +365,7 @@ class Room:
             record.asked_at = now
         record.ask, record.stalled, record.incomplete = ask, "", ""
         record.step = max(ask.version.step, 0)
+        self.expected.holds(ask.version)
         self._saw_commit(ask.version.epoch)
         current = self._current
         answered = record.answered
@@ -390,9 +414,17 @@ class Room:
         record.generation = -1  # nothing that is still under way on this stream brings it back
         out.append(Note(f"{event.replica_id} left: {event.reason}"))
         if event.finished:
-            self._finished = event.version
+            self.finished = event.version
             self.closed = closed_by(self.name, event)
             out += too_late(self.records, self.closed, event.version)
+
+    def _on_supervisor(self, event: Ended | GivenUp, now: float, out: list[Effect]) -> None:
+        if isinstance(event, Ended):
+            self._on_ended(event, now, out)
+            return
+        self._on_ended(Ended(event.name), now, out)
+        if self.expected.give_up(event.name, event.reason):
+            out.append(Note(f"{event.name} is not started again, reports its supervisor: {event.reason}"))
 
     def _on_ended(self, event: Ended, now: float, out: list[Effect]) -> None:
         named = {i: r for i, r in self.records.items() if event.replica_id in (i, r.hello.name)}
@@ -429,13 +461,13 @@ class Room:
         outcome = decide(view)
         if isinstance(outcome, Formed):
             self._form(outcome, now, out)
-            self.reason, self.paused_until = "", 0.0
+            self.reason, self.paused_until, self.held = "", 0.0, {}
             outcome = decide(self._view(now))
         if isinstance(outcome, NotReady):
             self._explain(outcome, now, out)
             if outcome.at is not None:
                 times.append(outcome.at)
-        self._push_pending(now, out)
+        self._push_pending(outcome.held if isinstance(outcome, NotReady) else {}, out)
         times.extend(r.admitted_at for r in self.records.values() if r.ask is not None)
         self.next_at = min((t for t in times if t > now), default=None)
 
@@ -515,7 +547,7 @@ class Room:
 
     def _form(self, formed: Formed, now: float, out: list[Effect]) -> None:
         before = self._current.members if self._current else ()
-        same = self._last_quorum is not None and self._unary_round(formed.asks)
+        same = keeps_id(self._last_quorum, self._current, formed.asks, self.records)
         quorum_id = self._last_quorum.quorum_id if same and self._last_quorum else self._ids.next()
         quorum = Quorum(quorum_id, tuple(Member.of(ask) for ask in formed.asks), int(now * 1000))
         self._current = Current(quorum_id, quorum.ids, ended=False)
@@ -538,27 +570,16 @@ class Room:
                 out.append(Note(why))
             out.append(Superseded(replica_id, self.records[replica_id].hello.quorum_id))
 
-    def _unary_round(self, asks: Sequence[Ask]) -> bool:
-        """Clients of the unary calls ask every step: the id stays while the members do and nobody reports a failure."""
-        previous = self._last_quorum
-        return (
-            previous is not None
-            and self._current is not None
-            and self._current.quorum_id == previous.quorum_id
-            and previous.ids == tuple(ask.replica_id for ask in asks)
-            and all(not self.records[ask.replica_id].hello.leased and ask.commit_failures == 0 for ask in asks)
-        )
-
     def _explain(self, outcome: NotReady, now: float, out: list[Effect]) -> None:
         asking = tuple(sorted(i for i, r in self.records.items() if r.ask is not None))
         same = outcome.reason == self.reason and not differs(outcome.paused_until, self.paused_until)
-        if not asking or same:
+        if not asking or (same and outcome.held == self.held):
             return
-        self.reason, self.paused_until = outcome.reason, outcome.paused_until
+        self.reason, self.paused_until, self.held = outcome.reason, outcome.paused_until, outcome.held
         out.append(Explain(asking, outcome.reason, max(0.0, outcome.paused_until - now)))
 
-    def _push_pending(self, now: float, out: list[Effect]) -> None:
-        ready = joiners(self._current, self.records, now)
+    def _push_pending(self, held: Mapping[str, str], out: list[Effect]) -> None:
+        ready = joiners(self._current, self.records, held)
         if ready - self._pending:
             self._pending = ready
             out += change_pending(self._current, self.records, ready)
@@ -597,30 +618,8 @@ class Room:
     def _evict(self) -> bool:
         """Make room for a newcomer."""
         least = least_needed(self.records, self._current.members if self._current else ())
-        if least:
-            del self.records[least]
-        return bool(least)
+        return self.records.pop(least, None) is not None
 
     def _view(self, now: float) -> View:
-        records = self.records
-        hellos = [r.hello for r in records.values() if r.life is not Life.GONE]
-        leased = [h for h in hellos if h.leased]
-        return View(
-            now=now,
-            seen={
-                i: Seen(
-                    i, r.life, r.since, r.stable, r.ask, r.asked_at, r.paused_until, r.phase, r.admitted_at,
-                    earlier_process(r.hello, records) if r.twin_until else "", r.incomplete, r.back_at,
-                )
-                for i, r in records.items()
-            },
-            current=self._current,
-            min_replicas=self._settings.min_replicas,
-            expected=max((h.expected for h in hellos), default=0),
-            join_timeout_s=self._settings.join_timeout_s,
-            join_s=max([self._settings.join_timeout_s, *(h.join_s for h in leased)]),
-            orphan_s=max((h.orphan_s for h in leased), default=900.0),
-            boot_until=self._boot_until,
-            restart_until=self._boot_at + max((h.orphan_s for h in leased), default=900.0),
-            rules=self.rules,
-        )  # fmt: skip
+        view = view_of(self.records, self._current, self.expected, self._settings, now)
+        return replace(view, boot_until=self._boot_until, restart_until=self._boot_at + view.orphan_s, rules=self.rules)

@@ -11,14 +11,18 @@ never forms one beside a current quorum that has not ended.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import TYPE_CHECKING
 
-from ft_core.reasons import held, late, story
+from ft_core.candidates import choose
+from ft_core.reasons import late, story
+from ft_core.room_rules import Rules as Rules
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
+
+    from ft_core.candidates import Choice
 
 
 @dataclass(frozen=True, order=True, slots=True)
@@ -168,6 +172,18 @@ class Seen:
     """Which of its ranks is missing: it is not waited for, nor is its ask taken, before all of them are back (R12)."""
     back_at: float = 0.0
     """When its last pause ended: as in any wait for it, the time that it has to arrive counts from then."""
+    min_replicas: int = 1
+    """What its lease was opened with; its ask may know better (`minimum`)."""
+
+    @property
+    def up(self) -> bool:
+        """It has a lease."""
+        return self.life is Life.UP
+
+    @property
+    def minimum(self) -> int:
+        """The smallest quorum it agrees to be in."""
+        return self.min_replicas if self.ask is None else self.ask.min_replicas
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,23 +198,6 @@ class Current:
 
 
 @dataclass(frozen=True, slots=True)
-class Rules:
-    """Switches for the simulation: each rule of DESIGN 3.9 that lives here can be turned off to show its need."""
-
-    r1_ended: bool = True
-    r1_closed: bool = True
-    """A closed connection is no death; False: it is one after the grace, or at once with an accusation."""
-    r2_no_amnesia: bool = True
-    r9_boot: bool = True
-    r9_silent: bool = True
-    """After a restart of the lighthouse, a member that never returns is lost to its peers after a liveness timeout."""
-    r14_in_force: bool = True
-    r12_incomplete: bool = True
-    pauses_told: bool = True
-    """Who enters a quorum, or opens its lease anew, is told of the pauses that are open in it."""
-
-
-@dataclass(frozen=True, slots=True)
 class View:
     """One room at one instant."""
 
@@ -207,14 +206,16 @@ class View:
     current: Current | None
     min_replicas: int = 1
     expected: int = 0
-    """How many groups the job is configured with (FT_NUM_REPLICA_GROUPS); 0: unknown."""
+    """How many groups the job is configured with (FT_NUM_REPLICA_GROUPS), less those given up; 0: unknown."""
     join_timeout_s: float = 0.1
     join_s: float = 10.0
     orphan_s: float = 900.0
     boot_until: float = 0.0
     restart_until: float = 0.0
     """boot + orphan_s: until then a lighthouse that knows no quorum may be one that forgot it (R9)."""
-    rules: Rules = Rules()
+    rules: Rules = field(default_factory=Rules)
+    trained: bool = False
+    """Somebody has shown trained state since the lighthouse started."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,6 +233,8 @@ class NotReady:
     reason: str
     at: float | None
     waiting_for: tuple[str, ...] = ()
+    held: Mapping[str, str] = field(default_factory=dict)
+    """Who asks and would not be in it either, with the sentence that says why (`candidates.choose`)."""
     paused_until: float = 0.0
     """Until when somebody who has not asked may be busy, as it announced; 0: nobody is. The time until then counts
     against nobody's limit for waiting."""
@@ -268,38 +271,33 @@ def _decide(view: View) -> Formed | NotReady:
     asking = {s.replica_id: s for s in view.seen.values() if s.ask is not None and s.life is Life.UP}
     if not asking:
         return NotReady("nobody asks for a quorum", None)
-    missing = [s.incomplete for _, s in sorted(asking.items()) if s.incomplete]
-    asking = {i: s for i, s in asking.items() if not s.incomplete}
-    if not asking:
-        return NotReady("; ".join(missing), None)
-    later = [s.admitted_at for s in asking.values() if s.admitted_at > view.now]
-    candidates = {i: s for i, s in asking.items() if s.admitted_at <= view.now}
-    members = view.current.members if view.current else ()
-    if any(s.ask.shrink_only for s in candidates.values() if s.ask) and members:
-        candidates = {i: s for i, s in candidates.items() if i in members}
+    choice = choose(view, asking)
+    outcome = _form(view, choice)
+    return replace(outcome, held=choice.held) if isinstance(outcome, NotReady) and choice.held else outcome
+
+
+def _form(view: View, choice: Choice) -> Formed | NotReady:
+    candidates = choice.candidates
     if not candidates:
-        waits = "; ".join(held(s) for _, s in sorted(asking.items()) if s.admitted_at > view.now)
-        outside = f"only groups outside the running quorum ask, and it shall only shrink: {', '.join(sorted(asking))}"
-        return NotReady(waits or outside, min(later, default=None))
+        return NotReady("; ".join(why for _, why in sorted(choice.held.items())), choice.at)
 
     blocked = _booting(view, candidates) or _old_quorum_lives(view) or _newer_state_elsewhere(view, candidates)
     if blocked:
         return blocked
-    waiting = _stragglers(view, candidates)
+    waiting = _stragglers(view, candidates, sum(not view.seen[i].incomplete for i in choice.held))
     if waiting:
         return waiting
 
-    need = max([view.min_replicas, *(s.ask.min_replicas for s in candidates.values() if s.ask)])
-    if len(candidates) < need:
+    if len(candidates) < choice.need:
         have = ", ".join(sorted(candidates))
         return NotReady(
-            f"{len(candidates)} of the {need} groups that min_replicas asks for are here ({have})",
-            min(later, default=None),
+            f"{len(candidates)} of the {choice.need} groups that min_replicas asks for are here ({have})", choice.at
         )
+    members = view.current.members if view.current else ()
     left_out = {
         i: late(view, view.seen[i])
         for i in members
-        if i not in candidates and i in view.seen and view.seen[i].life is Life.UP
+        if i not in candidates and i in view.seen and view.seen[i].life is Life.UP and view.seen[i].ask is None
     }
     asks = tuple(s.ask for _, s in sorted(candidates.items()) if s.ask is not None)
     if all(ask.version < Version(0, 0) for ask in asks):
@@ -345,10 +343,12 @@ def _booting(view: View, candidates: Mapping[str, Seen]) -> NotReady | None:
         return None
     if view.now < view.boot_until and not everyone:
         return NotReady("the lighthouse has just started and waits for running groups to reconnect", view.boot_until)
-    if fresh and view.expected and not everyone and view.now < view.restart_until:
+    waits = view.trained or not view.rules.r9_only_trained
+    if waits and fresh and view.expected and not everyone and view.now < view.restart_until:
         return NotReady(
             f"waiting for {view.expected - len(candidates)} of {view.expected} groups: those that are here are all "
-            f"untrained, the others may hold trained state (until {view.orphan_s:g} s after the lighthouse's start)",
+            f"untrained, the others may hold trained state, as one has shown (until {view.orphan_s:g} s after the "
+            "lighthouse's start)",
             view.restart_until,
         )
     return None
@@ -396,8 +396,8 @@ def _newer_state_elsewhere(view: View, candidates: Mapping[str, Seen]) -> NotRea
     return None
 
 
-def _stragglers(view: View, candidates: Mapping[str, Seen]) -> NotReady | None:
-    """Wait a bounded time for living members of the old quorum, and for announced newcomers when there is none."""
+def _stragglers(view: View, candidates: Mapping[str, Seen], held: int) -> NotReady | None:
+    """Wait a bounded time for living members that do not ask yet, and for announced newcomers if there is no quorum."""
     first = min(s.asked_at for s in candidates.values())
     members = view.current.members if view.current else ()
     if view.current is not None:
@@ -407,7 +407,8 @@ def _stragglers(view: View, candidates: Mapping[str, Seen]) -> NotReady | None:
     until = 0.0
     for replica_id in members:
         seen = view.seen.get(replica_id)
-        if seen is None or replica_id in candidates or seen.life in (Life.GONE, *ABSENT) or seen.incomplete:
+        asks = seen is not None and seen.up and seen.ask is not None
+        if seen is None or asks or seen.life in (Life.GONE, *ABSENT) or seen.incomplete:
             continue
         if seen.life is Life.UNKNOWN:
             # R9: a member of a presented quorum counts as expected until liveness or a peer's accusation removes it.
@@ -420,7 +421,7 @@ def _stragglers(view: View, candidates: Mapping[str, Seen]) -> NotReady | None:
             waiting.append(seen)
             until = max(until, deadline)
     if not view.current:
-        missing = view.expected - len(candidates)
+        missing = view.expected - len(candidates) - held
         if missing > 0 and view.now < first + view.join_s:
             return NotReady(
                 f"{len(candidates)} of {view.expected} groups are here "

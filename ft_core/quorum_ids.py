@@ -10,6 +10,13 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from ft_core.quorum import Ask, Current, Quorum
+    from ft_core.room_record import Record
 
 
 @dataclass(slots=True)
@@ -44,3 +51,16 @@ class QuorumIds:
         self.boot = boot
         self.noise = self.entropy.popleft() if self.entropy else (self.noise * 40503 + 1) & 0xFFFF
         self.counter = 0
+
+
+def keeps_id(
+    previous: Quorum | None, current: Current | None, asks: Sequence[Ask], records: Mapping[str, Record]
+) -> bool:
+    """Clients of the unary calls ask every step: the id stays while the members do and nobody reports a failure."""
+    return (
+        previous is not None
+        and current is not None
+        and current.quorum_id == previous.quorum_id
+        and previous.ids == tuple(ask.replica_id for ask in asks)
+        and all(not records[ask.replica_id].hello.leased and ask.commit_failures == 0 for ask in asks)
+    )

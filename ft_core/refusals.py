@@ -1,11 +1,12 @@
 """Whom a room does not take, and the sentence that says whose fault it is and what to do. Pure.
 
 How it works. A newcomer is compared with the replicas of the room that are not certainly gone: its id may not be that
-of another live process, its model, data and rules may not be other ones (R4), and its group has to have as many ranks
-as theirs, because rank i of every group trains with rank i of all others. Who asked first defines both; when everybody
-who has it is gone, another one is as good.
+of another live process, there has to be a place for it in a quorum, its model, data and rules may not be other ones
+(R4: collectives are aligned), and its group has to have as many ranks as theirs, because rank i of every group trains
+with rank i of all others. Who asked first defines both; when everybody who has it is gone, another one is as good.
 
-Invariant: a replica that is in a quorum is never refused because of one that is in none; then the latter is.
+Invariant: a replica that is in a quorum is never refused because of one that is in none; then the latter is. (A
+lighthouse that has just started hears them in any order.)
 Ownership: `membership.Room` only.
 """
 
@@ -16,11 +17,12 @@ from typing import TYPE_CHECKING
 from ft_core.quorum import ABSENT, Life
 from ft_core.room_events import Refuse
 from ft_core.room_layout import RoomLayout, difference
+from ft_core.settings import MAX_REPLICAS
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
 
-    from ft_core.quorum import Ask, Version
+    from ft_core.quorum import Version
     from ft_core.room_events import Hello, Left
     from ft_core.room_record import Record
 
@@ -53,28 +55,55 @@ class Refusals:
                 f"two live processes call themselves {hello.replica_id!r}: give every replica group its own "
                 "replica_id (FT_REPLICA_ID)",
             )
-        return self._of_layout(hello.replica_id, hello.layout, hello.layout_lines, records)
+        return _of_places(hello, records)
 
-    def of_ask(self, ask: Ask, records: Mapping[str, Record]) -> Refuse | None:
-        """Why an ask is not taken."""
-        return self._of_layout(ask.replica_id, ask.layout, ask.layout_lines, records)
+    def of_layout(
+        self, replica_id: str, layout: int, lines: tuple[str, ...], records: Mapping[str, Record], *, member: bool
+    ) -> list[Refuse]:
+        """Who cannot stay in the room now that a replica with this layout is there: it, or those with another one.
 
-    def _of_layout(
-        self, replica_id: str, layout: int, lines: tuple[str, ...], records: Mapping[str, Record]
-    ) -> Refuse | None:
-        """R4: a room trains one model. The first layout seen stands while anybody who has it is there."""
+        A room trains one model (R4). The first layout seen stands while anybody who has it is there, unless nobody of
+        these is in a quorum, and the newcomer is.
+
+        Args:
+            replica_id: whose layout it is.
+            layout: digest of its model and settings; 0: not known.
+            lines: what is in it, if it told.
+            records: of the room.
+            member: it is in a quorum.
+        """
         if not layout:
-            return None
+            return []
         known = self._layout
         if known is not None and layout != known.digest:
-            if any(
-                r.life is Life.UP and r.hello.layout == known.digest and i != replica_id for i, r in records.items()
-            ):
-                return Refuse(replica_id, difference(replica_id, lines, known))
+            holders = {
+                i: r
+                for i, r in records.items()
+                if r.life is Life.UP and r.hello.layout == known.digest and i != replica_id
+            }
+            if holders and not (member and not any(r.hello.quorum_id for r in holders.values())):
+                return [Refuse(replica_id, difference(replica_id, lines, known))]
             known = None
+            if holders:
+                self._layout = RoomLayout(layout, lines, replica_id)
+                return [Refuse(i, difference(i, r.hello.layout_lines, self._layout)) for i, r in holders.items()]
         if known is None or (lines and not known.lines):
             self._layout = RoomLayout(layout, lines, replica_id)
+        return []
+
+
+def _of_places(hello: Hello, records: Mapping[str, Record]) -> Refuse | None:
+    """A newcomer needs a place in a quorum. A process that takes the place of an earlier one of its name has one."""
+    if hello.quorum_id or hello.replica_id in records:
         return None
+    names = {r.hello.name or i for i, r in records.items() if r.life is Life.UP}
+    if len(names) < MAX_REPLICAS or (hello.name or hello.replica_id) in names:
+        return None
+    return Refuse(
+        hello.replica_id,
+        f"{len(names)} replica groups are here, and a quorum holds at most {MAX_REPLICAS}: there is no place for "
+        f"{hello.replica_id}. Run fewer groups with more ranks each, or another job at another lighthouse or room",
+    )
 
 
 def earlier_process(hello: Hello, records: Mapping[str, Record]) -> str:

@@ -100,6 +100,14 @@ class Ended:
 
 
 @dataclass(frozen=True, slots=True)
+class GivenUp:
+    """A supervisor's word: every process of this name has ended, and it does not start another one."""
+
+    name: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class Turbulence:
     """R15: most leases dropped together, or the lighthouse's own loop stalled; suspicions wait for the boot window."""
 
@@ -114,7 +122,7 @@ class Tick:
     """Time has passed."""
 
 
-Event = Hello | LeaseEnded | Progress | Asked | Incomplete | Left | Ended | Turbulence | Reopen | Tick
+Event = Hello | LeaseEnded | Progress | Asked | Incomplete | Left | Ended | GivenUp | Turbulence | Reopen | Tick
 
 
 # ---------------------------------------------------------------- effects

@@ -72,12 +72,12 @@ def losses(
     return [MemberLost(peers, current.quorum_id, tuple(lost), min(lost.values()))] if peers else []
 
 
-def joiners(current: Current | None, records: Mapping[str, Record], now: float) -> frozenset[str]:
+def joiners(current: Current | None, records: Mapping[str, Record], held: Mapping[str, str]) -> frozenset[str]:
     """Who asks to be in the next quorum and is not in this one, which may have ended: a member that was believed gone
-    may be back in it, and would train on for ever."""
+    may be back in it, and would train on for ever. `held`: who asks and is held back."""
     return frozenset(
         i for i, r in records.items() if current is not None and r.ask is not None and r.life is Life.UP
-        and i not in current.members and not r.ask.shrink_only and not r.incomplete and r.admitted_at <= now
+        and i not in current.members and not r.ask.shrink_only and i not in held
     )  # fmt: skip
 
 

@@ -50,7 +50,9 @@ from ft_core.membership import (
     Tick,
     Turbulence,
 )
-from ft_core.quorum import Ask, Life, Quorum
+from ft_core.quorum import Ask, Quorum
+from ft_core.room_keeping import MAX_ROOMS, FinishedRooms, replaceable
+from ft_core.room_view import peers_of
 from ft_core.rpc import grpc
 from ft_core.serving import Doorkeeper, Stream, StreamDropped
 from ft_core.settings import DEFAULT_ROOM
@@ -60,7 +62,6 @@ if TYPE_CHECKING:
 
     from ft_core.settings import LighthouseSettings
 
-MAX_ROOMS = 64
 MAX_LAYOUTS = 64
 DEFAULT_LIVENESS_S = 1.0
 HELLO_S = 5.0
@@ -110,6 +111,12 @@ class RoomShell:
     said: str = ""
     """The last reason that was logged."""
 
+    def stop(self) -> None:
+        """Cancel its timers."""
+        for timer in (self.timer, self.reason_timer):
+            if timer is not None:
+                timer.cancel()
+
 
 class Rooms:
     """All rooms of one lighthouse. Used on one event loop only.
@@ -133,7 +140,8 @@ class Rooms:
         self._ids = QuorumIds(max(1, int(time.time()) - EPOCH_2020_S), secrets.randbits(16), entropy)
         # Rooms are told wall-clock seconds that never jump: the loop's clock plus a constant.
         self._offset = time.time() - time.monotonic()
-        self.started = self.now()
+        self.started = self._forgot_at = self.now()
+        self._finished = FinishedRooms()
         self._beat_at = self.started
         self._beat_timer: asyncio.TimerHandle | None = None
 
@@ -143,9 +151,7 @@ class Rooms:
     def close(self) -> None:
         """Cancel all timers."""
         for shell in self._rooms.values():
-            for timer in (shell.timer, shell.reason_timer):
-                if timer is not None:
-                    timer.cancel()
+            shell.stop()
         if self._beat_timer is not None:
             self._beat_timer.cancel()
             self._beat_timer = None
@@ -161,14 +167,22 @@ class Rooms:
         shell = self._rooms.get(name)
         if shell is None:
             if len(self._rooms) >= MAX_ROOMS:
-                idle = next((n for n, s in self._rooms.items() if not s.room.records and not s.room.closed), None)
-                if idle is None:
-                    raise RefusedError(
-                        f"this lighthouse already serves {MAX_ROOMS} rooms; start another one for {name!r}"
-                    )
-                del self._rooms[idle]
-            shell = self._rooms[name] = RoomShell(Room(name, self.settings, self._ids, boot_at=self.started))
+                self._make_place(name)
+            shell = self._rooms[name] = RoomShell(Room(name, self.settings, self._ids, boot_at=self._forgot_at))
+            self._finished.close_again(shell.room)
         return shell
+
+    def _make_place(self, name: str) -> None:
+        """Forget a room, for the one called `name`."""
+        now = self.now()
+        idle = {n: shell.room for n, shell in self._rooms.items() if not shell.leases and not shell.waiters}
+        over = replaceable(idle, now, self.liveness_s + self.settings.boot_window_s)
+        if not over:
+            raise RefusedError(f"all of {MAX_ROOMS} rooms here have living replicas: start a lighthouse for {name!r}")
+        (shell := self._rooms.pop(over)).stop()
+        self._finished.remember(shell.room)
+        if shell.room.current is not None and not shell.room.closed:
+            self._forgot_at = now  # whoever returns finds a lighthouse that knows no quorum, as after a restart (R9)
 
     def chosen(self, name: str) -> list[RoomShell]:
         """The room of that name; all rooms for ''."""
@@ -351,7 +365,8 @@ class Rooms:
         asks, shell.asks = shell.asks, []
         self._perform(shell, shell.room.handle_all(asks, now))
         effects = shell.room.handle(hello, now)
-        refusal = next((effect for effect in effects if isinstance(effect, Refuse)), None)
+        mine = (effect for effect in effects if isinstance(effect, Refuse) and effect.to == hello.replica_id)
+        refusal = next(mine, None)
         if refusal is not None:
             # Meant for this stream only: another lease may be registered under the same replica_id.
             self.say(shell, f"refused {refusal.to}: {refusal.reason}")
@@ -364,7 +379,7 @@ class Rooms:
         if old is not None:
             old.stream.drop("a newer stream of the same process took over")
         self._lease_opened()
-        stream.send(wire.encode_push(wire.Welcome(self.liveness_s, self._peers(shell, hello.replica_id), self._boot)))
+        stream.send(wire.encode_push(wire.Welcome(self.liveness_s, peers_of(shell.room, hello.replica_id), self._boot)))
         self._perform(shell, effects)
         self._arm(shell)
         return lease, None
@@ -406,13 +421,14 @@ class Rooms:
         if not reason:
             return
         asking = [i for i, record in shell.room.records.items() if record.ask is not None]
-        told = (reason, shell.room.paused_until)
-        data = wire.encode_push(wire.Reason(reason, max(0.0, told[1] - self.now())))
+        held, until = shell.room.held, shell.room.paused_until
+        left_s = max(0.0, until - self.now())
+        data = {text: wire.encode_push(wire.Reason(text, left_s)) for text in {reason, *held.values()}}
         for replica_id in asking:
-            lease = shell.leases.get(replica_id)
-            if lease is not None and lease.told != told:
-                lease.told = told
-                lease.stream.send(data)
+            lease, text = shell.leases.get(replica_id), held.get(replica_id, reason)
+            if lease is not None and lease.told != (text, until):
+                lease.told = text, until
+                lease.stream.send(data[text])
         if asking and reason != shell.said:
             shell.said = reason
             self.say(shell, f"no quorum yet: {reason}")
@@ -428,21 +444,6 @@ class Rooms:
             self._layouts.pop(next(iter(self._layouts)))
         self._layouts[layout] = lines
         return lines
-
-    @staticmethod
-    def _peers(shell: RoomShell, me: str) -> tuple[tuple[str, tuple[str, ...]], ...]:
-        current = shell.room.current
-        if current is None:
-            return ()
-        asked = (
-            {m.replica_id: m.heal_addresses for m in shell.room.last_quorum.members} if shell.room.last_quorum else {}
-        )
-        found = []
-        for replica_id in current.members:
-            record = shell.room.records.get(replica_id)
-            if replica_id != me and record is not None and record.life is Life.UP:
-                found.append((replica_id, record.hello.heal_addresses or asked.get(replica_id, ())))
-        return tuple(found)
 
 
 def _refusal(effect: Refuse) -> FaultToleranceError:

@@ -11,7 +11,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 MAX_LINES = 450
 LONGER: dict[str, int] = {
-    "ft_core/membership.py": 626,
+    "ft_core/membership.py": 625,
     "ft_core/process_group/incarnation.py": 465,
     "ft_core/step.py": 589,
 }

@@ -401,20 +401,22 @@ class ReplicaStatus(_message.Message):
     def __init__(self, replica_id: _Optional[str] = ..., life: _Optional[str] = ..., since_ms: _Optional[int] = ..., step: _Optional[int] = ..., phase: _Optional[str] = ..., asking: bool = ..., member: bool = ..., stable: _Optional[_Union[Version, _Mapping]] = ..., paused_ms: _Optional[int] = ..., committed: bool = ..., stalled: _Optional[str] = ...) -> None: ...
 
 class RoomStatus(_message.Message):
-    __slots__ = ("room", "quorum_id", "members", "reason", "closed", "replicas")
+    __slots__ = ("room", "quorum_id", "members", "reason", "closed", "replicas", "given_up")
     ROOM_FIELD_NUMBER: _ClassVar[int]
     QUORUM_ID_FIELD_NUMBER: _ClassVar[int]
     MEMBERS_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
     CLOSED_FIELD_NUMBER: _ClassVar[int]
     REPLICAS_FIELD_NUMBER: _ClassVar[int]
+    GIVEN_UP_FIELD_NUMBER: _ClassVar[int]
     room: str
     quorum_id: int
     members: _containers.RepeatedScalarFieldContainer[str]
     reason: str
     closed: str
     replicas: _containers.RepeatedCompositeFieldContainer[ReplicaStatus]
-    def __init__(self, room: _Optional[str] = ..., quorum_id: _Optional[int] = ..., members: _Optional[_Iterable[str]] = ..., reason: _Optional[str] = ..., closed: _Optional[str] = ..., replicas: _Optional[_Iterable[_Union[ReplicaStatus, _Mapping]]] = ...) -> None: ...
+    given_up: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, room: _Optional[str] = ..., quorum_id: _Optional[int] = ..., members: _Optional[_Iterable[str]] = ..., reason: _Optional[str] = ..., closed: _Optional[str] = ..., replicas: _Optional[_Iterable[_Union[ReplicaStatus, _Mapping]]] = ..., given_up: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class StatusResponse(_message.Message):
     __slots__ = ("release", "uptime_ms", "liveness_ms", "rooms")
@@ -429,14 +431,18 @@ class StatusResponse(_message.Message):
     def __init__(self, release: _Optional[str] = ..., uptime_ms: _Optional[int] = ..., liveness_ms: _Optional[int] = ..., rooms: _Optional[_Iterable[_Union[RoomStatus, _Mapping]]] = ...) -> None: ...
 
 class ReportRequest(_message.Message):
-    __slots__ = ("protocol_version", "room", "ended")
+    __slots__ = ("protocol_version", "room", "ended", "given_up", "reason")
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     ROOM_FIELD_NUMBER: _ClassVar[int]
     ENDED_FIELD_NUMBER: _ClassVar[int]
+    GIVEN_UP_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
     protocol_version: int
     room: str
     ended: str
-    def __init__(self, protocol_version: _Optional[int] = ..., room: _Optional[str] = ..., ended: _Optional[str] = ...) -> None: ...
+    given_up: bool
+    reason: str
+    def __init__(self, protocol_version: _Optional[int] = ..., room: _Optional[str] = ..., ended: _Optional[str] = ..., given_up: bool = ..., reason: _Optional[str] = ...) -> None: ...
 
 class ReportResponse(_message.Message):
     __slots__ = ("rooms",)

@@ -59,6 +59,8 @@ STATUS_S = 1.0
 DRAIN_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 HOPELESS_CODES = (2, 126, 127)
 """A command line that the script refuses, a program that cannot be run: not worth a second try."""
+GONE_FOR_GOOD = ("quarantined", "drained", "stopped")
+"""How a group ends that comes no more, while the others train on (`groups.KINDS`)."""
 HOPELESS_ERRORS = re.compile(r"^(ImportError|ModuleNotFoundError|SyntaxError|NameError)\b")
 MISTAKES = re.compile(r"^[\w.]*\b(ConfigError|MisconfigurationException)\b")
 """Errors that say that the settings cannot work, also where they come after the lighthouse was reached."""
@@ -209,6 +211,7 @@ class Supervisor:
         if old is not None:
             self._past.append(old)
         self._groups[number] = Group(number, agent.name, agent, thread)
+        self._watch.starts(agent.name)
         thread.start()
 
     def _serve(self, agent: GroupAgent) -> None:
@@ -268,6 +271,8 @@ class Supervisor:
         if group.again and not self._why and group.ended in ("drained", "stopped"):
             self._start(group.number)
             return
+        if group.ended in GONE_FOR_GOOD and not self._why:
+            self._watch.gave_up(group.name, agent.quarantine or (str(error) if error is not None else group.ended))
         self._enough()
 
     def _enough(self) -> None:

@@ -108,6 +108,8 @@ class Watch:
         """When the last question was asked (monotonic s) that was answered, or failed."""
         self._over: dict[str, dict[str, None]] = {}
         """replica_ids of each group whose processes have ended, the oldest first; at most MAX_OVER per group."""
+        self._given_up: dict[str, str] = {}
+        """Groups that are not started again, and why; as many as ftrun has groups."""
         self._thread = threading.Thread(target=self._run, name="ftrun-watch", daemon=True)
 
     def __repr__(self) -> str:
@@ -135,6 +137,20 @@ class Watch:
     def ended(self, name: str) -> None:
         """Supervisor's word: every process of this group has ended."""
         self._orders.put(("ended", name, ""))
+
+    def gave_up(self, name: str, reason: str) -> None:
+        """Supervisor's word: this group has ended and is not started again, so nobody has to wait for it.
+
+        It is repeated to a lighthouse that does not know it: one that was restarted, or another run's room.
+        """
+        with self._condition:
+            self._given_up[name] = reason
+        self._orders.put(("look", "", ""))
+
+    def starts(self, name: str) -> None:
+        """This group is started (again) after all."""
+        with self._condition:
+            self._given_up.pop(name, None)
 
     def drain(self, name: str, reason: str) -> None:
         """Ask the group to finish its step and leave. `undrained(name)` is called if nobody could be told."""
@@ -219,6 +235,9 @@ class Watch:
             )  # fmt: skip
         with self._condition:
             self._picture = picture
+            untold = {n: why for n, why in self._given_up.items() if room is None or n not in room.given_up}
+        for name, reason in untold.items():
+            self._client.report_given_up(name, reason, CALL_S)
 
 
 def _seen(replica: pb.ReplicaStatus, at: float) -> Seen:

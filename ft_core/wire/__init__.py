@@ -10,6 +10,7 @@ from __future__ import annotations
 from ft_core._pb import coordination_pb2 as pb
 from ft_core.wire.bounds import (
     MAX_ADDRESS,
+    MAX_ADDRESSES_BYTES,
     MAX_DATA,
     MAX_LAYOUT_LINES,
     MAX_NAME,
@@ -68,6 +69,7 @@ __all__ = [
     "Join",
     "Lost",
     "MAX_ADDRESS",
+    "MAX_ADDRESSES_BYTES",
     "MAX_DATA",
     "MAX_LAYOUT_LINES",
     "MAX_NAME",

@@ -27,6 +27,8 @@ MAX_ADDRESS = 1024
 MAX_TEXT = 2000
 """Characters of a reason; longer ones are cut."""
 MAX_DATA = 16 * 1024
+MAX_ADDRESSES_BYTES = 160 << 10
+"""All heal addresses of one group: so many groups' parts as a quorum holds fit into one push, whoever asks."""
 MAX_RANKS = 4096
 """Ranks per group."""
 MAX_LAYOUT_LINES = 20_000
@@ -110,6 +112,12 @@ class Check:
             self.fail(field, f"has {len(values)} entries; at most {count} are allowed")
         for value in values:
             self.text(field, value, limit)
+
+    def size(self, field: str, values: Sequence[str], limit: int) -> None:
+        """At most `limit` bytes in all."""
+        total = sum(len(value.encode()) for value in values)
+        if total > limit:
+            self.fail(field, f"has {total} bytes in all; at most {limit} are allowed")
 
     def number(self, field: str, value: int, low: int, high: int) -> None:
         """A number between `low` and `high`, both included."""

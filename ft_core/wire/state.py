@@ -15,6 +15,7 @@ from ft_core.step import Outcome, Verdict
 from ft_core.wire.bounds import (
     INT64,
     MAX_ADDRESS,
+    MAX_ADDRESSES_BYTES,
     MAX_DATA,
     MAX_DURATION_MS,
     MAX_LAYOUT_BYTES,
@@ -59,6 +60,7 @@ def _check_ask(m: pb.Ask, check: Check) -> None:
     check.number("group_world_size", m.group_world_size, 1, MAX_RANKS)
     check.number("open_attempt", m.open_attempt, -1, INT64)
     check.texts("heal_addresses", m.heal_addresses, MAX_RANKS, MAX_ADDRESS)
+    check.size("heal_addresses", m.heal_addresses, MAX_ADDRESSES_BYTES)
     check.text("store_address", m.store_address, MAX_ADDRESS)
     check.text("address", m.address, MAX_ADDRESS)
     check.text("data", m.data, MAX_DATA)
@@ -175,6 +177,7 @@ def check_hello(m: pb.Hello, check: Check) -> None:
     check.number("min_replicas", m.min_replicas, 1, MAX_REPLICAS)
     check.number("group_world_size", m.group_world_size, 1, MAX_RANKS)
     check.texts("heal_addresses", m.heal_addresses, MAX_RANKS, MAX_ADDRESS)
+    check.size("heal_addresses", m.heal_addresses, MAX_ADDRESSES_BYTES)
 
 
 def read_opening(m: pb.Hello) -> Opening:
@@ -209,6 +212,7 @@ def read_renewal(m: pb.Progress, replica_id: str, generation: int) -> Renewal:
     check.text("phase", m.phase)
     check.number("step", m.step, 0, INT64)
     check.texts("heal_addresses", m.heal_addresses, MAX_RANKS, MAX_ADDRESS)
+    check.size("heal_addresses", m.heal_addresses, MAX_ADDRESSES_BYTES)
     paused_s = from_ms(m.paused_ms, check, "paused_ms")
     stable = read_version(m.stable, check, "stable")
     progress = Progress(replica_id, generation, m.step, m.phase, stable, paused_s, tuple(m.heal_addresses))

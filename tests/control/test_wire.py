@@ -15,7 +15,7 @@ from ft_core import wire
 from ft_core.errors import ConfigError, JobFinishedError, ProtocolError, RefusedError
 from ft_core.membership import Hello, Left, Progress
 from ft_core.quorum import VOID, Ask, Member, Quorum, Version
-from ft_core.settings import PROTOCOL_VERSION
+from ft_core.settings import MAX_REPLICAS, PROTOCOL_VERSION
 from ft_core.step import Outcome, Verdict
 from ft_core.wire import pb
 
@@ -201,3 +201,19 @@ def test_long_reasons_are_cut_and_long_layouts_left_out() -> None:
     kept = opening.hello.layout_lines
     assert 1000 < len(kept) <= wire.MAX_LAYOUT_LINES
     assert kept == lines[: len(kept)]
+
+
+def test_a_quorum_of_the_largest_asks_that_are_taken_can_be_sent() -> None:
+    """What one group sends is bounded, so that nothing is consumed which cannot be told to everybody."""
+    text = "\N{GRINNING FACE}"
+    many = tuple(text * (wire.MAX_ADDRESSES_BYTES // 4 // 100) for _ in range(100))
+    ask = Ask(
+        text * wire.MAX_NAME, 1, Version(2**63 - 1, 2**63 - 1), 2**64 - 1, quorum_id=2**63 - 1, heal_addresses=many,
+        store_address=text * wire.MAX_ADDRESS, address=text * wire.MAX_ADDRESS, data=text * wire.MAX_DATA,
+    )  # fmt: skip
+    taken = wire.decode_lease_request(wire.encode_ask(ask), ask.replica_id)
+    assert isinstance(taken, Ask)
+    quorum = Quorum(2**63 - 1, (Member.of(taken),), 2**62)
+    assert MAX_REPLICAS * len(wire.encode_quorum(quorum)) < wire.MAX_PUSH_BYTES
+    with pytest.raises(ConfigError, match=r"Ask.heal_addresses has 1\d+ bytes in all; at most 163840 are allowed"):
+        wire.encode_ask(replace(ask, heal_addresses=(*many, text * 99)))

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup
 
 pytestmark = pytest.mark.process
+ROOT = pathlib.Path(__file__).resolve().parents[2]
 UNTIL_TOLD = "import time\nwhile not (folder / 'end').exists(): time.sleep(0.01)\n"
 """Goes on until the test makes the file."""
 
@@ -147,6 +148,27 @@ def test_a_crash_loop_is_quarantined_and_the_job_goes_on(write: Any, tmp_path: p
     assert "exited with code 1: ValueError: always" in report
     assert "ftrun:     ValueError: always" in report  # the last traceback
     assert "1 finished, 1 quarantined" in running.lines.all[-1]
+
+
+WAITS = (
+    "import sys, dataclasses\n"
+    f"sys.path.insert(0, {str(ROOT)!r})\n"
+    "from tests.control.recorder import Replica\n"
+    "one = Replica(os.environ['FT_LIGHTHOUSE'], 'replica-0:x', token=os.environ['FT_TOKEN'], start=False,\n"
+    "              expected=int(os.environ['FT_NUM_REPLICA_GROUPS']))\n"
+    "one.recorder.presented = dataclasses.replace(one.recorder.presented, join_s=600.0)\n"
+    "one.lease.start(); one.ask(); print('in a quorum of', len(one.answer().members), flush=True)\n"
+)
+"""A worker that waits for its quorum, and for other groups for ten minutes."""
+
+
+def test_nobody_waits_for_a_group_that_was_given_up(write: Any, tmp_path: pathlib.Path) -> None:
+    """Its survivors would wait for a group that never comes, as they may for one that is late."""
+    script = write("if os.environ['FT_REPLICA_GROUP'] == '1': os._exit(7)\n" + WAITS + UNTIL_TOLD)
+    with job(script, "--replicas", "2", "--crash-loop", "2") as running:
+        running.when("in a quorum of 1", lambda _: (tmp_path / "end").touch())
+        assert running.run() == 0
+    assert running.count("in a quorum of 1") == 1
 
 
 def test_the_budget_ends_a_job_that_needs_the_group(write: Any) -> None:

@@ -21,13 +21,20 @@ class Lighthouse:
         self.lives: dict[str, str] = {}
         self.slow_s = 0.0
         self.away = False
+        self.room = ROOM
+        self.given_up: dict[str, list[str]] = {ROOM: []}
+        """Names by room."""
 
     def status(self, _timeout: object) -> pb.StatusResponse:
         threading.Event().wait(self.slow_s)
         if self.away:
             raise LighthouseError("no answer")
         replicas = [pb.ReplicaStatus(replica_id=key, life=life) for key, life in sorted(self.lives.items())]
-        return pb.StatusResponse(rooms=[pb.RoomStatus(room=ROOM, replicas=replicas)])
+        rooms = [pb.RoomStatus(room=ROOM, replicas=replicas, given_up=names) for names in self.given_up.values()]
+        return pb.StatusResponse(rooms=rooms)
+
+    def report_given_up(self, name: str, _reason: str, _timeout: object) -> None:
+        self.given_up.setdefault(self.room, []).append(name)
 
     def close(self) -> None: ...
 
@@ -98,3 +105,19 @@ def test_a_lighthouse_that_is_away_is_not_waited_for(watch: Watch, lighthouse: L
     assert not facts.reachable
     assert not facts.known
     assert took < FACTS_S / 2
+
+
+def test_a_lighthouse_that_has_forgotten_who_was_given_up_is_told_again(watch: Watch, lighthouse: Lighthouse) -> None:
+    watch.gave_up("a", "died 3 times in a row before its first commit")
+    watch.facts("b")
+    watch.facts("b")
+    assert lighthouse.given_up == {ROOM: ["a"]}, "told once"
+    lighthouse.given_up = {}  # it was restarted: there is no room yet
+    watch.facts("b")
+    watch.facts("b")
+    assert lighthouse.given_up == {ROOM: ["a"]}
+    watch.starts("a")
+    lighthouse.given_up = {ROOM: []}
+    watch.facts("b")
+    watch.close()
+    assert lighthouse.given_up == {ROOM: []}, "it is started after all"

@@ -150,4 +150,7 @@ def test_whole_steps_are_for_all_groups_or_for_none(cluster: Cluster) -> None:
     a.actions[3, "boundary"] = lambda r: r.cluster.start(late)
     cluster.run(a, Counter(1, length=LENGTH))
     assert isinstance(late.error, RefusedError)
-    assert "has called Manager.require_all_contributions, and" in str(late.error)
+    assert "runs with require_all_contributions=True, and" in str(late.error)
+    assert str(late.error).endswith(
+        "with require_all_contributions=False: give all replica groups the same require_all_contributions"
+    )

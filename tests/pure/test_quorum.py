@@ -60,7 +60,7 @@ def test_agrees_with_the_oracle_in_every_world_of_three(current: Current | None,
         for needed, expected, boot in ((1, 0, 0.0), (2, 0, 0.0), (1, 3, 0.0), (1, 3, NOW + 1)):
             view = View(
                 NOW, world, current, min_replicas=needed, expected=expected, join_s=JOIN, orphan_s=ORPHAN,
-                boot_until=boot, restart_until=NOW + 5 if boot else 0.0,
+                boot_until=boot, restart_until=NOW + 5 if boot else 0.0, trained=needed == 1,
             )  # fmt: skip
             outcome, truth = decide(view), may_form(view)
             mine = tuple(a.replica_id for a in outcome.asks) if isinstance(outcome, Formed) else None
@@ -93,7 +93,7 @@ def views(draw: st.DrawFn) -> View:
     current = Current(9, members, draw(st.booleans()), draw(times)) if members else None
     return View(
         NOW, world, current, draw(st.integers(1, 3)), draw(st.integers(0, 4)), 0.1, JOIN, ORPHAN,
-        draw(st.sampled_from([0.0, 100.5])), draw(st.sampled_from([0.0, 130.0])),
+        draw(st.sampled_from([0.0, 100.5])), draw(st.sampled_from([0.0, 130.0])), trained=draw(st.booleans()),
     )  # fmt: skip
 
 
@@ -158,9 +158,9 @@ SENTENCES: list[tuple[View, str]] = [
         "1 of 3 groups are here (a); waiting for the others",
     ),
     (
-        View(NOW, {"a": asks("a", asked_at=0.0)}, None, expected=3, restart_until=500.0),
-        "waiting for 2 of 3 groups: those that are here are all untrained, the others may hold trained state (until "
-        "900 s after the lighthouse's start)",
+        View(NOW, {"a": asks("a", asked_at=0.0)}, None, expected=3, restart_until=500.0, trained=True),
+        "waiting for 2 of 3 groups: those that are here are all untrained, the others may hold trained state, as one "
+        "has shown (until 900 s after the lighthouse's start)",
     ),
     (
         View(NOW, {"a": asks("a")}, None, boot_until=100.4),

@@ -1,0 +1,26 @@
+"""Which rules of a room are in force: all, except where the simulation shows the need of one. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """Switches for the simulation: each rule of DESIGN 3.9 that lives here can be turned off to show its need."""
+
+    r1_ended: bool = True
+    r1_closed: bool = True
+    """A closed connection is no death; False: it is one after the grace, or at once with an accusation."""
+    r2_no_amnesia: bool = True
+    r9_boot: bool = True
+    r9_silent: bool = True
+    """After a restart of the lighthouse, a member that never returns is lost to its peers after a liveness timeout."""
+    r14_in_force: bool = True
+    r12_incomplete: bool = True
+    pauses_told: bool = True
+    """Who enters a quorum, or opens its lease anew, is told of the pauses that are open in it."""
+    r9_only_trained: bool = True
+    """Untrained groups wait for trained state (R9) only where somebody has shown that there is some."""
+    min_by_majority: bool = True
+    """A larger min_replica_size of one group does not stop the others."""

@@ -1,0 +1,70 @@
+"""What a decision about a room looks at, taken from its records. Pure.
+
+How it works. `view_of` copies what is known of each replica into the small values that `quorum.decide` reads, and takes
+the durations that the replicas brought: the room's are the largest of those who train, because nobody may be taken as
+gone, or be waited for in vain, sooner than it was told to be.
+
+Invariant: a replica that was in no quorum changes no duration while others train.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ft_core.quorum import Current, Life, Seen, View
+from ft_core.refusals import earlier_process
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from ft_core.expected_groups import ExpectedGroups
+    from ft_core.membership import Room
+    from ft_core.room_record import Record
+    from ft_core.settings import LighthouseSettings
+
+ORPHAN_S = 900.0
+"""orphan_s of a room in which nobody named one."""
+
+
+def view_of(
+    records: Mapping[str, Record],
+    current: Current | None,
+    expected: ExpectedGroups,
+    settings: LighthouseSettings,
+    now: float,
+) -> View:
+    """The room at this instant, without what its shell's start decides (boot and restart windows) and its rules."""
+    hellos = [r.hello for r in records.values() if r.life is not Life.GONE]
+    leased = [h for h in hellos if h.leased]
+    leased = [h for h in leased if h.quorum_id] or leased
+    return View(
+        now=now,
+        seen={
+            i: Seen(
+                i, r.life, r.since, r.stable, r.ask, r.asked_at, r.paused_until, r.phase, r.admitted_at,
+                earlier_process(r.hello, records) if r.twin_until else "", r.incomplete, r.back_at,
+                r.hello.min_replicas,
+            )
+            for i, r in records.items()
+        },
+        current=current,
+        min_replicas=settings.min_replicas,
+        expected=expected.number(hellos),
+        trained=expected.trained,
+        join_timeout_s=settings.join_timeout_s,
+        join_s=max([settings.join_timeout_s, *(h.join_s for h in leased)]),
+        orphan_s=max((h.orphan_s for h in leased), default=ORPHAN_S),
+    )  # fmt: skip
+
+
+def peers_of(room: Room, me: str) -> tuple[tuple[str, tuple[str, ...]], ...]:
+    """(replica_id, heal addresses) of the living members of the quorum in force, without `me`: whom to copy from."""
+    if room.current is None:
+        return ()
+    asked = {m.replica_id: m.heal_addresses for m in room.last_quorum.members} if room.last_quorum else {}
+    found = []
+    for replica_id in room.current.members:
+        record = room.records.get(replica_id)
+        if replica_id != me and record is not None and record.life is Life.UP:
+            found.append((replica_id, record.hello.heal_addresses or asked.get(replica_id, ())))
+    return tuple(found)

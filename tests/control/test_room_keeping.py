@@ -1,0 +1,182 @@
+"""A lighthouse that serves run after run: rooms that are over make place, those that live stay."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from typing import TYPE_CHECKING
+
+import pytest
+
+from ft_core import wire
+from ft_core.errors import JobFinishedError, RefusedError
+from ft_core.lighthouse import LighthouseServer
+from ft_core.lighthouse_client import LighthouseClient
+from ft_core.membership import Asked, Hello, LeaseEnded, Left, QuorumIds, Room
+from ft_core.quorum import Ask, Version
+from ft_core.room_keeping import MAX_FINISHED, MAX_ROOMS, FinishedRooms, replaceable
+from ft_core.rpc import LIGHTHOUSE, channel_options, grpc
+from ft_core.settings import LighthouseSettings, room_of_run
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+RUNS = 1000
+ABSENCE_S = 2.0
+
+
+@pytest.fixture
+def server() -> Iterator[LighthouseServer]:
+    server = LighthouseServer("127.0.0.1:0", boot_window_ms=0, token="")
+    yield server
+    server.shutdown()
+
+
+class Stream:
+    """One lease without a client around it: what is sent, and what comes."""
+
+    def __init__(self, channel: grpc.aio.Channel, room: str, name: str = "a") -> None:
+        self._call: grpc.aio.StreamStreamCall[bytes, bytes] = channel.stream_stream(f"/{LIGHTHOUSE}/Lease")()
+        self._room, self._name = room, name
+
+    async def open(self) -> wire.Push:
+        """Hello; the answer."""
+        hello = Hello(f"{self._name}:1", self._name, 0, 1)
+        await self._call.write(wire.encode_hello(hello, self._room, "test"))
+        return await self._next()
+
+    async def ask(self) -> None:
+        """Ask, and be in a quorum."""
+        await self._call.write(wire.encode_ask(Ask(f"{self._name}:1", 1)))
+        while not isinstance(await self._next(), wire.Answer):
+            pass
+
+    async def finish(self) -> None:
+        """Training is over."""
+        await self._call.write(wire.encode_left(Left(f"{self._name}:1", 0, "out of data", True, Version(7, 1), True)))
+        while await self._call.read() is not grpc.aio.EOF:
+            pass
+
+    async def vanish(self) -> None:
+        """The connection closes, without a word."""
+        self._call.cancel()
+
+    async def _next(self) -> wire.Push:
+        data = await self._call.read()
+        assert isinstance(data, bytes)
+        push = wire.decode_lease_push(data)
+        assert push is not None
+        return push
+
+
+def test_a_thousand_runs_of_one_job_at_one_lighthouse(server: LighthouseServer) -> None:
+    """Half of them finish, the others are dropped where they are; a job beside them lives through it all."""
+
+    async def run() -> None:
+        options = channel_options()
+        async with grpc.aio.insecure_channel(server.address().removeprefix("http://"), options=options) as channel:
+            beside = Stream(channel, "another job")
+            await beside.open()
+            await beside.ask()
+            for nth in range(RUNS):
+                stream = Stream(channel, room_of_run(nth))
+                opened = await stream.open()
+                assert isinstance(opened, wire.Welcome), f"run {nth}: {opened}"
+                if nth % 2:
+                    await stream.vanish()
+                else:
+                    await stream.ask()
+                    await stream.finish()
+            for nth in (0, RUNS // 2, RUNS - 2):
+                late = await Stream(channel, room_of_run(nth), "late").open()
+                assert isinstance(late, wire.Refusal), "it would train again over the checkpoints"
+                assert isinstance(late.error, JobFinishedError)
+            await beside.finish()
+
+    asyncio.run(run())
+    client = LighthouseClient(server.address(), token="")
+    try:
+        rooms = {room.room: room for room in client.status().rooms}
+        assert len(rooms) == MAX_ROOMS
+        assert rooms["another job"].closed, "it was never forgotten"
+        client.room = room_of_run(2)
+        assert client.reopen(), "an operator may open a room that was forgotten"
+        assert not client.reopen()
+    finally:
+        client.close()
+
+
+def test_rooms_with_living_replicas_are_never_forgotten(server: LighthouseServer) -> None:
+    async def run() -> None:
+        options = channel_options()
+        async with grpc.aio.insecure_channel(server.address().removeprefix("http://"), options=options) as channel:
+            streams = [Stream(channel, f"job {number}") for number in range(MAX_ROOMS)]
+            for stream in streams:
+                assert isinstance(await stream.open(), wire.Welcome)
+            refused = await Stream(channel, "one more").open()
+            assert isinstance(refused, wire.Refusal)
+            assert isinstance(refused.error, RefusedError)
+            assert "all of 256 rooms here have living replicas: start a lighthouse for 'one more'" in str(refused.error)
+            await streams[5].finish()
+            assert isinstance(await Stream(channel, "one more").open(), wire.Welcome)
+
+    asyncio.run(run())
+
+
+# ---------------------------------------------------------------- which one
+
+
+def room(name: str, *, asks: bool = True) -> Room:
+    """A room with one replica that is in a quorum, or has only said hello, at second 100."""
+    made = Room(name, LighthouseSettings(boot_window_s=0.0), QuorumIds(9, 1, deque([5] * 8)), boot_at=0.0)
+    made.handle(Hello("a:1", "a", 1, 1), 100.0)
+    if asks:
+        made.handle(Asked(Ask("a:1", 1), 1), 100.0)
+        assert made.current is not None
+    return made
+
+
+def silent(made: Room, at: float) -> Room:
+    made.handle(LeaseEnded("a:1", 1, 9.0), at)
+    return made
+
+
+def finished(made: Room, at: float) -> Room:
+    made.handle(Left("a:1", 1, "out of data", True, Version(7, 1), True), at)
+    return made
+
+
+def test_what_is_over_goes_before_what_is_out_of_reach_and_the_oldest_first() -> None:
+    rooms = {
+        "alive": room("alive"), "silent": silent(room("silent"), 100.5), "later": finished(room("later"), 109.0),
+        "over": finished(room("over"), 108.0), "untrained": silent(room("untrained", asks=False), 108.5),
+    }  # fmt: skip
+    order = []
+    while name := replaceable(rooms, 110.0, ABSENCE_S):
+        order.append(name)
+        del rooms[name]
+    assert order == ["over", "untrained", "later", "silent"]
+    assert set(rooms) == {"alive"}
+
+
+def test_who_may_be_about_to_return_is_waited_for() -> None:
+    rooms = {"silent": silent(room("silent"), 100.5)}
+    assert replaceable(rooms, 100.5 + ABSENCE_S, ABSENCE_S) == ""
+    assert replaceable(rooms, 100.6 + ABSENCE_S, ABSENCE_S) == "silent"
+    assert (
+        replaceable({"empty": Room("empty", LighthouseSettings(), QuorumIds(9, 1), boot_at=0.0)}, 1.0, 2.0) == "empty"
+    )
+
+
+def test_finished_rooms_are_remembered_and_bounded() -> None:
+    book = FinishedRooms()
+    over = finished(room("over"), 100.0)
+    book.remember(room("alive"))
+    book.remember(over)
+    again = Room("over", LighthouseSettings(), QuorumIds(9, 1), boot_at=0.0)
+    book.close_again(again)
+    assert (again.closed, again.finished) == (over.closed, Version(7, 1))
+    for number in range(MAX_FINISHED + 5):
+        over.name = f"r{number}"
+        book.remember(over)
+    assert repr(book) == f"FinishedRooms({MAX_FINISHED})"
