@@ -57,6 +57,7 @@ class Commit:
     _session: Session
     _shut_down: bool
     _step: Step
+    _step_open: bool
     _worker: QuorumWorker
     _quorum_lost = _round_over = _round_taken = False
 
@@ -121,6 +122,11 @@ class Commit:
         Call on every rank, after backward and before anything changes parameters. State received from a peer is loaded
         here, before it returns.
 
+        Args:
+            timeout: how long all that has to be agreed may take: what was launched and not waited for, the fence, the
+                votes of the group's ranks. Default: the Manager's. A quorum that broke is then formed anew, which
+                `quorum_timeout` bounds.
+
         Raises:
             UsageError: start_quorum was not called.
             QuorumTimeoutError, RefusedError, JobFinishedError: no quorum could be had.
@@ -137,14 +143,18 @@ class Commit:
         attempt, round_ = self._attempt, self._round
         if attempt is None or round_ is None:
             raise UsageError("should_commit before start_quorum")
+        self._step_open = False
         if self._asks_no_more(round_):
             self._quorum_lost = True
             return False
-        limit_s = timeout.total_seconds() if timeout is not None else self._config.budget.timeout_s
-        verdict = self._agree(attempt, limit_s)
-        if round_.error is not None:
-            raise round_.error
         session, step = self._session, self._step
+        limit_s = timeout.total_seconds() if timeout is not None else self._config.budget.timeout_s
+        session.limit(limit_s if timeout is not None else None)
+        try:
+            verdict = self._agree(attempt, limit_s)
+        finally:
+            session.limit(None)
+        round_.check()
         rounds = step.rounds
         if verdict.outcome is not Outcome.BROKEN and step.heal is Heal.READY:
             self._apply_heal()
@@ -163,6 +173,8 @@ class Commit:
                 self._contributed = contributed(places, verdict.missing)
             again = step.phase is Phase.BROKEN
             gave_up = step.gave_up()
+        if session.parted:
+            session.tell_parted()
         for carrier in self._carriers:
             carrier.committed() if buffers else carrier.vetoed()
         self._tell_data(commit, final=False)  # before a recovery collects state
@@ -335,6 +347,7 @@ class Commit:
             self._last_commit, self._last_missing = (old_quorum, kept), tuple(missing)
             self._contributed = contributed(places, missing)
         attempt.rescale_averaged(step.commit_weight)
+        round_.let_go()
         round_.healed.set()
         log.info("%s: finished step %d with the gradients of a peer", self.replica_id, step.version.step)
         return True

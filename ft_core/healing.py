@@ -183,6 +183,10 @@ class Healing:
         )  # fmt: skip
         return into is not None
 
+    def forget(self) -> None:
+        """What was copied beforehand is not needed any more."""
+        self._prefetched = self._into = None
+
     @property
     def cancelled(self) -> Event:
         """Set by the next `cancel`."""

@@ -59,6 +59,8 @@ class Lanes:
         self._forming = 0
         self._quorum_id = 0
         self._user_on_main = False
+        self._told: list[Work] = []
+        """Messages to members that have left; kept as long as Gloo may read them."""
         self._sum = sum_options(ReduceOp.SUM)
         self._slots = array.array("f", bytes(_FLOATS.size))
         self._slots_tensor = torch.frombuffer(self._slots, dtype=torch.float32)
@@ -72,6 +74,7 @@ class Lanes:
         with self._lock:
             self._place = (store_prefix, replica_id, rank, world_size)
             self._second_ready = False
+            self._told = []
             self._user_on_main = both
             self._check()
         self._form(self.main, f"{store_prefix}/0")
@@ -160,6 +163,12 @@ class Lanes:
             stale = quorum_id < self._quorum_id
         if group is not None and not stale:
             group.abort()
+
+    def tell_parted(self, ranks: Sequence[int]) -> None:
+        """Members that have left and wait: this one has the last fence (or does not need them any more)."""
+        with contextlib.suppress(Exception):  # aborted, which tells them, too
+            for rank in ranks:
+                self._told.append(self.main.send([torch.zeros(1)], rank, PARTING_TAG))
 
     def linger(self, timeout_s: float) -> None:
         """Keep the connections open until every peer parts, too, or closes its side: it has the last fence (R16).

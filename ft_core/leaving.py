@@ -41,9 +41,11 @@ class Leaving:
     _attempt: StepAttempt | None
     _config: Config
     _healing: Healing
+    _riding: bool
     _round: Round | None
     _session: Session
     _step: Step
+    _step_open: bool
     _store: Store | None
     _worker: QuorumWorker
     _left = _shut_down = False
@@ -64,8 +66,9 @@ class Leaving:
     def leave(self, reason: str = "left", finished: bool = False) -> None:
         """Leave the quorum without costing the others a step: agree in a last fence, then say goodbye (R16).
 
-        Call at a step boundary. `finished`: training is over; the lighthouse keeps the room closed for latecomers, so a
-        late restart does not train again over the checkpoints.
+        Call at a step boundary. In a step that is open (start_quorum, and no should_commit yet) and has collectives of
+        the script's own the others lose that step: nobody here makes these calls. `finished`: training is over; the
+        lighthouse keeps the room closed for latecomers, so a late restart does not train again over the checkpoints.
         """
         if self._left or self._shut_down:
             return
@@ -80,7 +83,8 @@ class Leaving:
                 self._healing.cancel()  # the last fence waits for what becomes of it
         if isinstance(decision, MustAsk) and not decision.failed:
             agreed = True  # the last fence told everybody to ask: nobody waits for this rank
-        if isinstance(decision, Go) and self._round is not None and self._round.configured.is_set():
+        unknown = self._step_open and (not self._riding or step.user_ops > 0)
+        if isinstance(decision, Go) and self._round is not None and self._round.configured.is_set() and not unknown:
             step.exhausted = True  # contributes zeros from here on
             self._new_attempt()
             assert self._attempt is not None

@@ -172,7 +172,7 @@ class Manager(DataPort, Collectives, Commit, Agreement, Weighted, Exhaustion, Le
         self._room = config.room
         self._allow_heal = True
         self._shrink_only = False
-        self._riding = False
+        self._riding = self._step_open = False
         self._last_commit: tuple[int, int] | None = None
         lineage = secrets.randbits(62) if init_sync else 0
         step = Step(config.step, lineage=lineage, now=time.monotonic())
@@ -276,12 +276,8 @@ class Manager(DataPort, Collectives, Commit, Agreement, Weighted, Exhaustion, Le
             raise UsageError("start_quorum after shutdown")
         if session.fatal is not None:
             raise session.fatal
-        pending = self._round
-        if session.draining and pending is not None and not pending.configured.wait(EXIT_S):
-            self._end_drained()
-        if pending is not None and not pending.configured.is_set():
-            self._new_attempt()  # asked from inside should_commit
-            self._settle_in(pending)
+        pending, self._step_open = self._round, True
+        if pending is not None and self._under_way(pending):
             return
         with session.lock:
             if self._step.phase in (Phase.LAUNCHED, Phase.FENCED):  # should_commit was skipped
@@ -307,14 +303,26 @@ class Manager(DataPort, Collectives, Commit, Agreement, Weighted, Exhaustion, Le
         self._new_attempt()
         self._settle_in(round_)
 
+    def _under_way(self, asked: Round) -> bool:
+        """Whether the attempt that begins belongs to a round that should_commit has begun. Raises why that failed."""
+        if self._session.draining and not asked.configured.wait(EXIT_S):
+            self._end_drained()
+        if asked.configured.is_set():
+            if not asked.raised and not self._session.draining:
+                asked.check()  # its timeout has been waited for, and not been reported
+            return False
+        self._new_attempt()
+        self._settle_in(asked)
+        return True
+
     def wait_quorum(self) -> None:
         """Block until the process group of this attempt is usable. Raises what kept it from becoming so."""
         round_ = self._round
         if round_ is None:
             raise UsageError("wait_quorum before start_quorum")
         round_.wait_configured()
-        if round_.error is not None and not isinstance(round_.error, DrainedError):
-            raise round_.error
+        if not isinstance(round_.error, DrainedError):
+            round_.check()
 
     def _begin_round(self, why: MustAsk, timeout: timedelta | None) -> Round:
         session, step = self._session, self._step
@@ -355,8 +363,7 @@ class Manager(DataPort, Collectives, Commit, Agreement, Weighted, Exhaustion, Le
         round_.wait_configured()
         if isinstance(round_.error, DrainedError):
             self._end_drained()
-        if round_.error is not None:
-            raise round_.error
+        round_.check()
         if round_.plan is not None and round_.plan.heals:  # also late, if its last heal failed
             round_.wait_healed()
             if isinstance(round_.error, StateRefusedError):

@@ -67,6 +67,8 @@ class Round:
     plan: Plan | None = None
     received: Received | None = None
     error: Exception | None = None
+    raised: bool = False
+    """The script has been told of `error`."""
     heal_error: Exception | None = None
     configured: threading.Event = field(default_factory=threading.Event)
     healed: threading.Event = field(default_factory=threading.Event)
@@ -74,6 +76,16 @@ class Round:
     def __repr__(self) -> str:
         state = "done" if self.healed.is_set() else "configured" if self.configured.is_set() else "asking"
         return f"Round({state}, {self.why.reason}, error={self.error})"
+
+    def check(self) -> None:
+        """Raise the error of this round, if it has one: to the script, which then knows that it has ended."""
+        if self.error is not None:
+            self.raised = True
+            raise self.error
+
+    def let_go(self) -> None:
+        """Nobody can ask for this state any more: copies of it would last until the next quorum, which may be days."""
+        self.state = self.in_place = self.buckets = None
 
     def wait_configured(self) -> None:
         """Block until the lanes are up or the round failed (`error`). Bounded by the worker's own deadlines."""
@@ -149,6 +161,8 @@ class QuorumWorker:
                         self._session.step.break_(str(round_.error))
                 round_.configured.set()
                 if not self._may_heal_later(round_):
+                    round_.let_go()
+                    self._healing.forget()
                     round_.healed.set()
 
     def _work(self, round_: Round) -> None:

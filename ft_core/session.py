@@ -73,6 +73,12 @@ class Session:
         """The reason that was logged last."""
         self.works = UserWorks(self.fail_user_op)
         """The user's collectives and futures that the next vote has to wait for."""
+        self.given_s: float | None = None
+        self._given_until = 0.0
+        """The timeout that should_commit was given, while it runs, and when that is over (monotonic s)."""
+        self.parted: list[tuple[int, int]] = []
+        """(quorum_id, replica_rank) of members that have left and are to be told when what is under way has ended here;
+        bounded by the members of the quorum."""
         self._waits_for_works = False
         """The watchdog was armed for `works` only: once they have ended there is nothing to end."""
         self.pauses = Pauses()
@@ -146,10 +152,18 @@ class Session:
         elif fenced:
             self.lanes.abort_user_lane(quorum_id)
 
+    def limit(self, given_s: float | None) -> None:
+        """All that is waited for from now on has to come within `given_s`; None: each within `patience_s`."""
+        self.given_s = given_s
+        self._given_until = time.monotonic() + (given_s or 0.0)
+
     def expect(self, within_s: float | None = None, *, works_only: bool = False) -> None:
         """A collective, or a configure, begins: from now on the watchdog gives it `within_s` (else `patience_s`)."""
         self._waits_for_works = works_only
-        self.watchdog.arm(time.monotonic() + (self.patience_s if within_s is None else within_s))
+        if within_s is None and self.given_s is not None:
+            self.watchdog.arm(self._given_until)
+        else:
+            self.watchdog.arm(time.monotonic() + (self.patience_s if within_s is None else within_s))
 
     def _overdue(self) -> float | None:
         """Watchdog thread: a collective or a configure has waited for `timeout_s`."""
@@ -157,13 +171,14 @@ class Session:
         if self._waits_for_works and self.works.all_ended():
             return None
         with self.lock:
-            later = self.pauses.look_again(-math.inf, self.patience_s, now)
+            later = self.pauses.look_again(-math.inf, self.given_s or self.patience_s, now)
         if later is not None:
             return later
+        limit = f"{self.given_s:g} s (should_commit's timeout)" if self.given_s else f"timeout={self.patience_s:g} s"
         self.lanes.abort()  # also if this rank is broken already: whatever waits must end
         self.fail(
             CollectiveError(
-                f"a peer did not take part in a collective within timeout={self.budget.timeout_s:g} s "
+                f"a peer did not take part in a collective within {limit} "
                 "(if it legitimately takes long, wrap that part in manager.pause(reason, max_s))"
             )
         )
@@ -238,6 +253,22 @@ class Session:
     def on_member_lost(self, quorum_id: int, lost: tuple[str, ...], held: Version = VOID) -> None:
         """Members of the quorum are gone; `held`: the state that all of them held when they said goodbye."""
         self._lost(quorum_id, f"{'lost' if held == VOID else 'left by'} {', '.join(lost)}", held)
+        if held == VOID:
+            return
+        with self.lock:
+            plan, waits = self.step.plan, self.step.phase is Phase.LAUNCHED
+            if plan is None or plan.quorum_id != quorum_id:
+                return
+            self.parted += [(quorum_id, rank) for rank, member in enumerate(plan.quorum.ids) if member in lost]
+        if not waits:
+            self.tell_parted()
+
+    def tell_parted(self) -> None:
+        """Nothing that members wait for who have left is under way here: they need not keep their connections open."""
+        with self.lock:
+            parted, self.parted = self.parted, []
+            current = self.step.plan.quorum_id if self.step.plan is not None else 0
+        self.lanes.tell_parted([rank for quorum_id, rank in parted if quorum_id == current])
 
     def on_paused(self, quorum_id: int, replica_id: str, for_s: float) -> None:
         """A peer announces to be busy for at most `for_s` (0: it is back)."""

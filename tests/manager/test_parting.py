@@ -6,6 +6,7 @@ import threading
 import time
 
 import pytest
+import torch
 
 from ft_core.carrier import FENCE_SLOTS
 from tests.manager.harness import LIMIT_S, Cluster, Replica
@@ -88,3 +89,73 @@ def test_who_goes_on_is_not_held_by_who_has_left(cluster: Cluster) -> None:
     cluster.check(steps=6, survivors=2)
     assert all(len(r.vetoes) <= 1 for r in cluster.replicas)
     assert [c.step for c in cluster.replicas[2].commits] == [1, 2, 3]
+
+
+def test_who_leaves_is_not_held_by_a_peer_in_a_long_forward(cluster: Cluster) -> None:
+    gone = threading.Event()
+
+    class Leaves(Replica):
+        def train(self) -> None:
+            while self.manager.current_step() < 3:
+                self.iteration()
+            forward.wait(LIMIT_S)
+            started = time.monotonic()
+            self.manager.shutdown(wait=False)
+            self.took_s = time.monotonic() - started
+            gone.set()
+
+    def long(_: Replica) -> None:
+        forward.set()
+        assert gone.wait(LIMIT_S)
+
+    forward = threading.Event()
+    leaver = Leaves(1)
+    cluster.run(Replica(0, at={(3, "forward"): long}), leaver)
+    cluster.check(steps=6, survivors=1)
+    assert leaver.took_s < 2.0  # EXIT_S is 5
+
+
+class Opens(Replica):
+    """Opens a step without a model and shuts down in it, or makes the collective that the other one never makes."""
+
+    leaves = True
+    launched: threading.Event
+
+    def wrap(self) -> None: ...
+
+    def train(self) -> None:
+        manager = self.manager
+        for _ in range(2):
+            manager.start_quorum()
+            manager.allreduce(torch.ones(1)).wait()
+            assert manager.should_commit()
+        manager.start_quorum()
+        manager.wait_quorum()
+        self.committed = None
+        if self.leaves:
+            assert self.launched.wait(LIMIT_S)
+        else:
+            work = manager.allreduce(torch.ones(1))
+            self.launched.set()
+            work.wait()
+            self.committed = manager.should_commit()
+        started = time.monotonic()
+        manager.shutdown()
+        self.took_s = time.monotonic() - started
+
+
+@pytest.mark.parametrize("both", [True, False])
+def test_a_shutdown_in_an_open_step_waits_for_nobody(cluster: Cluster, both: bool) -> None:
+    launched = threading.Event()
+    if both:
+        launched.set()
+    replicas = [Opens(0), Opens(1)]
+    replicas[1].leaves = both
+    for replica in replicas:
+        replica.launched = launched
+    started = time.monotonic()
+    cluster.run(*replicas)
+    assert [r.error for r in replicas] == [None, None]
+    assert replicas[1].committed is (None if both else False)
+    assert all(r.took_s < 2.0 for r in replicas), [r.took_s for r in replicas]
+    assert time.monotonic() - started < 10.0
