@@ -78,7 +78,7 @@ class Step:
         """How often a round of data ended since this rank started."""
         self.round_ended: Version | None = None
         """The version at which the last round ended; the same on all members that hold a later one."""
-        self.everyone_out = self.source_lost = self._ends_now = False
+        self.everyone_out = self.source_lost = self._ends_now = self._passed = False
         """The last fence said: every member is out of data; the source of the buffers is; the round ends with it."""
         self.source_shift = 0
         """The buffers' source is this many places behind the first participant: those before it are out of data."""
@@ -241,7 +241,7 @@ class Step:
         self.ask_next = self.change_wanted = self.broken_reason = ""
         # soft_error stays: it may have been reported while this quorum was still being formed.
         self.verdict = None
-        self._voted = self._goes_on = self._op_launched = self._op_lost = False
+        self._voted = self._goes_on = self._op_launched = self._op_lost = self._passed = False
         self._lost_since = ""
         self.user_ops = self.source_shift = self.vetoes = 0
         early, self._early = self._early, {}
@@ -353,9 +353,9 @@ class Step:
     def heal_applied(self, round_ended: Version | None = None) -> None:
         """The received state has been loaded: this rank holds `base` now. `round_ended`: the donor's."""
         assert self.heal is Heal.READY
-        self.heal = Heal.NONE
+        self.heal, self.open_attempt, self.heals_late = Heal.NONE, -1, False
         self.version, self.lineage = self.base, self.base_lineage
-        self.open_attempt, self.heals_late = -1, False
+        round_ended = self.base if self._passed else round_ended  # the donor itself may have missed the end
         if round_ended != self.round_ended:
             self.rounds, self.round_ended = self.rounds + 1, round_ended
 
@@ -462,7 +462,7 @@ class Step:
     def _judge(self, sums: Sequence[float], now: float) -> Verdict:
         assert self.plan is not None
         rules, n = self.settings.rules, self.plan.size
-        self.everyone_out = self.source_lost = self._ends_now = False
+        self.everyone_out = self.source_lost = self._ends_now = self._passed = False
 
         def verdict(outcome: Outcome, reason: str = "", **more: object) -> Verdict:
             assert self.plan is not None
@@ -479,10 +479,10 @@ class Step:
             if told.no_lease == n:
                 reason = f"no member has had a lease for autonomy_s={self.settings.autonomy_s:g} s"
                 return verdict(Outcome.VETO, f"{reason}: waiting for a lighthouse", change=told.change > 0)
-        self.source_lost, self.everyone_out = told.sources_lost > 0, told.out == n
+        self.source_lost, self.everyone_out, self._passed = told.sources_lost > 0, told.out == n, told.passed > 0
         self._ends_now = (self.everyone_out or told.ends > 0) and not told.lagging
         lag_ends = told.lagging > 0 and (self.everyone_out or told.ends + told.stop > 0)
-        missed = told.passed > 0 and not self.behind and self.round_ended != self.base
+        missed = self._passed and not self.behind and self.round_ended != self.base
         ranks = self.participants
         missing = places_missing(ranks, told.shares) if rules.r17_shares else ()
         more: dict[str, Any] = {

@@ -20,6 +20,8 @@ class MemberRules:
     r10_ready: bool = True
     r11_no_veto: bool = True
     r12_alike: bool = True
+    r12_pauses: bool = True
+    pauses_extend: bool = True
     r15_stale: bool = True
     r16_parting: bool = True
     r17_shares: bool = True

@@ -208,3 +208,19 @@ def test_a_newcomer_that_is_behind_raises_no_flag_of_others_rounds() -> None:
     assert rig["c"].slots(0.0)[LAGS_AND_PASSED] == 0
     rig.fence()
     assert rig["a"].rounds == 1
+
+
+def test_who_is_healed_by_one_that_missed_the_end_learns_it_from_those_who_passed_it() -> None:
+    rig = started()
+    for step in rig.steps.values():
+        out(step)
+    rig.attempt()
+    ended = rig["a"].round_ended
+    for step in rig.steps.values():
+        step.exhausted = False
+        step.ask_next = "a change"
+    rig["b"].tear()
+    rig["c"].round_ended, rig["c"].rounds = None, 0  # its fence of that attempt failed
+    rig.form()
+    rig.attempt()  # the heal, from c, tells b of no end
+    assert [(step.round_ended, step.rounds) for step in rig.steps.values()] == [(ended, 1), (ended, 1), (ended, 1)]

@@ -27,9 +27,11 @@ from ft_core.assignment import WorldSizeMode
 from ft_core.fence import FENCE_SLOTS
 from ft_core.group import Mismatch, Votes, merge_asks
 from ft_core.membership import QuorumIds, Room
+from ft_core.pauses import Pauses, Wait
 from ft_core.quorum import VOID, Ask, NotReady, Quorum, Rules, Version, View, decide
 from ft_core.settings import LighthouseSettings
 from ft_core.step import Go, Heal, MemberRules, Outcome, Phase, Step, StepSettings, Verdict
+from ft_core.waiting import Waiting
 from tests.simulation.history import History, Violation
 from tests.simulation.samples import Samples
 
@@ -38,8 +40,11 @@ if TYPE_CHECKING:
 
 FAULTS = (
     "kill", "freeze", "cut_lighthouse", "cut_peers", "cut_all", "blip", "lighthouse", "slow", "late", "soft", "leave",
-    "pause", "duplicate", "configure", "heal", "skip", "turbulence", "hidden", "proxy", "oneway",
+    "pause", "duplicate", "configure", "heal", "skip", "turbulence", "hidden", "proxy", "oneway", "freeze_rank",
 )  # fmt: skip
+
+PASSING = frozenset({"pause", "configure", "late", "skip", "soft", "heal"})
+"""Faults that are announced, or cost an attempt: they are no reason to give up waiting."""
 
 
 @dataclass(frozen=True)
@@ -61,6 +66,8 @@ class Config:
     connect_s: float = 1.0
     timeout_s: float = 2.5
     heal_s: float = 0.8
+    quorum_s: float = 9.0
+    """A rank whose ask is not answered within it gives up, and its group dies."""
     autonomy_s: float = 3.0
     orphan_s: float = 5.0
     boot_window_s: float = 0.5
@@ -132,7 +139,9 @@ class World:
         self.rings: dict[tuple[int, int], Ring] = {}
         self.incarnations = [0] * config.groups
         self.lighthouse: Lighthouse | None = None
-        self._queue: list[tuple[float, int, Group | None, Callable[..., None], tuple[Any, ...]]] = []
+        self.trouble_at = 0.0
+        """When a fault that is not announced began or ended last."""
+        self._queue: list[tuple[float, int, Group | Rank | None, Callable[..., None], tuple[Any, ...]]] = []
         self._count = 0
 
     @property
@@ -148,7 +157,7 @@ class World:
         """The story so far, or its last lines."""
         return "\n".join(f"{t:8.3f}  {text % args if args else text}" for t, text, args in self.story[-last:])
 
-    def at(self, delay: float, owner: Group | None, fn: Callable[..., None], *args: Any) -> None:
+    def at(self, delay: float, owner: Group | Rank | None, fn: Callable[..., None], *args: Any) -> None:
         """Call `fn` after `delay`; if `owner` is frozen then, when it thaws; if it is dead, never."""
         self._count += 1
         heapq.heappush(self._queue, (self.now + delay, self._count, owner, fn, args))
@@ -205,7 +214,7 @@ class World:
                 if not owner.alive:
                     continue
                 if owner.frozen:
-                    owner.deferred.append((fn, args))
+                    owner.defer(fn, args)
                     continue
             fn(*args)
         self.now = end
@@ -215,6 +224,7 @@ class World:
     def start_lighthouse(self) -> None:
         """Start a lighthouse that remembers nothing; its clock may have gone back a little."""
         self.boots += 1
+        self.trouble_at = self.now
         boot = 1000 + int(self.now) + (self.rng.randint(-8, 2) if self.boots > 1 else 0)
         self.lighthouse = Lighthouse(self, boot)
         self.say("the lighthouse starts (boot %d, number %d)", boot, self.boots)
@@ -231,6 +241,7 @@ class World:
     def spawn(self, number: int) -> Group:
         """Start a new incarnation of a group."""
         self.incarnations[number] += 1
+        self.trouble_at = self.now
         group = Group(self, number, self.incarnations[number])
         self.groups[group.rid] = self.active[group.rid] = group
         self.say("%s starts", group.rid)
@@ -241,12 +252,40 @@ class World:
         """The living processes of a name."""
         return [g for g in self.active.values() if g.number == number]
 
+    # ------------------------------------------------------------ giving up
+
+    def troubled(self) -> bool:
+        """A fault that nobody announces is going on."""
+        groups = [g for g in self.active.values() if not g.done]
+        cut = any(g.cut_lighthouse or g.cut_peers or g.proxy_down or g.deaf for g in groups)
+        stuck = cut or any(g.frozen or any(r.stopped for r in g.ranks) for g in groups)
+        return stuck or self.lighthouse is None or len({g.number for g in groups}) < self.config.groups
+
+    def paused_peer(self, rank: Rank, since: float, why: str) -> None:
+        """A rank breaks its quorum: not because of a peer that is paused, if nothing else was wrong meanwhile (I7)."""
+        plan, config = rank.step.plan, self.config
+        if plan is None or self.trouble_at >= since or self.troubled():
+            return
+        busy = [g.rid for g in self.active.values() if g.rid in plan.quorum.ids and g.busy_until > self.now]
+        if busy and config.bad_group < 0:
+            raise Violation("I7", f"{rank.name} breaks its quorum: {why}, though {', '.join(busy)} announced a pause")
+
+    def gives_up(self, rank: Rank, since: float, why: str) -> None:
+        """A rank has waited for too long. Nobody may while the others are fine, or just paused (I7)."""
+        config = self.config
+        excused = config.finish_at or not config.allow_heal or config.bad_group >= 0 or self.trouble_at >= since
+        if not excused and not self.troubled():
+            busy = [g.rid for g in self.active.values() if g.busy_until > since]
+            raise Violation("I7", f"{rank.name} gives up: {why}, though only {busy or 'nobody'} was paused")
+
     # ------------------------------------------------------------ faults
 
     def _fault(self) -> None:
         if self.calm:
             return
         kind = self.rng.choice(self.config.faults)
+        if kind not in PASSING:
+            self.trouble_at = self.now
         groups = [g for g in self.active.values() if not g.done]
         if kind in ("lighthouse", "turbulence") or groups:
             inject: Callable[..., None] = getattr(self, f"_fault_{kind}", self._fault_inject)
@@ -272,8 +311,18 @@ class World:
             group.freeze()
             self.at(self._how_long(), None, group.thaw)
 
+    def _fault_freeze_rank(self, _: str, group: Group) -> None:
+        """SIGSTOP to one rank of a group, not to its leader."""
+        others = [rank for rank in group.ranks[1:] if not rank.stopped]
+        if others:
+            rank = self.rng.choice(others)
+            rank.stop()
+            self.at(self._how_long(), None, rank.resume)
+
     def _fault_duplicate(self, _: str, group: Group) -> None:
         """A scheduler believes a frozen or cut-off process lost and starts another."""
+        if self.calm:
+            return
         if (group.frozen or group.cut_lighthouse) and len(self.living(group.number)) == 1:
             self.say("the scheduler gives up on %s", group.rid)
             self.spawn(group.number)
@@ -301,6 +350,7 @@ class World:
         self.at(self._how_long(), None, self._mend, group)
 
     def _mend(self, group: Group) -> None:
+        self.trouble_at = self.now
         if group.alive and (group.cut_lighthouse or group.cut_peers):
             self.say("%s is connected again", group.rid)
             group.cut_peers = False
@@ -326,6 +376,7 @@ class World:
         self.at(self._how_long(), None, self._proxy_back, behind)
 
     def _proxy_back(self, behind: list[Group]) -> None:
+        self.trouble_at = self.now
         self.say("the proxy of %s is back", ", ".join(g.rid for g in behind))
         for group in behind:
             group.proxy_down = False
@@ -345,6 +396,7 @@ class World:
             conn.break_()
 
     def _hears_again(self, group: Group) -> None:
+        self.trouble_at = self.now
         if group.deaf:
             self.say("%s receives again what the lighthouse sends", group.rid)
             group.deaf = False
@@ -403,6 +455,9 @@ class World:
                 self._mend(group)
             if group.frozen:
                 group.thaw()
+            for rank in group.ranks:
+                rank.resume()
+        self.trouble_at = self.now
         if self.lighthouse is None:
             self.start_lighthouse()
         for number in range(self.config.groups):
@@ -467,8 +522,9 @@ class Lighthouse:
                     self._push(replica_id, ("quorum", seq, quorum))
             case room_events.Note(text):
                 world.say("lighthouse: %s", text)
-            case room_events.Explain(to, reason):
+            case room_events.Explain(to, reason, paused_s):
                 world.say("lighthouse to %s: %s", ", ".join(to), reason)
+                self._push_all(to, ("reason", paused_s))
             case room_events.Superseded(replica_id, quorum_id):
                 self._push(replica_id, ("lost", quorum_id, "superseded"))
             case room_events.Refuse(replica_id, reason, finished):
@@ -477,8 +533,8 @@ class Lighthouse:
                 self._push_all(to, ("lost", quorum_id, f"{', '.join(lost)} is lost", held))
             case room_events.ChangePending(to, quorum_id, reason):
                 self._push_all(to, ("change", quorum_id, reason))
-            case room_events.Paused(to, quorum_id, _, for_s):
-                self._push_all(to, ("paused", quorum_id, for_s))
+            case room_events.Paused(to, quorum_id, who, for_s):
+                self._push_all(to, ("paused", quorum_id, who, for_s))
 
     def _push_all(self, to: tuple[str, ...], message: tuple[Any, ...]) -> None:
         for replica_id in to:
@@ -520,6 +576,9 @@ class Conn:
             self.lighthouse.conns[self.group.rid] = self
             self.group.unleased_since = None
         self.lighthouse.handle(event)
+        room = self.lighthouse.room
+        if isinstance(event, room_events.Asked) and room.reason:  # its shell tells who asks what it has told the others
+            self.push(("reason", max(0.0, room.paused_until - self.world.now)))
         if isinstance(event, room_events.Hello | room_events.Progress):
             self.push(("ack", sent_at))
         elif isinstance(event, room_events.Left):
@@ -586,11 +645,15 @@ class Group:
         self.deaf = False
         """What the lighthouse sends does not reach it."""
         self.leaving = False
-        self.deferred: list[tuple[Callable[..., None], tuple[Any, ...]]] = []
+        self.deferred: list[tuple[Group | Rank, Callable[..., None], tuple[Any, ...]]] = []
         self.injected: set[str] = set()
         self.slow_until = 0.0
-        self.peer_busy_until = 0.0
-        self.busy_until = 0.0
+        self.pauses = Pauses()
+        """Of the members of the quorum; those of its own ranks under its own id."""
+        self.quorum_pauses = Pauses()
+        """Of those that the next quorum waits for."""
+        self.incomplete = False
+        """A rank is missing, and the lighthouse has been told."""
         self.commits = 0
         self.unleased_since: float | None = world.now
         self.excused_at = self.presumed_over_at = -1.0
@@ -600,12 +663,18 @@ class Group:
         self._open_ask: Ask | None = None
         self._asks: dict[int, Ask] = {}
         self.votes = Votes(world.config.ranks)
+        self.waiting = Waiting()
         self.ranks: list[Rank] = []
 
     def __repr__(self) -> str:
         state = "frozen" if self.frozen else "alive" if self.alive else "dead"
         asks = f", asking seq {self._open_ask.seq}" if self._open_ask else ""
         return f"{self.rid} ({state}{asks}, {', '.join(repr(r.step) for r in self.ranks)})"
+
+    @property
+    def busy_until(self) -> float:
+        """Until when one of its ranks has announced to be busy; 0: none has."""
+        return max((rank.busy_until for rank in self.ranks), default=0.0)
 
     # ------------------------------------------------------------ life
 
@@ -633,6 +702,7 @@ class Group:
             return
         self.alive = False
         world.active.pop(self.rid, None)
+        world.trouble_at = world.now
         world.say("%s %s%s", self.rid, how, " (its sockets stay open in a forked child)" if hidden else "")
         if self.conn is not None:
             soon = world.config.liveness_s if self.cut_lighthouse else world.between(0.001, 0.02)
@@ -650,6 +720,10 @@ class Group:
             self.world.say("the supervisor reports the end of %s", word)
             lighthouse.handle(room_events.Ended(word))
 
+    def defer(self, fn: Callable[..., None], args: tuple[Any, ...]) -> None:
+        """Do it when this process is thawed."""
+        self.deferred.append((self, fn, args))
+
     def freeze(self) -> None:
         """SIGSTOP."""
         self.world.say("%s is frozen", self.rid)
@@ -663,9 +737,10 @@ class Group:
             return
         self.world.say("%s is thawed", self.rid)
         self.frozen = False
+        self.world.trouble_at = self.world.now
         deferred, self.deferred = self.deferred, []
-        for position, (fn, args) in enumerate(deferred):
-            self.world.at(position * 1e-6, self, fn, *args)
+        for position, (owner, fn, args) in enumerate(deferred):
+            self.world.at(position * 1e-6, owner, fn, *args)
         if self.conn is not None and not self.conn.server_open:
             self.world.at(self.world.between(0.0, 0.01), self, self.conn_lost, self.conn)
         self.world.recheck()
@@ -709,6 +784,8 @@ class Group:
         self.conn.send(self.hello(), world.now)
         if self._open_ask is not None:
             self.conn.send(room_events.Asked(self._open_ask, self._generation), world.now)
+        if self.incomplete:
+            self._report_incomplete()
 
     def conn_lost(self, conn: Conn) -> None:
         """The client sees its stream end."""
@@ -728,6 +805,7 @@ class Group:
             quorum_id=quorum.quorum_id if quorum else 0, members=quorum.ids if quorum else (),
             expected=config.expected, min_replicas=config.min_replicas, group_world_size=config.ranks,
             join_s=config.join_s, liveness_s=config.liveness_s, orphan_s=config.orphan_s,
+            paused_s=max(0.0, self.busy_until - self.world.now),
         )  # fmt: skip
 
     def stable(self) -> Version:
@@ -736,41 +814,70 @@ class Group:
 
     def _progress(self) -> None:
         world = self.world
-        if self.done:
+        if not self.done:
+            self.report()
+            world.at(world.config.progress_s * world.between(0.8, 1.0), self, self._progress)
+
+    def report(self) -> None:
+        """Renew the lease."""
+        if self.done or self.conn is None or not self.conn.client_open:
             return
-        if self.conn is not None and self.conn.client_open:
-            step = self.ranks[0].step
-            paused = max(0.0, self.busy_until - world.now)
-            event = room_events.Progress(
-                self.rid, self._generation, max(step.version.step, 0), step.phase.value, self.stable(), paused
-            )
-            self.conn.send(event, world.now)
-        world.at(world.config.progress_s * world.between(0.8, 1.0), self, self._progress)
+        step, now = self.ranks[0].step, self.world.now
+        paused = max(0.0, self.busy_until - now)
+        event = room_events.Progress(
+            self.rid, self._generation, max(step.version.step, 0), step.phase.value, self.stable(), paused
+        )
+        self.conn.send(event, now)
+
+    def busy(self) -> None:
+        """A rank announces what it is about to do, or is back: its group and the lighthouse learn it."""
+        for_s = max(0.0, self.busy_until - self.world.now)
+        self.pauses.announce(self.rid, for_s, self.world.now)
+        if self.world.config.member_rules.r12_pauses:
+            self.waiting_for_ranks(for_s)
+        self.report()
+
+    def waiting_for_ranks(self, for_s: float) -> None:
+        """Those that have asked already wait for one that is paused and has not."""
+        absent = [rank for rank in self.ranks if rank.index not in self._asks and rank.busy_until > self.world.now]
+        self.quorum_pauses.announce(self.rid, for_s if absent else 0.0, self.world.now)
 
     def on_push(self, message: tuple[Any, ...]) -> None:
         """Something arrived from the lighthouse."""
-        kind = message[0]
-        if kind == "ack":
-            for rank in self.ranks:
-                rank.step.lease_acked_at = max(rank.step.lease_acked_at, message[1])
-        elif kind == "quorum":
-            _, seq, quorum = message
-            if self._open_ask is not None and self._open_ask.seq == seq:
-                self._open_ask = None
-                self._asks.clear()
-                for rank in self.ranks:
-                    self.world.at(self.world.between(0.0, 0.01), self, rank.enter, quorum)
-        elif kind == "lost":
-            for rank in self.ranks:
-                rank.lost(*message[1:])
-        elif kind == "change":
-            for rank in self.ranks:
-                rank.step.want_change(message[1], message[2])
+        kind, *rest = message
+        if kind == "quorum":
+            self._on_quorum(*rest)
         elif kind == "paused":
-            self.peer_busy_until = max(self.peer_busy_until, self.world.now + message[2])
+            quorum_id, who, for_s = rest
+            if quorum_id >= self.ranks[0].quorum_id:
+                self.pauses.announce(who, for_s, self.world.now)
+        elif kind == "reason":
+            self.quorum_pauses.announce("", rest[0], self.world.now)
         elif kind == "refused":
-            self.world.say("%s is refused: %s", self.rid, message[2])
+            self.world.say("%s is refused: %s", self.rid, rest[1])
             self.stop()
+        for rank in self.ranks:
+            if kind == "ack":
+                rank.step.lease_acked_at = max(rank.step.lease_acked_at, rest[0])
+            elif kind == "lost":
+                rank.told(rank.lost, *rest)
+            elif kind == "change":
+                rank.told(rank.step.want_change, *rest)
+
+    def _on_quorum(self, seq: int, quorum: Quorum) -> None:
+        if self._open_ask is None or self._open_ask.seq != seq:
+            return
+        world = self.world
+        self._open_ask = None
+        asked, self._asks = self._asks, {}
+        self.pauses.forget()
+        self.quorum_pauses.forget()
+        self.pauses.announce(self.rid, self.busy_until - world.now, world.now)
+        for rank in self.ranks:
+            if rank.index in asked:
+                world.at(world.between(0.0, 0.01), rank, rank.enter, quorum)
+        if len(asked) < len(self.ranks):
+            world.at(0.011, self, self._lacks_a_rank, quorum.quorum_id)
 
     # ------------------------------------------------------------ the group server
 
@@ -779,13 +886,16 @@ class Group:
         self._asks[index] = ask
         for rank in self.ranks:
             if rank.index != index and rank.index not in self._asks:
-                rank.lost(ask.quorum_id, f"rank {index} of this group asks for a new quorum: {ask.reason}")
+                why = f"rank {index} of this group asks for a new quorum: {ask.reason}"
+                rank.told(rank.lost, ask.quorum_id, why)
+        if self.world.config.member_rules.r12_pauses:
+            self.waiting_for_ranks(max(0.0, self.busy_until - self.world.now))
         merged = merge_asks(self._asks, len(self.ranks))
         if isinstance(merged, Mismatch):
             raise Violation("sim", merged.reason)
         if merged is None:
             return
-        self._open_ask = merged
+        self._open_ask, self.incomplete = merged, False
         if merged.version == VOID:  # some of its ranks were healed, some not: as good as torn
             for rank in self.ranks:
                 rank.was_torn = True
@@ -801,12 +911,46 @@ class Group:
         result = self.votes.cast(index, verdict)
         if len(self.votes._open) > 8:
             raise Violation("I9", "votes")
-        if result is None:
-            return
+        decided = self.waiting.result(verdict.quorum_id, verdict.attempt)
+        if decided is None and result is not None:
+            self.waiting.decided(result)
+            decided = result
+        if decided is not None:
+            self._settle(decided)
+
+    def _settle(self, result: Verdict) -> None:
         for rank in self.ranks:
             step = rank.step
             if step.plan is not None and (step.plan.quorum_id, step.attempt) == (result.quorum_id, result.attempt):
-                self.world.at(self.world.between(0.0, 0.002), self, rank.settle, result)
+                self.world.at(self.world.between(0.0, 0.002), rank, rank.settle, result)
+
+    def rank_silent(self, rank: Rank, stopped_at: float) -> None:
+        """The leader has not heard of a rank for a liveness timeout."""
+        if rank.stopped and rank.stopped_at == stopped_at and not self.done:
+            self._asks.pop(rank.index, None)
+            self._lacks_a_rank(self.ranks[0].quorum_id)
+
+    def _lacks_a_rank(self, quorum_id: int) -> None:
+        """The group can neither go on nor ask: its ranks and the lighthouse are told."""
+        if self.done:
+            return
+        self.world.say("%s lacks a rank", self.rid)
+        self.incomplete = True
+        self.waiting.broke(quorum_id, "a rank is missing")
+        for rank in self.ranks:
+            if rank.index not in self._asks:
+                rank.told(rank.lost, quorum_id, "a rank of this group is missing")
+            plan = rank.step.plan
+            result = self.waiting.result(quorum_id, rank.step.attempt)
+            if plan is not None and plan.quorum_id == quorum_id and result is not None:
+                self.world.at(self.world.between(0.0, 0.002), rank, rank.settle, result)
+        self._report_incomplete()
+
+    def _report_incomplete(self) -> None:
+        if self.conn is not None and self.conn.client_open:
+            quorum_id = self.ranks[0].quorum_id
+            event = room_events.Incomplete(self.rid, self._generation, quorum_id, f"{self.rid} lacks a rank")
+            self.conn.send(event, self.world.now)
 
     def goodbye(self, why: str, *, agreed: bool, finished: bool) -> None:
         """Leave on purpose."""
@@ -866,6 +1010,13 @@ class Rank:
         self.received: int | None = None
         self.received_round: Version | None = None
         self.ring: Ring | None = None
+        self.stopped = False
+        """SIGSTOP to this rank alone."""
+        self.stopped_at = 0.0
+        self.deferred: list[tuple[Group | Rank, Callable[..., None], tuple[Any, ...]]] = []
+        self.busy_until = self.back_at = 0.0
+        """Until when it has announced to be busy, and when it will really be back; 0: it is not busy."""
+        self.open_ask: Ask | None = None
         self.token = 0
         """Which training-thread activity is current: a timer with an older one is void."""
         self.waiting_to_launch = self.waiting_for_heal = False
@@ -883,6 +1034,53 @@ class Rank:
         return self.group.number == config.bad_group and config.bad_rank in (-1, self.index)
 
     @property
+    def alive(self) -> bool:
+        """Its process group lives."""
+        return self.group.alive
+
+    @property
+    def frozen(self) -> bool:
+        """It does nothing."""
+        return self.stopped or self.group.frozen
+
+    def defer(self, fn: Callable[..., None], args: tuple[Any, ...]) -> None:
+        """Do it when this rank is thawed."""
+        (self.group if self.group.frozen else self).deferred.append((self, fn, args))
+
+    def told(self, fn: Callable[..., None], *args: Any) -> None:
+        """The leader tells this rank something, which handles it now, or when it is thawed."""
+        if self.frozen:
+            self.defer(fn, args)
+        else:
+            fn(*args)
+
+    def stop(self) -> None:
+        """SIGSTOP."""
+        world = self.world
+        if self.stopped or not self.alive or self.group.done:
+            return
+        world.say("%s alone is frozen", self.name)
+        self.stopped, self.stopped_at = True, world.now
+        world.at(world.config.liveness_s, self.group, self.group.rank_silent, self, world.now)
+
+    def resume(self) -> None:
+        """SIGCONT: its stream to the leader is opened anew, with the ask that is open."""
+        if not self.stopped or not self.alive:
+            return
+        self.world.say("%s is thawed", self.name)
+        self.stopped = False
+        self.world.trouble_at = self.world.now
+        deferred, self.deferred = self.deferred, []
+        for position, (owner, fn, args) in enumerate(deferred):
+            self.world.at(position * 1e-6, owner, fn, *args)
+        self.world.at(0.02, self, self._present_ask)
+        self.world.recheck()
+
+    def _present_ask(self) -> None:
+        if self.asking and self.open_ask is not None and not self.group.done and self.index not in self.group._asks:
+            self.group.submit(self.index, self.open_ask)
+
+    @property
     def quorum_id(self) -> int:
         """The quorum this rank is in; 0: none."""
         return self.step.plan.quorum_id if self.step.plan else 0
@@ -895,6 +1093,9 @@ class Rank:
         if group.done or self.asking:
             return
         self.token += 1
+        if self.back_at > self.world.now:  # the training thread is busy with what it announced
+            self.world.at(self.back_at - self.world.now, self, self._ask_later, self.token)
+            return
         self.waiting_to_launch = self.waiting_for_heal = False
         if self.world.config.finish_at and step.version.step >= self.world.config.finish_at:
             step.exhausted = True
@@ -911,7 +1112,43 @@ class Rank:
             group.goodbye("drained", agreed=not decision.failed, finished=False)
             return
         self.asking = True
-        group.submit(self.index, step.ask(Ask("", 0, **self._template()), decision))
+        self.open_ask = step.ask(Ask("", 0, **self._template()), decision)
+        self._maybe_pause()
+        world = self.world
+        wait = Wait(group.quorum_pauses, world.config.quorum_s, world.now)
+        world.at(wait.at - world.now, self, self._ask_expires, self.token, wait, world.now)
+        group.submit(self.index, self.open_ask)
+
+    def _ask_expires(self, token: int, wait: Wait, since: float) -> None:
+        """quorum_timeout."""
+        world, group = self.world, self.group
+        if token != self.token or not self.asking or group.done:
+            return
+        if world.config.member_rules.pauses_extend and not wait.over(world.now):
+            world.at(wait.at - world.now, self, self._ask_expires, token, wait, since)
+            return
+        world.gives_up(self, since, f"no quorum within {world.config.quorum_s:g} s")
+        group.die("gives up waiting for a quorum")
+        if world.calm or world.rng.random() < 0.8:
+            world.at(world.between(0.02, 1.0), None, world._restart, group.number)
+
+    def _maybe_pause(self) -> None:
+        """The training script announces that it will be busy, and may be back early."""
+        world, group = self.world, self.group
+        if "pause" not in group.injected or world.rng.randrange(len(group.ranks)):
+            return
+        group.injected.discard("pause")
+        length = world.between(0.5, 4.0) if world.rng.random() < 0.7 else world.between(4.0, 14.0)
+        self.busy_until = world.now + length * world.between(1.0, 5.0)
+        self.back_at = world.now + length
+        world.say("%s pauses for %.1f s", self.name, length)
+        group.busy()
+        world.at(length, self, self._back)
+
+    def _back(self) -> None:
+        self.world.say("%s is back", self.name)
+        self.busy_until = self.back_at = 0.0
+        self.group.busy()
 
     def _look_at_the_data(self) -> None:
         step, number = self.step, self.group.number
@@ -942,9 +1179,9 @@ class Rank:
         world = self.world
         if "configure" in self.group.injected:
             self.group.injected.discard("configure")
-            world.at(world.between(0.01, 0.5), self.group, self._configure_failed, self.token, "injected")
+            world.at(world.between(0.01, 0.5), self, self._configure_failed, self.token, "injected")
             return
-        world.at(world.between(0.001, 0.01), self.group, self._configure, self.token)
+        world.at(world.between(0.001, 0.01), self, self._configure, self.token)
 
     def _configure(self, token: int) -> None:
         if token != self.token or self.step.phase is not Phase.ENTERED:
@@ -957,7 +1194,7 @@ class Rank:
         if ring is None:
             ring = self.world.rings[key] = Ring(self.world, self.step.plan.quorum, self.index)
         self.ring = ring
-        self.world.at(self.world.config.connect_s, self.group, self._configure_failed, token, "connect timeout")
+        self.world.at(self.world.config.connect_s, self, self._configure_failed, token, "connect timeout")
         ring.arrive(self)
 
     def _configure_failed(self, token: int, why: str) -> None:
@@ -999,7 +1236,7 @@ class Rank:
             self.was_torn = True
             self.state = hash((2, self.group.key, plan.quorum_id))
             self.world.history.torn.add(self.state)
-        self.world.at(self.world.config.heal_s, self.group, self._heal_deadline, plan.quorum_id)
+        self.world.at(self.world.config.heal_s, self, self._heal_deadline, plan.quorum_id)
         self._try_donor(plan.quorum_id, 0, plan.finish)
 
     def _heal_deadline(self, quorum_id: int) -> None:
@@ -1019,7 +1256,7 @@ class Rank:
             return
         donor = plan.quorum.members[plan.donors[position]].replica_id
         delay = self.world.between(0.005, 0.05) if self.world.rng.random() < 0.8 else self.world.between(0.05, 0.6)
-        self.world.at(delay, self.group, self._from_donor, quorum_id, position, finish, donor)
+        self.world.at(delay, self, self._from_donor, quorum_id, position, finish, donor)
 
     def _from_donor(self, quorum_id: int, position: int, finish: bool, donor_id: str) -> None:
         plan, world = self.step.plan, self.world
@@ -1027,21 +1264,22 @@ class Rank:
             return
         donor = world.groups[donor_id]
         theirs = donor.ranks[self.index].step if donor.ranks else None
+        still = not donor.ranks or donor.ranks[self.index].frozen
         usable = (
-            donor.alive and not donor.frozen and world.connected(self.group, donor) and theirs is not None
+            donor.alive and not still and world.connected(self.group, donor) and theirs is not None
             and theirs.plan is not None and theirs.plan.quorum_id == quorum_id and theirs.version == plan.target
             and "heal" not in self.group.injected and not self._never_heals
         )  # fmt: skip
         if "heal" in self.group.injected and world.rng.random() < 0.5:
             self.group.injected.discard("heal")
         if not usable:
-            world.at(0.02, self.group, self._try_donor, quorum_id, position + 1, finish)
+            world.at(0.02, self, self._try_donor, quorum_id, position + 1, finish)
             return
         source = donor.ranks[self.index]
         if finish:
             kept = source.kept
             if kept is None or kept.version != plan.target:
-                world.at(0.01, self.group, self._try_donor, quorum_id, position + 1, finish)
+                world.at(0.01, self, self._try_donor, quorum_id, position + 1, finish)
                 return
             before, samples = self.state, self.samples
             self.state = hash((3, before, kept.gradients, kept.divisor))
@@ -1088,11 +1326,8 @@ class Rank:
         length = world.config.forward_s * world.between(0.5, 1.5)
         if world.now < group.slow_until:
             length *= 8
-        if "pause" in group.injected and not self.index:
-            group.injected.discard("pause")
-            length += world.between(0.5, 4.0)
-            group.busy_until = world.now + length
-            world.say("%s pauses for %.1f s", group.rid, length)
+        self._maybe_pause()
+        length += max(0.0, self.back_at - world.now)
         if "soft" in group.injected and not world.rng.randrange(len(group.ranks)):
             group.injected.discard("soft")
             self.step.fail_softly("a NaN was found")
@@ -1102,6 +1337,9 @@ class Rank:
         if token != self.token:
             return
         step, world = self.step, self.world
+        if self.back_at > world.now:
+            world.at(self.back_at - world.now, self, self._launch, token)
+            return
         if step.heal is Heal.PENDING and step.phase is not Phase.BROKEN:
             self.waiting_to_launch = True
             return
@@ -1117,11 +1355,11 @@ class Rank:
         if "skip" in self.group.injected:
             self.group.injected.discard("skip")
             world.say("%s: the training script starts the next step without should_commit", self.name)
-            world.at(world.between(0.001, 0.05), self.group, self._skip, token)
+            world.at(world.between(0.001, 0.05), self, self._skip, token)
         if "late" in self.group.injected and world.rng.random() < 0.6:
             self.group.injected.discard("late")
             late = self._late_bucket if world.rng.random() < 0.6 else self._late_soft
-            world.at(world.between(0.0, 0.05), self.group, late, token, step.attempt)
+            world.at(world.between(0.0, 0.05), self, late, token, step.attempt)
 
     def _share(self) -> int:
         """The samples in this rank's gradient; zeros have none."""
@@ -1154,16 +1392,31 @@ class Rank:
                 self._ask_at_once()
 
     def _watchdog(self, token: int, op: Op) -> None:
-        until = max(self.world.config.timeout_s, self.group.peer_busy_until - self.world.now)
-        self.world.at(until, self.group, self._timed_out, token, op)
+        world = self.world
+        wait = Wait(self.group.pauses, world.config.timeout_s, world.now)
+        world.at(wait.at - world.now, self, self._timed_out, token, op, wait, world.now)
 
-    def _timed_out(self, token: int, op: Op) -> None:
+    def _timed_out(self, token: int, op: Op, wait: Wait, since: float) -> None:
+        world = self.world
         if token != self.token or self.step.phase is not Phase.LAUNCHED:
             return
-        if self.group.peer_busy_until > self.world.now:
-            self._watchdog(token, op)
+        if not wait.over(world.now):
+            world.at(wait.at - world.now, self, self._timed_out, token, op, wait, since)
         else:
+            world.paused_peer(self, since, "a collective timed out")
             self.op_failed(op, "collective timeout")
+
+    def _vote_expires(self, attempt: tuple[int, int], wait: Wait, since: float) -> None:
+        """The other ranks of the group have not voted in time."""
+        world, step = self.world, self.step
+        open_ = step.phase is Phase.FENCED and (self.quorum_id, step.attempt) == attempt and not self.group.done
+        if not open_ or self.group.waiting.result(*attempt) is not None:
+            return
+        if world.config.member_rules.r12_pauses and not wait.over(world.now):
+            world.at(wait.at - world.now, self, self._vote_expires, attempt, wait, since)
+            return
+        world.paused_peer(self, since, "a vote timed out")
+        self.settle(Verdict(*attempt, Outcome.BROKEN, "the ranks did not agree in time"))
 
     def op_failed(self, op: Op, why: str) -> None:
         """The data plane reports an error."""
@@ -1184,7 +1437,7 @@ class Rank:
         self._vote_broken()
         if not self.asking:
             self.token += 1
-            self.world.at(self.world.between(0.001, 0.01), self.group, self._ask_later, self.token)
+            self.world.at(self.world.between(0.001, 0.01), self, self._ask_later, self.token)
 
     def _vote_broken(self) -> None:
         plan = self.step.plan
@@ -1215,14 +1468,22 @@ class Rank:
         if verdict.outcome is Outcome.COMMIT:
             world.history.check_roles(self, op, verdict)
         if world.rng.random() < 0.2:
-            world.at(world.between(0.0, 0.03), self.group, self._should_commit, self.token)
+            world.at(world.between(0.0, 0.03), self, self._should_commit, self.token)
         else:
-            self.group.vote(self.index, step.vote())
+            self._vote()
+
+    def _vote(self) -> None:
+        world = self.world
+        if len(self.group.ranks) > 1:
+            wait = Wait(self.group.pauses, world.config.timeout_s, world.now)
+            attempt = (self.quorum_id, self.step.attempt)
+            world.at(wait.at - world.now, self, self._vote_expires, attempt, wait, world.now)
+        self.group.vote(self.index, self.step.vote())
 
     def _should_commit(self, token: int) -> None:
         """The fence was back before the script called should_commit."""
         if token == self.token:
-            self.group.vote(self.index, self.step.vote())
+            self._vote()
 
     def settle(self, verdict: Verdict) -> None:
         """should_commit() has the group's verdict."""
@@ -1264,7 +1525,7 @@ class Rank:
         if verdict.outcome is Outcome.VETO:
             world.say("%s: not committed: %s", self.name, verdict.reason)
         self.token += 1
-        world.at(world.between(0.0, 0.003), self.group, self._ask_later, self.token)
+        world.at(world.between(0.0, 0.003), self, self._ask_later, self.token)
 
     def leave_ring(self, *, hidden: bool = False) -> None:
         """Abort and drop the process group."""
@@ -1331,7 +1592,7 @@ class Ring:
 
     def _passable(self, ranks: list[Rank]) -> bool:
         cut = sum(rank.group.cut_peers for rank in ranks)
-        return (cut == 0 or len(ranks) == 1) and not any(rank.group.frozen for rank in ranks)
+        return (cut == 0 or len(ranks) == 1) and not any(rank.frozen for rank in ranks)
 
     def arrive(self, rank: Rank) -> None:
         """A member configures."""
@@ -1346,7 +1607,7 @@ class Ring:
             if len(self.arrived) == len(self.ids) and not self.left and self._passable(list(self.arrived.values())):
                 self.up = True
                 for rank in self.arrived.values():
-                    world.at(world.between(0.001, 0.02), rank.group, rank.configured, self)
+                    world.at(world.between(0.001, 0.02), rank, rank.configured, self)
             return
         if self.ops and not self.ops[-1].started:
             self._try(self.ops[-1])
@@ -1375,7 +1636,7 @@ class Ring:
             return
         op.started = True
         for where, (rank, _) in op.launched.items():
-            world.at(world.between(0.001, 0.015), rank.group, self._deliver, op, where)
+            world.at(world.between(0.001, 0.015), rank, self._deliver, op, where)
 
     def _deliver(self, op: Op, where: int) -> None:
         rank = op.launched[where][0]
@@ -1386,7 +1647,7 @@ class Ring:
         rank.fence_done(op)
 
     def _fail_soon(self, op: Op, rank: Rank) -> None:
-        self.world.at(self.world.between(0.001, 0.02), rank.group, rank.op_failed, op, "a peer closed its connection")
+        self.world.at(self.world.between(0.001, 0.02), rank, rank.op_failed, op, "a peer closed its connection")
 
     def leave(self, rank: Rank, *, hidden: bool) -> None:
         """A member aborts, or dies. `hidden`: a forked child keeps its sockets open, so nobody notices."""

@@ -1,0 +1,157 @@
+"""Known situations, played through: pauses against deadlines, and a rank that freezes alone.
+
+Each is run with the rule that mends it, and with the rule turned off, where it must be seen.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from ft_core.quorum import Rules
+from ft_core.step import MemberRules
+from tests.simulation.cluster import Config, World
+from tests.simulation.history import Violation
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+SEEDS = range(8)
+
+
+def play(seed: int, *script: tuple[float, Callable[[World], object]], **config: Any) -> World:
+    """Run a world in which these things happen at these times, and nothing else goes wrong."""
+    world = World(seed, Config(**({"safety_s": 30.0, "expected": config.get("groups", 3)} | config)))
+    for at, act in script:
+        world.at(at, None, lambda act=act: act(world))
+    world.run()
+    return world
+
+
+def named(world: World, name: str) -> Any:
+    """The living group of that name."""
+    return next(group for group in world.active.values() if group.name == name)
+
+
+def pause(name: str, rank: int, length: float, announced: float) -> Callable[[World], None]:
+    """A rank of a group announces to be busy, and is for a while."""
+
+    def act(world: World) -> None:
+        one = named(world, name).ranks[rank]
+        one.busy_until, one.back_at = world.now + announced, world.now + length
+        world.say("%s pauses for %.1f s", one.name, length)
+        one.group.busy()
+        world.at(length, one, one._back)
+
+    return act
+
+
+def kill(name: str) -> Callable[[World], None]:
+    """A group dies; nobody starts it again."""
+    return lambda world: named(world, name).die("is killed")
+
+
+def commits(world: World, name: str) -> list[float]:
+    """When rank 0 of a group committed."""
+    return [
+        at for at, text, args in world.story
+        if text.startswith("%s commits") and str(args[0]).startswith(f"{name}:") and not str(args[0]).endswith("/1")
+    ]  # fmt: skip
+
+
+def standstill(world: World, name: str, since: float, until: float) -> float:
+    """The longest time without a commit of a group, between two instants."""
+    times = [since, *(at for at in commits(world, name) if since <= at <= until), until]
+    return max(b - a for a, b in itertools.pairwise(times))
+
+
+def freeze_a_rank(world: World) -> None:
+    """For 15 s."""
+    rank = named(world, "b").ranks[1]
+    rank.stop()
+    world.at(15.0, None, rank.resume)
+
+
+RANKS: dict[str, Any] = {"groups": 2, "ranks": 2, "timeout_s": 12.0, "quorum_s": 60.0}
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_rank_frozen_alone_holds_the_others_for_a_liveness_timeout(seed: int) -> None:
+    world = play(seed, (5.0, freeze_a_rank), **RANKS)
+    assert standstill(world, "a", 5.0, 20.0) < world.config.liveness_s + 0.6
+    assert standstill(world, "b", 21.0, 30.0) < 2.0, "it comes back as one"
+
+
+def test_without_its_leaders_report_it_holds_them_for_the_timeout() -> None:
+    """Where the ring of the leaders has its result already, no abort of theirs ends the wait in the other ring."""
+    off = Rules(r12_incomplete=False)
+    held = [standstill(play(s, (5.0, freeze_a_rank), **RANKS, room_rules=off), "a", 5.0, 20.0) for s in SEEDS]
+    assert sum(seconds > 10.0 for seconds in held) >= len(SEEDS) // 2
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_rank_that_freezes_while_its_groups_ask_is_open(seed: int) -> None:
+    """The quorum forms without the group, or is broken at once."""
+    freeze = (5.0, lambda world: named(world, "b").ranks[1].stop())
+    thaw = (15.0, lambda world: named(world, "b").ranks[1].resume())
+    situation: dict[str, Any] = {"groups": 3, "ranks": 2, "timeout_s": 12.0, "quorum_s": 60.0}
+    world = play(seed, (4.99, kill("c")), freeze, thaw, **situation)
+    assert standstill(world, "a", 5.0, 15.0) < 2 * world.config.liveness_s + 0.6
+    assert standstill(world, "b", 16.0, 25.0) < 2.0
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_pause_kills_no_survivor(seed: int) -> None:
+    situation: dict[str, Any] = {"groups": 3, "quorum_s": 4.0}
+    script = (4.0, pause("c", 0, 12.0, 60.0)), (5.5, kill("b"))
+    world = play(seed, *script, **situation)
+    assert not [text for _, text, args in world.story if "gives up" in (text % args if args else text)]
+    assert standstill(world, "a", 16.0, 30.0) < world.config.join_s + 1.0, "it goes on when the other one is back"
+    without = play(seed, *script, **situation, member_rules=MemberRules(pauses_extend=False))
+    assert "a:1" in [args[0] for *_, args in without.story if len(args) > 1 and "gives up" in str(args[1])]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_vote_waits_for_a_paused_rank(seed: int, rank: int) -> None:
+    situation: dict[str, Any] = {"groups": 2, "ranks": 2}
+    world = play(seed, (5.0, pause("b", rank, 8.0, 60.0)), **situation)
+    assert len(world.history.members) == 1, "the quorum stays"
+    with pytest.raises(Violation, match="a vote timed out"):
+        play(seed, (5.0, pause("b", rank, 8.0, 60.0)), **situation, member_rules=MemberRules(r12_pauses=False))
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_only_its_liveness_ends_the_wait_for_a_paused_replica(seed: int) -> None:
+    def freeze(world: World) -> None:
+        named(world, "b").freeze()
+        world.at(12.0, None, named(world, "b").thaw)
+
+    world = play(seed, (5.0, pause("b", 0, 8.0, 600.0)), (7.0, freeze), groups=2)
+    assert standstill(world, "a", 7.0, 18.0) < world.config.liveness_s + 1.0
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_who_is_back_early_and_hangs_is_given_up_after_the_limit(seed: int) -> None:
+    """The pause was announced for an hour; the limits count from its end."""
+
+    def hangs(world: World) -> None:
+        """Its connections stand, and its training thread does nothing more."""
+        one = named(world, "b").ranks[0]
+        one.token += 1
+
+    world = play(seed, (5.0, pause("b", 0, 4.0, 3600.0)), (8.9, hangs), groups=2, bad_group=1)
+    limit = world.config.timeout_s + world.config.join_s
+    assert 4.0 < standstill(world, "a", 5.0, 30.0) < 4.0 + limit + 2.0
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_pause_is_known_to_a_lighthouse_that_restarts_during_it(seed: int) -> None:
+    def restart(world: World) -> None:
+        world.stop_lighthouse()
+        world.at(1.0, None, world.start_lighthouse)
+
+    world = play(seed, (5.0, pause("b", 0, 12.0, 60.0)), (6.0, restart), groups=2)
+    assert len(world.history.members) == 1
