@@ -162,6 +162,7 @@ class Run(Ending):
                     pg=ProcessGroupGloo(),
                     use_async_quorum=False,
                     quorum_in_commit=False,
+                    warm_up=False,  # a newcomer takes over the others' position before its first batch
                     room_id=self._room,
                     rank=self.rank,
                     world_size=self.ranks,

@@ -38,9 +38,9 @@ class Agreement:
         return self._step.stop_agreed
 
     def num_participants(self) -> int:
-        """Number of members whose gradients count in this attempt. Waits for the quorum."""
+        """Number of members whose gradients count in this attempt; 1 in a warm-up. Waits for the quorum."""
         self.wait_quorum()
-        return len(self._step.participants)
+        return len(self._step.participants) if self._step.plan is not None else 1
 
     def participating_rank(self) -> int | None:
         """This replica's position among the participants, or None. Waits for the quorum."""

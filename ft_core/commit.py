@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from ft_core.live_state import LiveState
     from ft_core.manager_setup import Config
     from ft_core.parity import ParityCheck
+    from ft_core.random_state import RandomState
     from ft_core.rounds import QuorumWorker, Round
     from ft_core.session import Session
     from ft_core.step import Step
@@ -52,6 +53,7 @@ class Commit:
     _last_missing: tuple[int, ...] = ()
     _live: LiveState
     _parity: ParityCheck
+    _random_state: RandomState | None
     _riding: bool
     _round: Round | None
     _session: Session
@@ -70,6 +72,7 @@ class Commit:
         def _tell_data(self, committed: bool, *, final: bool) -> None: ...
         def _collect(self) -> dict[str, Any]: ...
         def _volatile(self) -> set[int]: ...
+        def _undo_warm_up(self) -> None: ...
 
     @property
     def replica_id(self) -> str:
@@ -120,7 +123,7 @@ class Commit:
         A committed step is undone only if all who saw its fence complete are lost before the next one completes, while
         a member that did not see it goes on. `Manager.stable_step` tells which step is held by every member.
         Call on every rank, after backward and before anything changes parameters. State received from a peer is loaded
-        here, before it returns.
+        here, before it returns. False without asking anybody in a newcomer's warm-up (`warming_up`).
 
         Args:
             timeout: how long all that has to be agreed may take: what was launched and not waited for, the fence, the
@@ -132,6 +135,9 @@ class Commit:
             QuorumTimeoutError, RefusedError, JobFinishedError: no quorum could be had.
             RuntimeError: more than max_retries attempts in a row were not committed.
         """
+        if self._random_state is not None:
+            self._undo_warm_up()
+            return False
         commit = False
         try:
             commit = self._conclude(timeout)

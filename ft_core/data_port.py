@@ -64,6 +64,7 @@ class DataPort:
         def _start_quorum(
             self, room_id: str, allow_heal: bool, shrink_only: bool, timeout: timedelta | None
         ) -> None: ...
+        def _begin_warm_up(self, room_id: str) -> bool: ...
 
     def attach_data(self, listener: DataListener) -> None:
         """Announce a sampler: called by `ft_core.data`.
@@ -87,6 +88,8 @@ class DataPort:
     ) -> None:
         """Open the next attempt; call before forward. Returns at once while the quorum in force is still good.
 
+        The first one of a newcomer may open a warm-up, which belongs to no quorum (`ft_core.warm_up`).
+
         Args:
             room_id: independent quorum namespace, by default this Manager's own; changing it leaves the present one.
             allow_heal: False: members that are behind wait instead of healing. The same on all replicas.
@@ -98,7 +101,7 @@ class DataPort:
             RefusedError, JobFinishedError: the lighthouse does not want this replica.
             SystemExit: (0) this replica was asked to drain and has left (`exit_on_drain`).
         """
-        if self._divided:
+        if self._divided or self._begin_warm_up(room_id):
             return
         self._start_quorum(room_id, allow_heal, shrink_only, timeout)
         self._divided = self._data is not None

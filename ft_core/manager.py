@@ -48,6 +48,7 @@ from ft_core.rounds import QuorumWorker, Round
 from ft_core.settings import DEFAULT_ROOM
 from ft_core.state_views import StateViews
 from ft_core.step import Go, Heal, MustAsk, Phase, Step, fold_lineage
+from ft_core.warm_up import WarmUp
 from ft_core.weights import BatchWeights, Weighted
 
 if TYPE_CHECKING:
@@ -66,7 +67,7 @@ __all__ = ["Manager", "WorldSizeMode"]
 log = logging.getLogger("ft_core")
 
 
-class Manager(DataPort, Collectives, Commit, Agreement, Weighted, Exhaustion, Leaving, StateViews):
+class Manager(DataPort, Collectives, Commit, Agreement, Weighted, Exhaustion, Leaving, StateViews, WarmUp):
     """Drives fault-tolerant training on one rank. Constructs and starts; call `shutdown` (or leave it to exit).
 
     Args:
@@ -102,6 +103,8 @@ class Manager(DataPort, Collectives, Commit, Agreement, Weighted, Exhaustion, Le
         quorum_in_commit: a quorum that broke is formed anew inside should_commit, where reduced gradients may still be
             fetched (R5). False: by the next start_quorum, so that state is read and loaded only there.
         on_exhausted: what `run_out` does when this replica has no data left: "shadow", "leave" or "stop_all".
+        warm_up: a replica that comes while others are training makes its first step outside the quorum, uncommitted,
+            so that its compiling and loading holds nobody up (`ft_core.warm_up` says where it does not).
         room_id: this Manager's quorum namespace at the lighthouse; one that finished training is closed for latecomers.
 
     Raises:
@@ -141,6 +144,7 @@ class Manager(DataPort, Collectives, Commit, Agreement, Weighted, Exhaustion, Le
         exit_on_drain: bool = True,
         quorum_in_commit: bool = True,
         on_exhausted: str = "shadow",
+        warm_up: bool = True,
         room_id: str = DEFAULT_ROOM,
     ) -> None:
         del heartbeat_interval
@@ -161,6 +165,7 @@ class Manager(DataPort, Collectives, Commit, Agreement, Weighted, Exhaustion, Le
         if (load_state_dict is None) != (state_dict is None):
             raise ConfigError("pass both load_state_dict and state_dict, or neither and register_state_dict_fn later")
         self._use_async = use_async_quorum
+        self._warm_up_wanted = warm_up
         self._live = LiveState()
         if load_state_dict is not None and state_dict is not None:
             self._live.register(DEFAULT_KEY, load_state_dict, state_dict)
@@ -316,8 +321,13 @@ class Manager(DataPort, Collectives, Commit, Agreement, Weighted, Exhaustion, Le
         return True
 
     def wait_quorum(self) -> None:
-        """Block until the process group of this attempt is usable. Raises what kept it from becoming so."""
+        """Block until the process group of this attempt is usable. Raises what kept it from becoming so.
+
+        Returns at once in a warm-up, which has none.
+        """
         round_ = self._round
+        if self.warming_up:
+            return
         if round_ is None:
             raise UsageError("wait_quorum before start_quorum")
         round_.wait_configured()

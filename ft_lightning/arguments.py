@@ -26,7 +26,8 @@ OURS = {
     "timeout": "use timeout=",
     "lighthouse_addr": "use lighthouse=",
     **dict.fromkeys(
-        ("pg", "load_state_dict", "state_dict", "use_async_quorum", "rank", "world_size"), "the strategy sets it"
+        ("pg", "load_state_dict", "state_dict", "use_async_quorum", "warm_up", "rank", "world_size"),
+        "the strategy sets it",
     ),
 }
 """Arguments of the Manager that `manager_kwargs` may not contain, and why."""
@@ -113,6 +114,7 @@ class Arguments:
         seconds = self.timeout_s
         return {
             **self.manager_kwargs,
+            "warm_up": False,  # a newcomer takes over the others' position before its first batch
             "min_replica_size": self.min_replicas,
             "timeout": None if seconds is None else timedelta(seconds=seconds),
             "lighthouse_addr": self.lighthouse,
