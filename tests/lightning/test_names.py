@@ -194,6 +194,7 @@ def test_arguments_reach_the_manager_and_ftrun(tree: str) -> None:
     )
     assert strategy._arguments.for_manager() == {
         "max_retries": 7, "min_replica_size": 2, "timeout": timedelta(seconds=20), "lighthouse_addr": None,
+        "warm_up": False,
     }  # fmt: skip
     assert strategy._arguments.for_ftrun() == ["--min-replicas", "2", "--timeout", "20", "--standby", "1"]
     assert strategy._ddp_kwargs["bucket_cap_mb"] == 1.0
