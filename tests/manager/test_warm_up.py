@@ -17,7 +17,7 @@ from tests.manager.harness import CLASSES, FEATURES, Cluster, Replica, sgd
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-ENDLESS = {"steps": 10**6, "max_iterations": 10**6}
+ENDLESS: dict[str, Any] = {"steps": 10**6, "max_iterations": 10**6}
 
 
 class Noisy(nn.Module):
