@@ -3,7 +3,7 @@
 A request carries `Authorization: FT1 <nonce> <mac>`, mac = HMAC-SHA256(token, method, target, nonce). Whoever listens
 on the wire sees the state itself, so what this protects against is strangers: port scanners, other jobs on the same
 machines, a replica of yesterday's job. It does not encrypt and does not prevent replay of a read; use a private
-network, or TLS underneath, where that matters.
+network, or TLS underneath (FT_TLS_*), where that matters.
 """
 
 from __future__ import annotations

@@ -10,11 +10,14 @@ Threads: one worker owns the connection; only `cut()`, which wakes it, may be ca
 from __future__ import annotations
 
 import socket
+import ssl
 import threading
 import time
+from dataclasses import dataclass
 from typing import Final
 from urllib.parse import urlsplit
 
+from ft_core.certificates import Diagnosis, Tls
 from ft_core.checkpointing import auth
 from ft_core.checkpointing.byte_stream import ByteStream
 from ft_core.checkpointing.http_wire import BUSY, HEAD_BYTES_MAX, TRAILER, TRAILER_OK, parse_fields
@@ -24,6 +27,19 @@ from ft_core.errors import ConfigError, HealError
 
 RETRY_S_MAX: Final = 5
 """Longest `Retry-After` that is believed."""
+
+
+@dataclass(frozen=True)
+class ClientTls:
+    """The job's certificates, and what was made of them: once for all connections of a transfer."""
+
+    files: Tls
+    context: ssl.SSLContext
+
+    @classmethod
+    def of(cls, files: Tls | None) -> ClientTls | None:
+        """Read the files. Raises ConfigError."""
+        return None if files is None else cls(files, files.client_context())
 
 
 class Refused(HealError):
@@ -45,14 +61,16 @@ class Busy(HealError):
 class DonorConnection:
     """One HTTP connection to a donor; owned by one worker."""
 
-    def __init__(self, address: str, token: str | None) -> None:
+    def __init__(self, address: str, token: str | None, tls: ClientTls | None = None) -> None:
         parts = urlsplit(address if "//" in address else f"//{address}")
         try:
             host, port = parts.hostname, parts.port
         except ValueError as e:
             raise ConfigError(f"donor address must be http://host:port, got {address!r}") from e
-        if host is None or port is None or parts.scheme not in ("", "http"):
+        if host is None or port is None or parts.scheme not in ("", "http", "https"):
             raise ConfigError(f"donor address must be http://host:port, got {address!r}")
+        self._encrypted = parts.scheme == "https"
+        self._tls = tls
         self.address = address
         self._host, self._port, self._token = host, port, token
         self._lock = threading.Lock()
@@ -60,12 +78,23 @@ class DonorConnection:
         self._cut = False
 
     def open(self, connect_s: float, idle_s: float) -> None:
-        """Connect; tries every address the host name has."""
+        """Connect; tries every address the host name has.
+
+        With certificates on one of the two sides only, nothing is sent: `HealError`.
+        """
+        if self._encrypted and self._tls is None:
+            raise HealError("it uses TLS, and no certificates are set here: set FT_TLS_CA, FT_TLS_CERT and FT_TLS_KEY")
+        if self._tls is not None and not self._encrypted:
+            raise HealError("it does not use TLS, and FT_TLS_* are set here: set them there too, or unset them here")
         error: OSError = OSError(f"{self._host} has no address")
         end = time.monotonic() + connect_s
         for family, kind, proto, _, where in socket.getaddrinfo(self._host, self._port, type=socket.SOCK_STREAM):
             self.close()
             sock = socket.socket(family, kind, proto)
+            if self._tls is not None:
+                sock = self._tls.context.wrap_socket(
+                    sock, server_hostname=self._host, do_handshake_on_connect=False, suppress_ragged_eofs=True
+                )
             with self._lock:
                 self._stream = ByteStream(sock)
                 if self._cut:
@@ -75,12 +104,27 @@ class DonorConnection:
                 sock.settimeout(max(0.001, end - time.monotonic()))
                 sock.connect(where)
                 sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                self._handshake(idle_s)
                 self.set_idle(idle_s)
             except OSError as e:
                 error = e
                 continue
             return
         raise error
+
+    def _handshake(self, within_s: float) -> None:
+        """`within_s` is long: a server whose places are taken shakes hands when it has one."""
+        stream = self._open_stream()
+        try:
+            stream.handshake(within_s)
+        except (ssl.SSLEOFError, ConnectionResetError):
+            if self._cut:
+                raise
+            raise Busy(RETRY_S_MAX / 2) from None  # it cannot tell why without keys
+        except ssl.SSLError as e:
+            assert self._tls is not None
+            advice = Diagnosis(self._tls.files, self._host, self._port).advice(str(e))
+            raise HealError(advice or f"no TLS connection: {e.reason or e}") from e
 
     def set_idle(self, idle_s: float) -> None:
         """From now on, give up after `idle_s` without a byte."""
@@ -168,6 +212,11 @@ def explain(error: Exception) -> str:
         return "sent nothing for longer than idle_s"
     if isinstance(error, TimeoutError):
         return "could not be connected to in time"
+    if isinstance(error, ssl.SSLError) and "ALERT" in (error.reason or ""):
+        return (
+            f"it does not accept this replica's certificate ({error.reason}): FT_TLS_CERT and FT_TLS_KEY have to be "
+            "set, and signed by its FT_TLS_CA"
+        )
     if isinstance(error, OSError):
         return error.strerror or str(error) or repr(error)
     return str(error) or repr(error)

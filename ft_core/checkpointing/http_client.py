@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import quote
 
-from ft_core.checkpointing.donor_connection import DonorConnection, Refused, explain
+from ft_core.checkpointing.donor_connection import ClientTls, DonorConnection, Refused, explain
 from ft_core.checkpointing.own_state import OwnState
 from ft_core.checkpointing.receive_plan import Given
 from ft_core.checkpointing.session import Session
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     import threading
     from collections.abc import Callable, Sequence
 
+    from ft_core.certificates import Tls
     from ft_core.checkpointing.receive_plan import Prefetched, ReceivePlan
 
 DEADLINE_S: Final = 60.0
@@ -50,6 +51,7 @@ def fetch(
     *,
     into: object = None,
     token: str | None = None,
+    tls: Tls | None = None,
     deadline_s: float = DEADLINE_S,
     idle_s: float = IDLE_S,
     cancel: threading.Event | None = None,
@@ -72,10 +74,11 @@ def fetch(
     `arrived` is called with what lies in memory, all of it verified, before this returns: to become a relay.
     Waits for donors that have not offered `tag` yet, and for a place at donors that have many receivers.
     `idle_s` bounds every wait for bytes, `deadline_s` the whole call.
+    `tls`: the job's certificates; nothing is received in clear with them, and nothing from who has none.
     Raises `HealError` naming what failed at each donor; `StateRefusedError` where trying again cannot help.
     """
     given = Given(into, have, only, _own(own, into))
-    session = Session(donors, f"state {tag!r}", token, deadline_s, idle_s, cancel, given, relays=relays)
+    session = Session(donors, f"state {tag!r}", token, deadline_s, idle_s, cancel, given, relays=relays, tls=tls)
     try:
         plan = session.run(f"/state/{quote(tag, safe='')}/manifest")
     except HealError:
@@ -93,6 +96,7 @@ def prefetch(
     *,
     into: object = None,
     token: str | None = None,
+    tls: Tls | None = None,
     deadline_s: float = DEADLINE_S,
     idle_s: float = IDLE_S,
     cancel: threading.Event | None = None,
@@ -104,7 +108,7 @@ def prefetch(
     `own`: as for `fetch`.
     """
     given = Given(into, own=_own(own, into))
-    session = Session(donors, "live state", token, deadline_s, idle_s, cancel, given, live=True)
+    session = Session(donors, "live state", token, deadline_s, idle_s, cancel, given, live=True, tls=tls)
     try:
         plan = session.run("/prefetch")
     except HealError:
@@ -126,9 +130,11 @@ def _own(own: OwnState | None, into: object) -> OwnState | None:
         return None  # it is only memory to write to, and nobody asked to send it
 
 
-def get_blob(address: str, name: str, *, token: str | None = None, timeout_s: float = IDLE_S) -> bytes | None:
+def get_blob(
+    address: str, name: str, *, token: str | None = None, tls: Tls | None = None, timeout_s: float = IDLE_S
+) -> bytes | None:
     """What the replica at `address` registered with `add_blob(name)`; None if it has nothing there."""
-    connection = DonorConnection(address, token)
+    connection = DonorConnection(address, token, ClientTls.of(tls))
     try:
         connection.open(timeout_s, timeout_s)
         connection.request(f"/blob/{quote(name, safe='')}")

@@ -23,6 +23,7 @@ import contextlib
 import logging
 import select
 import socket
+import ssl
 import threading
 import time
 from typing import TYPE_CHECKING, Final
@@ -40,6 +41,7 @@ from ft_core.net import advertised_host
 if TYPE_CHECKING:
     from collections.abc import Callable, Container
 
+    from ft_core.certificates import Tls
     from ft_core.checkpointing.receive_plan import ReceivePlan
 
 logger = logging.getLogger(__name__)
@@ -75,11 +77,24 @@ class _Connection:
 class StateServer:
     """Serves offered state to healing peers. `start()` opens the port; see the file header."""
 
-    def __init__(self, token: str | None = None, *, bind: str = "", hostname: str | None = None, port: int = 0) -> None:
-        """`bind`: address to listen on ("" = all interfaces). `hostname`: what peers are told to connect to."""
+    def __init__(
+        self,
+        token: str | None = None,
+        *,
+        bind: str = "",
+        hostname: str | None = None,
+        port: int = 0,
+        tls: Tls | None = None,
+    ) -> None:
+        """`bind`: address to listen on ("" = all interfaces). `hostname`: what peers are told to connect to.
+
+        `tls`: the job's certificates; with them nothing is served in clear, and with a CA only to its holders.
+        """
         if token == "":
             raise ConfigError("token must not be an empty string; unset FT_TOKEN or give it a value")
         self._token = token
+        self._tls = tls
+        self._context: ssl.SSLContext | None = None
         self._bind = bind
         self._hostname = hostname
         self._port = port
@@ -110,6 +125,7 @@ class StateServer:
         """Listen. `ConfigError` if the address cannot be bound."""
         if self._listener is not None or self._stopped:
             raise UsageError("StateServer.start() may be called once")
+        self._context = None if self._tls is None else self._tls.server_context()
         self._listener = self._listen()
         self._wake = socket.socketpair()
         for sock in (self._listener, *self._wake):
@@ -117,7 +133,8 @@ class StateServer:
         bound = self._bind if self._bind not in ("", "::", "0.0.0.0") else None
         host = advertised_host(self._hostname or bound, None)
         port = self._listener.getsockname()[1]
-        self._address = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+        scheme = "http" if self._context is None else "https"
+        self._address = f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
         self._thread = threading.Thread(target=self._accept_loop, name="ft-heal-accept", daemon=True)
         self._thread.start()
         return self
@@ -137,7 +154,7 @@ class StateServer:
 
     @property
     def address(self) -> str:
-        """`http://host:port`, what peers pass to `fetch`."""
+        """`http://host:port` (with TLS `https://`), what peers pass to `fetch`."""
         if not self._address:
             raise UsageError("StateServer.address is known after start()")
         return self._address
@@ -201,7 +218,8 @@ class StateServer:
 
         Not before all of it was verified. What its user changes afterwards is not served (`Offer.relay`).
         """
-        self._book.open(Offer.relay(tag, plan))
+        with contextlib.suppress(UsageError):  # shut down meanwhile: nobody counts on a relay
+            self._book.open(Offer.relay(tag, plan))
 
     def close(self, tag: str) -> None:
         """From now on nothing of `tag` is served: what was being sent will not verify. Returns without waiting."""
@@ -304,6 +322,8 @@ class StateServer:
         self._watched = wanted
 
     def _admit(self, sock: socket.socket, peer: str) -> None:
+        if self._context is not None:
+            sock = self._context.wrap_socket(sock, server_side=True, do_handshake_on_connect=False)
         track(sock)
         connection = _Connection(sock, peer)
         with self._lock:
@@ -314,8 +334,9 @@ class StateServer:
         body = b"busy: too many receivers wait already\n"
         with contextlib.suppress(OSError):
             sock.setblocking(False)
-            sock.send(head(BUSY, len(body), f"Retry-After: {RETRY_S}\r\n") + body)
-            sock.shutdown(socket.SHUT_WR)
+            if self._context is None:  # else it takes the end of the connection for it
+                sock.send(head(BUSY, len(body), f"Retry-After: {RETRY_S}\r\n") + body)
+            socket.socket.shutdown(sock, socket.SHUT_WR)
         if len(self._lingering) >= LINGER_MAX:
             oldest = next(iter(self._lingering))
             del self._lingering[oldest]
@@ -365,6 +386,7 @@ class StateServer:
         if connection.pending is None:
             stream.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             stream.set_idle(HEAD_S, KEEPALIVE_S)
+            stream.handshake(HEAD_S)  # a connection that was parked has a pending request
         while not self._stopped:
             request, waited = connection.pending, connection.waits
             connection.pending = connection.waits = None

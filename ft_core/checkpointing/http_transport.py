@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from ft_core.certificates import Tls
 from ft_core.checkpointing import http_client
 from ft_core.checkpointing.http_server import StateServer
 from ft_core.checkpointing.transport import CheckpointTransport
@@ -35,6 +36,7 @@ class HTTPTransport(CheckpointTransport[T]):
     `timeout`: default deadline of a transfer. `num_chunks` is accepted for compatibility; state is always cut into
     ranges of 4 MiB. `hostname`: what peers connect to (default: this machine's name). `bind`, `port`: where to listen.
     `token`: the job's secret, default `FT_TOKEN`. `idle_s`: how long a donor may be silent.
+    `tls`: the job's certificates, default `FT_TLS_*`.
     """
 
     def __init__(
@@ -47,6 +49,7 @@ class HTTPTransport(CheckpointTransport[T]):
         bind: str = "",
         port: int = 0,
         idle_s: float | None = None,
+        tls: Tls | None = None,
     ) -> None:
         self._timeout_s = timeout.total_seconds()
         if self._timeout_s <= 0:
@@ -55,7 +58,8 @@ class HTTPTransport(CheckpointTransport[T]):
             raise ConfigError(f"num_chunks must not be negative, got {num_chunks}")
         self._idle_s = idle_s if idle_s is not None else min(http_client.IDLE_S, self._timeout_s)
         self._token = token if token is not None else (os.environ.get("FT_TOKEN") or None)
-        self.server = StateServer(self._token, bind=bind, hostname=hostname, port=port).start()
+        self._tls = tls if tls is not None else Tls.from_env(os.environ)
+        self.server = StateServer(self._token, bind=bind, hostname=hostname, port=port, tls=self._tls).start()
 
     def __repr__(self) -> str:
         return f"HTTPTransport({self.server!r})"
@@ -83,6 +87,7 @@ class HTTPTransport(CheckpointTransport[T]):
             tag,
             into=into,
             token=self._token,
+            tls=self._tls,
             deadline_s=deadline_s if deadline_s is not None else self._timeout_s,
             idle_s=self._idle_s,
             cancel=cancel,
@@ -107,6 +112,7 @@ class HTTPTransport(CheckpointTransport[T]):
             donors,
             into=into,
             token=self._token,
+            tls=self._tls,
             deadline_s=deadline_s if deadline_s is not None else self._timeout_s,
             idle_s=self._idle_s,
             cancel=cancel,
@@ -116,7 +122,7 @@ class HTTPTransport(CheckpointTransport[T]):
     def get_blob(self, address: str, name: str, *, timeout_s: float | None = None) -> bytes | None:
         """`http_client.get_blob` with this transport's token."""
         wait_s = timeout_s if timeout_s is not None else self._idle_s
-        return http_client.get_blob(address, name, token=self._token, timeout_s=wait_s)
+        return http_client.get_blob(address, name, token=self._token, tls=self._tls, timeout_s=wait_s)
 
     def metadata(self) -> str:
         """This replica's address."""

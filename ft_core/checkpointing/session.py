@@ -27,7 +27,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import quote, unquote
 
-from ft_core.checkpointing.donor_connection import Busy, DonorConnection, Refused, explain
+from ft_core.checkpointing.donor_connection import Busy, ClientTls, DonorConnection, Refused, explain
 from ft_core.checkpointing.http_wire import UNSENDABLE
 from ft_core.checkpointing.layout import parse_manifest
 from ft_core.checkpointing.memory import checksum
@@ -38,6 +38,7 @@ from ft_core.errors import ConfigError, HealError, StateRefusedError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from ft_core.certificates import Tls
     from ft_core.checkpointing.receive_plan import Given
 
 logger = logging.getLogger(__name__)
@@ -103,12 +104,14 @@ class Session:
         *,
         live: bool = False,
         relays: Sequence[str] = (),
+        tls: Tls | None = None,
     ) -> None:
         addresses = list(dict.fromkeys(donors))
         if not addresses:
             raise ConfigError("fetch needs at least one donor")
         if deadline_s <= 0 or idle_s <= 0:
             raise ConfigError(f"deadline_s and idle_s must be positive, got {deadline_s} and {idle_s}")
+        self._tls = ClientTls.of(tls)
         self._what, self._token, self._idle_s, self._cancel = what, token, idle_s, cancel
         self._given, self._live = given, live
         self._limit = limit_for(given.own)
@@ -198,7 +201,7 @@ class Session:
         failures = total = 0
         try:
             while failures < FAILURES_MAX and total < FAILURES_TOTAL_MAX and not self._stopped:
-                connection = DonorConnection(donor.address, self._token)
+                connection = DonorConnection(donor.address, self._token, self._tls)
                 with self.changed:
                     self._connections.add(connection)
                 progress = [0]

@@ -44,4 +44,4 @@ def set_timeouts(sock: socket.socket, *, receive_s: float, send_s: float) -> Non
 def cut(sock: socket.socket) -> None:
     """End a connection from any thread: wakes whoever blocks on it; never blocks."""
     with contextlib.suppress(OSError):
-        sock.shutdown(socket.SHUT_RDWR)
+        socket.socket.shutdown(sock, socket.SHUT_RDWR)  # a TLS socket's own would forget its keys under its user

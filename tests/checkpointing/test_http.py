@@ -279,7 +279,7 @@ def test_all_donors_failing_are_all_named(donor: Start) -> None:
         closed.offer("t", {})
         closed.close("t")
         with pytest.raises(HealError) as e:
-            fetch([*addresses, closed.address], "t", deadline_s=0.3)
+            fetch([*addresses, closed.address], "t", deadline_s=2)
     text = str(e.value)
     assert f"{addresses[0]}: no answer yet" in text
     assert f"{addresses[1]}: Connection refused" in text
