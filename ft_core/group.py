@@ -60,6 +60,7 @@ def merge_asks(asks: dict[int, Ask], world_size: int) -> Ask | Mismatch | None:
         version=first.version if same or fresh else VOID,
         lineage=first.lineage if same else _mixture([ask.lineage for ask in ordered]),
         failed=any(ask.failed for ask in ordered),
+        unbuilt=next((ask.unbuilt for ask in ordered if ask.unbuilt), ""),
         reason=next((ask.reason for ask in ordered if ask.failed), first.reason),
         heal_addresses=tuple(address for ask in ordered for address in ask.heal_addresses[:1]),
         open_attempt=-1 if world_size > 1 else first.open_attempt,

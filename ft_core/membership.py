@@ -20,6 +20,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ft_core.absence import Absences, Circumstances, forgotten, least_needed, presume_over
+from ft_core.build_log import BuildLog
 from ft_core.crash_log import CrashLog
 from ft_core.expected_groups import ExpectedGroups
 from ft_core.pauses import differs
@@ -118,6 +119,7 @@ class Room:
         self._pending: frozenset[str] = frozenset()
         """Who was waiting when change-pending was last pushed for the current quorum: pushed once per set."""
         self._crashes = CrashLog()
+        self._builds = BuildLog()
         self.expected = ExpectedGroups()
         self._last_quorum: Quorum | None = None
 
@@ -250,14 +252,9 @@ class Room:
         refusal = self._refusals.of_hello(hello, self.records, self.closed)
         if refusal:
             out.append(refusal)
-        return bool(refusal) or self._refuse_layouts(hello, presents=bool(hello.quorum_id), out=out)
-
-    def _refuse_layouts(self, told: Hello | Ask, *, presents: bool, out: list[Effect]) -> bool:
-        """Refuse who trains another model. True if that is the sender itself."""
-        refused = self._refusals.of_layout(
-            told.replica_id, told.layout, told.layout_lines, self.records, member=presents
-        )  # fmt: skip
-        return self._refuse(told.replica_id, refused, out)
+            return True
+        other_models = self._refusals.of_layout(hello, self.records, member=bool(hello.quorum_id))
+        return self._refuse(hello.replica_id, other_models, out)
 
     def _refuse_sizes(self, replica_id: str, size: int, out: list[Effect]) -> bool:
         """Refuse who has a group of another size. True if that is `replica_id` itself."""
@@ -343,7 +340,8 @@ class Room:
         if record.life is not Life.UP:
             return
         record.heard_at = now
-        if self._refuse_layouts(ask, presents=bool(record.hello.quorum_id), out=out):
+        other_models = self._refusals.of_layout(ask, self.records, member=bool(record.hello.quorum_id))
+        if self._refuse(ask.replica_id, other_models, out):
             return
         if self._refuse_sizes(ask.replica_id, ask.group_world_size, out):
             return
@@ -419,11 +417,8 @@ class Room:
             out += too_late(self.records, self.closed, event.version)
 
     def _on_supervisor(self, event: Ended | GivenUp, now: float, out: list[Effect]) -> None:
-        if isinstance(event, Ended):
-            self._on_ended(event, now, out)
-            return
-        self._on_ended(Ended(event.name), now, out)
-        if self.expected.give_up(event.name, event.reason):
+        self._on_ended(event if isinstance(event, Ended) else Ended(event.name), now, out)
+        if isinstance(event, GivenUp) and self.expected.give_up(event.name, event.reason):
             out.append(Note(f"{event.name} is not started again, reports its supervisor: {event.reason}"))
 
     def _on_ended(self, event: Ended, now: float, out: list[Effect]) -> None:
@@ -459,6 +454,10 @@ class Room:
         view = self._view(now)
         self._note_stalled(view, times, out)
         outcome = decide(view)
+        if isinstance(outcome, Formed) and self.rules.r15_unbuilt:
+            notes = self._builds.hold_back(self._last_quorum, outcome.asks, self.records, now)
+            outcome = decide(self._view(now)) if notes else outcome
+            out += map(Note, notes)
         if isinstance(outcome, Formed):
             self._form(outcome, now, out)
             self.reason, self.paused_until, self.held = "", 0.0, {}
@@ -613,7 +612,8 @@ class Room:
         if current is None or epoch != current.quorum_id:
             return
         self._trained = True
-        self._crashes.committed(r for i in current.members if (r := self.records.get(i)) is not None)
+        self._crashes.committed(members := [r for i in current.members if (r := self.records.get(i)) is not None])
+        self._builds.forgive(members)
 
     def _evict(self) -> bool:
         """Make room for a newcomer."""

@@ -72,6 +72,8 @@ class Ask:
     """The attempt of `quorum_id` whose outcome this group could not follow, its reduced gradients kept (R5); or -1."""
     commit_failures: int = 0
     data: str = ""
+    unbuilt: str = ""
+    """Why it could not build the process group of that quorum; '' also where another member's failure ended it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,6 +176,8 @@ class Seen:
     """When its last pause ended: as in any wait for it, the time that it has to arrive counts from then."""
     min_replicas: int = 1
     """What its lease was opened with; its ask may know better (`minimum`)."""
+    held_back: str = ""
+    """Why it may not join before `admitted_at`, where that is more than that it crashed (`build_log`)."""
 
     @property
     def up(self) -> bool:

@@ -27,6 +27,8 @@ def held(seen: Seen) -> str:
         return (
             f"{seen.replica_id} waits to see whether {seen.twin}, an earlier process of the same name, is still alive"
         )
+    if seen.held_back:
+        return seen.held_back
     for_s = max(1.0, seen.admitted_at - seen.asked_at)
     return (
         f"{seen.replica_id} is held back for {for_s:.0f} s: earlier processes of that name crashed repeatedly before "

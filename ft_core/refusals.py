@@ -22,7 +22,7 @@ from ft_core.settings import MAX_REPLICAS
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
 
-    from ft_core.quorum import Version
+    from ft_core.quorum import Ask, Version
     from ft_core.room_events import Hello, Left
     from ft_core.room_record import Record
 
@@ -57,21 +57,18 @@ class Refusals:
             )
         return _of_places(hello, records)
 
-    def of_layout(
-        self, replica_id: str, layout: int, lines: tuple[str, ...], records: Mapping[str, Record], *, member: bool
-    ) -> list[Refuse]:
+    def of_layout(self, told: Hello | Ask, records: Mapping[str, Record], *, member: bool) -> list[Refuse]:
         """Who cannot stay in the room now that a replica with this layout is there: it, or those with another one.
 
         A room trains one model (R4). The first layout seen stands while anybody who has it is there, unless nobody of
         these is in a quorum, and the newcomer is.
 
         Args:
-            replica_id: whose layout it is.
-            layout: digest of its model and settings; 0: not known.
-            lines: what is in it, if it told.
+            told: what it presents of itself.
             records: of the room.
             member: it is in a quorum.
         """
+        replica_id, layout, lines = told.replica_id, told.layout, told.layout_lines
         if not layout:
             return []
         known = self._layout

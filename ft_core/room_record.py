@@ -34,6 +34,8 @@ class Record:
     step: int = 0
     phase: str = ""
     admitted_at: float = 0.0
+    held_back: str = ""
+    """Why it may not join before that, if it could not build its process group (`build_log`)."""
     accused: bool = False
     """A member of its quorum reported a failed collective: it is not waited for any more (DESIGN 3.2)."""
     presumed_dead: bool = False

@@ -22,5 +22,7 @@ class Rules:
     """Who enters a quorum, or opens its lease anew, is told of the pauses that are open in it."""
     r9_only_trained: bool = True
     """Untrained groups wait for trained state (R9) only where somebody has shown that there is some."""
+    r15_unbuilt: bool = True
+    """Who alone cannot build its process group is held back."""
     min_by_majority: bool = True
     """A larger min_replica_size of one group does not stop the others."""

@@ -43,7 +43,7 @@ def view_of(
             i: Seen(
                 i, r.life, r.since, r.stable, r.ask, r.asked_at, r.paused_until, r.phase, r.admitted_at,
                 earlier_process(r.hello, records) if r.twin_until else "", r.incomplete, r.back_at,
-                r.hello.min_replicas,
+                r.hello.min_replicas, r.held_back,
             )
             for i, r in records.items()
         },

@@ -244,7 +244,7 @@ class QuorumWorker:
             session.lanes.configure(prefix, session.step.settings.replica_id, rank, size, both=both)
         except Exception as error:  # noqa: BLE001 - a peer died, a store is gone, an abort came: ask again
             with session.lock:
-                session.step.break_(f"the process group could not be built: {error}")
+                session.step.cannot_build(str(error))
             session.lanes.abort()
             session.control.break_group(plan.quorum_id, str(error))
             return False

@@ -30,7 +30,7 @@ from ft_core.assignment import Plan, plan
 from ft_core.fence import NO_LEASE, FenceInput, decode, encode, fold_lineage, places_missing, tag_of
 from ft_core.phases import Go, Heal, MustAsk, Phase
 from ft_core.quorum import VOID, Ask, Quorum, Version
-from ft_core.step_settings import MemberRules, StepSettings
+from ft_core.step_settings import MemberRules, StepSettings, gives_up
 from ft_core.verdict import Outcome, Verdict
 
 if TYPE_CHECKING:
@@ -39,10 +39,6 @@ if TYPE_CHECKING:
 __all__ = [  # with the verdicts it comes to
     "Go", "Heal", "MemberRules", "MustAsk", "Outcome", "Phase", "Step", "StepSettings", "Verdict", "fold_lineage",
 ]  # fmt: skip
-
-
-RETRY_SLACK = 2
-"""R11: a member whose own failures veto the step gives up first; the others wait this many more vetoes."""
 
 
 class Step:
@@ -69,6 +65,8 @@ class Step:
         """Its last heal failed: it asks not to be counted on before it holds the state, so that a member that never
         heals costs the others one step at most (R11)."""
         self.broken_reason = self.soft_error = self.change_wanted = self.ask_next = ""
+        self.unbuilt = ""
+        """Why this rank could not build the process group of its quorum; '' also where a push had ended that before."""
         self.leaving = self.drain_wanted = self.drain_agreed = False
         self.stop_wanted = self.stop_agreed = False
         self.exhausted = False
@@ -213,7 +211,7 @@ class Step:
             quorum_id=self.plan.quorum_id if self.plan else 0, failed=why.failed, reason=why.reason,
             min_replicas=self.settings.min_replicas, group_world_size=self.settings.group_world_size,
             layout=self.layout, open_attempt=self.open_attempt if why.failed else -1, commit_failures=self.vetoes,
-            heals_late=self.heals_late,
+            heals_late=self.heals_late, unbuilt=self.unbuilt if why.failed else "",
         )  # fmt: skip
 
     def enter(self, quorum: Quorum) -> Plan:
@@ -238,7 +236,7 @@ class Step:
         if not new.heals and not new.excluded:
             self.lineage = new.target_lineage  # differs only at step 0 without init_sync, where lineages mean nothing
         self.roles_switched = False
-        self.ask_next = self.change_wanted = self.broken_reason = ""
+        self.ask_next = self.change_wanted = self.broken_reason = self.unbuilt = ""
         # soft_error stays: it may have been reported while this quorum was still being formed.
         self.verdict = None
         self._voted = self._goes_on = self._op_launched = self._op_lost = self._passed = False
@@ -258,6 +256,12 @@ class Step:
         self.phase = Phase.OPEN
         self.open_attempt = -1
         return True
+
+    def cannot_build(self, reason: str) -> None:
+        """The process group could not be built here: by itself, unless a push has ended this quorum before."""
+        if self.phase is Phase.ENTERED:
+            self.unbuilt = reason
+        self.break_(f"the process group could not be built: {reason}")
 
     # ------------------------------------------------------------ events within a quorum
 
@@ -579,11 +583,4 @@ class Step:
 
     def gave_up(self) -> str:
         """Why this member must stop retrying (max_retries), or ''."""
-        limit = self.settings.max_retries
-        if limit is None:
-            return ""
-        if self.own_failures > limit:
-            return f"{self.own_failures} attempts in a row failed on this replica (max_retries={limit})"
-        if self.vetoes > limit + RETRY_SLACK:
-            return f"{self.vetoes} attempts in a row were not committed (max_retries={limit})"
-        return ""
+        return gives_up(self.own_failures, self.vetoes, self.settings.max_retries)

@@ -6,6 +6,9 @@ from dataclasses import dataclass
 
 from ft_core.assignment import WorldSizeMode
 
+RETRY_SLACK = 2
+"""R11: a member whose own failures veto the step gives up first; the others wait this many more vetoes."""
+
 
 @dataclass(frozen=True, slots=True)
 class MemberRules:
@@ -40,3 +43,14 @@ class StepSettings:
     orphan_s: float = 900.0
     max_retries: int | None = None
     rules: MemberRules = MemberRules()
+
+
+def gives_up(own_failures: int, vetoes: int, max_retries: int | None) -> str:
+    """Why a member with so many failures and vetoes in a row must stop retrying, or ''."""
+    if max_retries is None:
+        return ""
+    if own_failures > max_retries:
+        return f"{own_failures} attempts in a row failed on this replica (max_retries={max_retries})"
+    if vetoes > max_retries + RETRY_SLACK:
+        return f"{vetoes} attempts in a row were not committed (max_retries={max_retries})"
+    return ""

@@ -26,6 +26,8 @@ MAX_NAME = 256
 MAX_ADDRESS = 1024
 MAX_TEXT = 2000
 """Characters of a reason; longer ones are cut."""
+MAX_UNBUILT = 500
+"""Characters of why a process group could not be built; longer ones are cut."""
 MAX_DATA = 16 * 1024
 MAX_ADDRESSES_BYTES = 160 << 10
 """All heal addresses of one group: so many groups' parts as a quorum holds fit into one push, whoever asks."""

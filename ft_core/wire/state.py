@@ -23,6 +23,7 @@ from ft_core.wire.bounds import (
     MAX_NAME,
     MAX_RANKS,
     MAX_TEXT,
+    MAX_UNBUILT,
     Check,
     check_version,
     clip,
@@ -76,7 +77,7 @@ def pb_ask(ask: Ask) -> pb.Ask:
         address=ask.address, layout=ask.layout, layout_lines=fit_layout_lines(ask.layout_lines),
         init_sync=ask.init_sync, allow_heal=ask.allow_heal, shrink_only=ask.shrink_only,
         heals_before_forward=ask.heals_before_forward, heals_late=ask.heals_late, open_attempt=ask.open_attempt,
-        commit_failures=ask.commit_failures, data=ask.data,
+        commit_failures=ask.commit_failures, data=ask.data, unbuilt=clip(ask.unbuilt, MAX_UNBUILT),
     )  # fmt: skip
     _check_ask(message, Check(ConfigError, "Ask"))
     return message
@@ -93,7 +94,7 @@ def read_ask(m: pb.Ask) -> Ask:
         address=m.address, layout=m.layout, layout_lines=tuple(m.layout_lines),
         init_sync=m.init_sync, allow_heal=m.allow_heal, shrink_only=m.shrink_only,
         heals_before_forward=m.heals_before_forward, heals_late=m.heals_late, open_attempt=m.open_attempt,
-        commit_failures=m.commit_failures, data=m.data,
+        commit_failures=m.commit_failures, data=m.data, unbuilt=clip(m.unbuilt, MAX_UNBUILT),
     )  # fmt: skip
 
 

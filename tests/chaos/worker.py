@@ -5,7 +5,8 @@ Behaviour comes from the environment: STEPS_FILE (train until this file names a 
 long a step takes at least), FORK (keep a forked child alive, as DataLoader workers do), HANG_AT (stop before this
 step), HANG_ONCE (name:step: that group hangs there in its first run), BN (a BatchNorm layer), METRIC (a collective of
 the user's after backward; SILENT_AT: stop before that of this step), PARITY (parity_check_every), CORRUPT_AT (rank:step
-after which this rank's parameters silently change), PIDS and LOG (say more).
+after which this rank's parameters silently change), FILES (how many files it may open after its start), PIDS and LOG
+(say more).
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import hashlib
 import logging
 import os
 import pathlib
+import resource
 import sys
 import threading
 from datetime import timedelta
@@ -36,6 +38,13 @@ def hangs(step: int) -> bool:
     return env.get("HANG_AT") == str(step) or (
         first_run and env.get("HANG_ONCE") == f"{env.get('FT_REPLICA_ID')}:{step}"
     )
+
+
+def limit_files(more: str | None) -> None:
+    """From now on this process may open so many files more."""
+    if more is not None:
+        _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + int(more), most))
 
 
 def main() -> int:
@@ -71,6 +80,7 @@ def main() -> int:
             threading.Event().wait(60)
             os._exit(0)
         say("pid", child)
+    limit_files(env.get("FILES"))
     say("ready", manager.replica_id)
     generator = torch.Generator().manual_seed(os.getpid())
     pace = threading.Event()
