@@ -54,6 +54,8 @@ class Config:
     groups: int = 3
     ranks: int = 1
     min_replicas: int = 1
+    choosy: tuple[int, int] = (-1, 0)
+    """A group that is configured with another min_replicas than the rest, and with which."""
     expected: int = 0
     faults: tuple[str, ...] = ()
     fault_every_s: float = 1.0
@@ -672,6 +674,12 @@ class Group:
         return f"{self.rid} ({state}{asks}, {', '.join(repr(r.step) for r in self.ranks)})"
 
     @property
+    def min_replicas(self) -> int:
+        """What it is configured with."""
+        config = self.world.config
+        return config.choosy[1] if config.choosy[0] == self.number else config.min_replicas
+
+    @property
     def busy_until(self) -> float:
         """Until when one of its ranks has announced to be busy; 0: none has."""
         return max((rank.busy_until for rank in self.ranks), default=0.0)
@@ -683,7 +691,7 @@ class Group:
         config = self.world.config
         for index in range(config.ranks):
             settings = StepSettings(
-                replica_id=self.rid, group_rank=index, group_world_size=config.ranks, min_replicas=config.min_replicas,
+                replica_id=self.rid, group_rank=index, group_world_size=config.ranks, min_replicas=self.min_replicas,
                 mode=WorldSizeMode.FIXED_WITH_SPARES if config.fixed_with_spares else WorldSizeMode.DYNAMIC,
                 autonomy_s=config.autonomy_s, orphan_s=config.orphan_s, rules=config.member_rules,
             )  # fmt: skip
@@ -803,7 +811,7 @@ class Group:
             version=step.version if len(versions) == 1 else VOID,
             stable=self.stable(), highest_id=max(rank.step.highest_id for rank in self.ranks),
             quorum_id=quorum.quorum_id if quorum else 0, members=quorum.ids if quorum else (),
-            expected=config.expected, min_replicas=config.min_replicas, group_world_size=config.ranks,
+            expected=config.expected, min_replicas=self.min_replicas, group_world_size=config.ranks,
             join_s=config.join_s, liveness_s=config.liveness_s, orphan_s=config.orphan_s,
             paused_s=max(0.0, self.busy_until - self.world.now),
         )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Known situations, played through: pauses against deadlines, and a rank that freezes alone.
+"""Known situations, played through: pauses against deadlines, a rank that freezes alone, groups that come or do not.
 
 Each is run with the rule that mends it, and with the rule turned off, where it must be seen.
 """
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from ft_core.quorum import Rules
+from ft_core.room_rules import Rules
 from ft_core.step import MemberRules
 from tests.simulation.cluster import Config, World
 from tests.simulation.history import Violation
@@ -155,3 +155,23 @@ def test_a_pause_is_known_to_a_lighthouse_that_restarts_during_it(seed: int) -> 
 
     world = play(seed, (5.0, pause("b", 0, 12.0, 60.0)), (6.0, restart), groups=2)
     assert len(world.history.members) == 1
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_cold_start_with_a_group_missing_waits_for_no_state_that_nobody_has_shown(seed: int) -> None:
+    situation: dict[str, Any] = {"groups": 3, "orphan_s": 20.0, "quorum_s": 40.0, "supervised": False}
+    never = (0.0, kill("c"))
+    world = play(seed, never, **situation)
+    assert commits(world, "a")[0] < world.config.boot_window_s + world.config.join_s + 2.0
+    without = play(seed, never, **situation, room_rules=Rules(r9_only_trained=False))
+    assert commits(without, "a")[0] > 19.0
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_newcomer_that_wants_more_groups_stops_nobody(seed: int) -> None:
+    situation: dict[str, Any] = {"groups": 3, "choosy": (2, 4), "bad_group": 2, "expected": 0}
+    comes = (0.0, kill("c")), (5.0, lambda world: world.spawn(2))
+    world = play(seed, *comes, **situation)
+    assert standstill(world, "a", 3.0, 30.0) < 1.5
+    without = play(seed, *comes, **situation, room_rules=Rules(min_by_majority=False))
+    assert standstill(without, "a", 3.0, 30.0) > 5.0
