@@ -27,9 +27,10 @@ from typing import TYPE_CHECKING
 
 from ft_core.crash_log import CRASH_WINDOW_S
 from ft_core.quorum import ABSENT, UNTRAINED, VOID, Life
+from ft_core.reasons import PLAIN_PHASES
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping, Sequence
+    from collections.abc import Collection, Iterator, Mapping, Sequence
 
     from ft_core.quorum import Rules
     from ft_core.room_record import Record
@@ -112,6 +113,16 @@ class Absences:
         if not record.accused:
             return max(record.since + self.longest_s(record), self.doubt_until)
         return max(record.since + (self._settings.grace_s if most_closed else 0.0), self.doubt_until)
+
+
+def became(replica_id: str, record: Record, was: Life) -> Iterator[str]:
+    """What the log says of a replica of which the lighthouse believed something else before."""
+    if was is Life.CLOSED:
+        how = "is gone" if record.life is Life.GONE else "is lost: its connection closed"
+        doing = f", {record.phase}" if record.phase not in PLAIN_PHASES else ""
+        yield f"{replica_id} {how} (last seen at step {record.step}{doing})"
+    elif was is Life.UNKNOWN:
+        yield f"{replica_id} has not returned since the lighthouse started"
 
 
 def presume_over(members: Sequence[Record]) -> bool:

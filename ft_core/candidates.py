@@ -4,6 +4,7 @@ How it works. `choose` looks at the replicas that ask, and at the living members
 their next step boundary. A replica that asks is held back, with a sentence for its user, while
 - one of its ranks is missing (R12), it crashes in a loop, or an earlier process of its name is still alive,
 - the quorum shall only shrink and it is not in it,
+- it cannot reach the others over the network (`reachability`),
 - it is one more than a quorum can hold, or
 - its own min_replica_size asks for more groups than there are, and for more than the running job does.
 
@@ -21,6 +22,7 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from ft_core.reachability import hold_unreachable
 from ft_core.reasons import held as delayed
 from ft_core.settings import MAX_REPLICAS
 
@@ -60,7 +62,8 @@ def choose(view: View, asking: Mapping[str, Seen]) -> Choice:
         for replica_id in sorted(set(candidates) - set(members)):
             del candidates[replica_id]
             held[replica_id] = f"{replica_id} is not in the running quorum, which shall only shrink"
-    running = _running(view, candidates, members)
+    apart = hold_unreachable(view, candidates, held)
+    running = {i: s for i, s in _running(view, candidates, members).items() if i not in apart}
     _hold_surplus(candidates, running, held)
     need = _hold_larger_minimum(view, candidates, running, held)
     return Choice(candidates, held, need, min((s.admitted_at for s in later.values()), default=None))

@@ -55,6 +55,7 @@ def merge_asks(asks: dict[int, Ask], world_size: int) -> Ask | Mismatch | None:
     # Untrained ranks draw their lineage on their own: at step 0 they need not agree. The group's is then a mixture of
     # all, so that a group of which only some ranks have the common initial state does not pass for one that has it.
     fresh = all(ask.version == first.version and ask.version.step == 0 for ask in ordered)
+    unreachable = {i for ask in ordered for i in ask.unreachable}
     return replace(
         first,
         version=first.version if same or fresh else VOID,
@@ -66,6 +67,9 @@ def merge_asks(asks: dict[int, Ask], world_size: int) -> Ask | Mismatch | None:
         open_attempt=-1 if world_size > 1 else first.open_attempt,
         heals_before_forward=all(ask.heals_before_forward for ask in ordered),
         heals_late=any(ask.heals_late for ask in ordered),
+        stable=min(ask.stable for ask in ordered),
+        unreachable=tuple(sorted(unreachable)),
+        reached=tuple(sorted({i for ask in ordered for i in ask.reached} - unreachable)),
     )
 
 

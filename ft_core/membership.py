@@ -19,7 +19,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from ft_core.absence import Absences, Circumstances, forgotten, least_needed, presume_over
+from ft_core.absence import Absences, Circumstances, became, forgotten, least_needed, presume_over
 from ft_core.build_log import BuildLog
 from ft_core.crash_log import CrashLog
 from ft_core.expected_groups import ExpectedGroups
@@ -40,7 +40,8 @@ from ft_core.quorum import (
     due,
 )
 from ft_core.quorum_ids import QuorumIds, keeps_id
-from ft_core.reasons import PLAIN_PHASES, late
+from ft_core.reachability import Reachability
+from ft_core.reasons import late
 from ft_core.refusals import Refusals, closed_by, earlier_process, of_sizes, same_name, too_late
 from ft_core.room_events import (
     Announce,
@@ -121,6 +122,7 @@ class Room:
         self._crashes = CrashLog()
         self._builds = BuildLog()
         self.expected = ExpectedGroups()
+        self.reachability = Reachability()
         self._last_quorum: Quorum | None = None
 
     def __repr__(self) -> str:
@@ -202,9 +204,7 @@ class Room:
         else:
             if record.generation >= 0 and record.hello.incarnation != hello.incarnation:
                 # Another process under the same id; its predecessor closed its connection: nothing is left of that one.
-                record.ask = record.answered = None
-                record.stable, record.committed, record.stalled = VOID, False, ""
-                record.crash_counted = False
+                record.succeeded()
                 if self._current is not None and hello.replica_id in self._current.members:
                     self._end_current(now)
             record.hello, record.generation = hello, hello.generation
@@ -234,6 +234,7 @@ class Room:
         if current is not None and record.hello.replica_id in current.members and record.life is not Life.UNKNOWN:
             self._absences.returned(record, now)
         self._crashes.returned(record)
+        self.reachability.returned(record.hello.replica_id)
         record.life, record.since, record.presumed_dead = Life.UP, now, False
 
     def _push_again(self, replica_id: str) -> None:
@@ -359,12 +360,14 @@ class Room:
             return
         self._ids.observe(ask.version.epoch)
         self._ids.observe(ask.quorum_id)
-        if record.ask is None or record.ask.seq != ask.seq:
+        if record.ask is None:
             record.asked_at = now
         record.ask, record.stalled, record.incomplete = ask, "", ""
         record.step = max(ask.version.step, 0)
+        record.stable = max(record.stable, ask.stable)
         self.expected.holds(ask.version)
         self._saw_commit(ask.version.epoch)
+        out += [Note(text) for text in self.reachability.stated(ask, self._up(ask.unreachable), now)]
         current = self._current
         answered = record.answered
         # It asked again without having taken the answer that put it into the current quorum (its caller timed out).
@@ -467,7 +470,7 @@ class Room:
             if outcome.at is not None:
                 times.append(outcome.at)
         self._push_pending(outcome.held if isinstance(outcome, NotReady) else {}, out)
-        times.extend(r.admitted_at for r in self.records.values() if r.ask is not None)
+        times += (self.reachability.next_at(now), *(r.admitted_at for r in self.records.values() if r.ask is not None))
         self.next_at = min((t for t in times if t > now), default=None)
 
     def _age(self, now: float, times: list[float], out: list[Effect]) -> None:
@@ -493,17 +496,10 @@ class Room:
     def _turn(self, replica_id: str, record: Record, life: Life, now: float, out: list[Effect]) -> None:
         """Time has told what became of a replica."""
         was = record.life
-        if life is Life.GONE:
-            record.goes(now)
-        else:
-            record.life = life  # `since` stays: orphan_s counts from the end of the lease
+        record.turns(life, now)
         if was is Life.CLOSED:
             self._crashes.died(record, now)
-            how = "is gone" if life is Life.GONE else "is lost: its connection closed"
-            doing = f", {record.phase}" if record.phase not in PLAIN_PHASES else ""
-            out.append(Note(f"{replica_id} {how} (last seen at step {record.step}{doing})"))
-        elif was is Life.UNKNOWN:
-            out.append(Note(f"{replica_id} has not returned since the lighthouse started"))
+        out += map(Note, became(replica_id, record, was))
 
     def _presume_over(self, now: float) -> None:
         current = self._current
@@ -559,6 +555,7 @@ class Room:
             record.told_lost = record.accused = record.pause_told = False
             record.left_with = VOID
         self._trained = False
+        self.reachability.formed(quorum.ids)
         out.append(Announce(quorum, tuple((ask.replica_id, ask.seq) for ask in formed.asks)))
         for ask in formed.asks if self.rules.pauses_told else ():
             if self.records[ask.replica_id].paused_until > now:  # it asked from inside a step, and validates now
@@ -611,6 +608,8 @@ class Room:
         current = self._current
         if current is None or epoch != current.quorum_id:
             return
+        if not self._trained:  # not on later ones: a link may have been cut since
+            self.reachability.committed(current.members)
         self._trained = True
         self._crashes.committed(members := [r for i in current.members if (r := self.records.get(i)) is not None])
         self._builds.forgive(members)
@@ -622,4 +621,5 @@ class Room:
 
     def _view(self, now: float) -> View:
         view = view_of(self.records, self._current, self.expected, self._settings, now)
-        return replace(view, boot_until=self._boot_until, restart_until=self._boot_at + view.orphan_s, rules=self.rules)
+        view = replace(view, rules=self.rules, cut=self.reachability.cut(now, self.rules))
+        return replace(view, boot_until=self._boot_until, restart_until=self._boot_at + view.orphan_s)

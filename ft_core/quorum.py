@@ -16,7 +16,7 @@ from enum import Enum
 from typing import TYPE_CHECKING
 
 from ft_core.candidates import choose
-from ft_core.reasons import late, story
+from ft_core.reasons import UNTIL, late, story
 from ft_core.room_rules import Rules as Rules
 
 if TYPE_CHECKING:
@@ -74,6 +74,11 @@ class Ask:
     data: str = ""
     unbuilt: str = ""
     """Why it could not build the process group of that quorum; '' also where another member's failure ended it."""
+    stable: Version = VOID
+    """The newest version it knows to be held by its whole quorum (R2): newer than its last report, perhaps."""
+    unreachable: tuple[str, ...] = ()
+    """Members of its last quorum to which it could open no connection; `reached`: those to which it could."""
+    reached: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,9 +154,6 @@ ABSENT = (Life.LOST, Life.MISSED)
 """Out of reach, but perhaps alive: not waited for, and not forgotten before orphan_s."""
 
 
-UNTIL = "it is waited for until it returns, its supervisor reports its end, or"
-
-
 @dataclass(frozen=True, slots=True)
 class Seen:
     """What `decide` needs to know of one replica."""
@@ -220,6 +222,8 @@ class View:
     rules: Rules = field(default_factory=Rules)
     trained: bool = False
     """Somebody has shown trained state since the lighthouse started."""
+    cut: frozenset[tuple[str, str]] = frozenset()
+    """Pairs of replicas that cannot reach each other (`reachability`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -311,10 +315,7 @@ def _form(view: View, choice: Choice) -> Formed | NotReady:
 
 
 def due(view: View) -> dict[str, float]:
-    """Until when the living members of a quorum that has ended may take to ask, once somebody asks.
-
-    Whether the next quorum waits for them or for something else makes no difference.
-    """
+    """Until when the living members of a quorum that has ended may take to ask, whatever the next one waits for."""
     current = view.current
     if current is None or not current.ended:
         return {}

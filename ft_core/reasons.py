@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from ft_core.quorum import Seen, View
 
+UNTIL = "it is waited for until it returns, its supervisor reports its end, or"
+"""How a sentence about an absent holder of newer state goes on."""
 PLAIN_PHASES = ("", "step")
 """What a training replica does most of the time: not worth a word to users."""
 

@@ -74,6 +74,17 @@ class Record:
             self.back_at = min(before, now)
         return differs(self.paused_until, before)
 
+    def succeeded(self) -> None:
+        """Another process has its id: nothing of what it asked or held is that one's."""
+        self.ask = self.answered = None
+        self.stable, self.committed, self.stalled, self.crash_counted = VOID, False, "", False
+
+    def turns(self, life: Life, now: float) -> None:
+        """Time has told. `since` stays unless it is gone: orphan_s counts from the end of the lease."""
+        if life is Life.GONE:
+            self.goes(now)
+        self.life = life
+
     def goes(self, now: float) -> None:
         """It is certainly gone."""
         self.life, self.since, self.ask, self.stalled, self.incomplete = Life.GONE, now, None, "", ""

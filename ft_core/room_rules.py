@@ -26,3 +26,5 @@ class Rules:
     """Who alone cannot build its process group is held back."""
     min_by_majority: bool = True
     """A larger min_replica_size of one group does not stop the others."""
+    leave_out_unreachable: bool = True
+    """Replicas that cannot reach each other are not put into one quorum."""

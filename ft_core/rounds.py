@@ -19,11 +19,12 @@ import logging
 import queue
 import threading
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from ft_core.drain import DrainedError
 from ft_core.errors import FaultToleranceError, HealError, LighthouseError, QuorumTimeoutError, StateRefusedError
+from ft_core.links import LOOK_EVERY_S
 from ft_core.pauses import Wait
 from ft_core.step import MustAsk, Phase
 
@@ -175,6 +176,7 @@ class QuorumWorker:
             quorum = self._ask(round_, why, wait)
             with session.lock:
                 plan = session.step.enter(quorum)
+                session.links.entered(quorum, session.step.settings.replica_id, session.step.settings.group_rank)
                 if not session.step.soft_error:
                     session.error = None
             round_.plan = plan
@@ -198,15 +200,17 @@ class QuorumWorker:
         with session.lock:
             if session.draining:
                 raise DrainedError("this replica drains and asks for no further quorum")
-            ask = session.step.ask(round_.template, why)
+            session.links.refresh()
+            ask = self._next_ask(round_, why)
             session.answers.clear()
             session.quorum_pauses.forget()
             session.reason = told = ""
         tell_at = time.monotonic() + TELL_S
+        look_at = time.monotonic() + LOOK_EVERY_S
         round_.asked = True
         session.control.ask(ask, room=round_.room)
-        with session.changed:
-            while True:
+        while True:
+            with session.changed:
                 if session.fatal is not None:
                     raise session.fatal
                 if session.closed:
@@ -224,8 +228,20 @@ class QuorumWorker:
                     told = session.reason
                     log.warning("%s: waiting for a quorum: %s", session.step.settings.replica_id, told)
                 session.changed.wait(min(wait.at - now, TELL_S))
+                if now >= look_at and (ask.unreachable or not ask.reached):
+                    look_at = now + LOOK_EVERY_S
+                    session.links.look_again()
+                if session.links.statement == (ask.unreachable, ask.reached) or ask.seq in session.answers:
+                    continue
+                ask = self._next_ask(round_, why)  # a link broke, or is whole again
+            session.control.ask(ask, room=round_.room)
         reason = session.control.last_reason or "the lighthouse gave no reason"
         raise QuorumTimeoutError(f"no quorum within {round_.timeout_s:g} s (quorum_timeout): {reason}")
+
+    def _next_ask(self, round_: Round, why: MustAsk) -> Ask:
+        """An ask with what is known of the links. The session's lock is held."""
+        unreachable, reached = self._session.links.statement
+        return replace(self._session.step.ask(round_.template, why), unreachable=unreachable, reached=reached)
 
     def _offer_live(self, round_: Round) -> None:
         """A newcomer copies live state before it asks, and this quorum may be waiting for just that newcomer."""
@@ -243,6 +259,10 @@ class QuorumWorker:
         try:
             session.lanes.configure(prefix, session.step.settings.replica_id, rank, size, both=both)
         except Exception as error:  # noqa: BLE001 - a peer died, a store is gone, an abort came: ask again
+            with session.lock:
+                pushed = session.step.broken
+            if not pushed:  # nobody says that a peer is lost: is it the network?
+                session.probe()
             with session.lock:
                 session.step.cannot_build(str(error))
             session.lanes.abort()

@@ -18,6 +18,7 @@ import time
 from typing import TYPE_CHECKING
 
 from ft_core.errors import CollectiveError
+from ft_core.links import PROBE_S, Links
 from ft_core.pauses import Pauses
 from ft_core.quorum import VOID
 from ft_core.step import Phase
@@ -54,7 +55,8 @@ class Session:
         self.changed = threading.Condition(self.lock)
         """Notified when an answer arrived, the rank broke, or the session ended."""
         self.control: Control
-        self.watchdog = Watchdog(step.settings.replica_id, self._overdue)
+        self.watchdog = Watchdog(step.settings.replica_id, self._overdue, self._look_at_links)
+        self.links = Links()
         self.answers: dict[int, Quorum] = {}
         self.fatal: Exception | None = None
         """The lighthouse refused us for good, or the job is finished."""
@@ -174,6 +176,7 @@ class Session:
             later = self.pauses.look_again(-math.inf, self.given_s or self.patience_s, now)
         if later is not None:
             return later
+        self.probe()
         limit = f"{self.given_s:g} s (should_commit's timeout)" if self.given_s else f"timeout={self.patience_s:g} s"
         self.lanes.abort()  # also if this rank is broken already: whatever waits must end
         self.fail(
@@ -183,6 +186,22 @@ class Session:
             )
         )
         return None
+
+    def probe(self) -> tuple[str, ...]:
+        """Look which peers can be reached; the next ask says so (the lighthouse leaves out who is cut off)."""
+        return self.links.probe(min(PROBE_S, (self.given_s or self.patience_s) / 4))
+
+    def _look_at_links(self) -> None:
+        """Watchdog thread: a collective or a configure waits for long. For a peer that cannot be reached, no longer."""
+        with self.lock:
+            if self.step.phase not in (Phase.ENTERED, Phase.OPEN, Phase.LAUNCHED):
+                return  # nothing that could be given up any more
+        if self._waits_for_works and self.works.all_ended():
+            return
+        unreachable = self.probe()
+        if unreachable:
+            self.lanes.abort()
+            self.fail(CollectiveError(f"{', '.join(unreachable)} cannot be reached over the network"))
 
     @contextlib.contextmanager
     def busy(self, what: str, max_s: float) -> Iterator[None]:

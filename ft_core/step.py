@@ -211,7 +211,7 @@ class Step:
             quorum_id=self.plan.quorum_id if self.plan else 0, failed=why.failed, reason=why.reason,
             min_replicas=self.settings.min_replicas, group_world_size=self.settings.group_world_size,
             layout=self.layout, open_attempt=self.open_attempt if why.failed else -1, commit_failures=self.vetoes,
-            heals_late=self.heals_late, unbuilt=self.unbuilt if why.failed else "",
+            heals_late=self.heals_late, stable=self.stable, unbuilt=self.unbuilt if why.failed else "",
         )  # fmt: skip
 
     def enter(self, quorum: Quorum) -> Plan:

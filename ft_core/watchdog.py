@@ -5,6 +5,8 @@ legitimately be busy (`Manager.pause`). The watchdog ends the wait instead: `arm
 store (no
 wake-up, no lock: it runs in every step), the thread looks at the attribute when the last deadline it knew has passed.
 
+A wait that has lasted for IDLE_S or up to twice as long, and has as long to go, is looked into every IDLE_S (`look`).
+
 Invariant: `fire` runs on the watchdog thread, at most once per armed deadline, never after `stop` returned.
 """
 
@@ -26,9 +28,12 @@ IDLE_S = 5.0
 class Watchdog:
     """Calls `fire` when an armed deadline passes. Times are `time.monotonic()` seconds."""
 
-    def __init__(self, name: str, fire: Callable[[], float | None]) -> None:
+    def __init__(self, name: str, fire: Callable[[], float | None], look: Callable[[], None] = lambda: None) -> None:
         self.deadline: float | None = None
         self._fire = fire
+        self._look = look
+        self._looked_at: float | None = None
+        """The deadline that stood when the thread last looked: one that still stands has been armed for long."""
         self._name = name
         self._wake = threading.Event()
         self._stopped = False
@@ -78,6 +83,15 @@ class Watchdog:
                 except Exception:  # noqa: BLE001 - the thread must survive, and the cause must be seen
                     _log.exception("watchdog %s failed", self._name)
                 continue
+            if deadline is not None and deadline is self._looked_at and deadline - now > IDLE_S:
+                self._looked_at = None
+                try:
+                    self._look()
+                except Exception:  # noqa: BLE001 - as above
+                    _log.exception("watchdog %s failed", self._name)
+                continue
+            if now >= self._next_look:
+                self._looked_at = deadline
             wait = IDLE_S if deadline is None else min(IDLE_S, deadline - now)
             self._next_look = now + wait
             self._wake.wait(wait)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from ft_core._pb import coordination_pb2 as pb
 from ft_core.errors import ConfigError, ProtocolError
 from ft_core.membership import Hello, Left, Progress
-from ft_core.quorum import Ask, Member, Quorum
+from ft_core.quorum import VOID, Ask, Member, Quorum
 from ft_core.settings import MAX_REPLICAS
 from ft_core.step import Outcome, Verdict
 from ft_core.wire.bounds import (
@@ -66,6 +66,8 @@ def _check_ask(m: pb.Ask, check: Check) -> None:
     check.text("address", m.address, MAX_ADDRESS)
     check.text("data", m.data, MAX_DATA)
     check.texts("layout_lines", m.layout_lines, MAX_LAYOUT_LINES, MAX_TEXT)
+    check.texts("unreachable", m.unreachable, MAX_REPLICAS)
+    check.texts("reached", m.reached, MAX_REPLICAS)
 
 
 def pb_ask(ask: Ask) -> pb.Ask:
@@ -77,7 +79,8 @@ def pb_ask(ask: Ask) -> pb.Ask:
         address=ask.address, layout=ask.layout, layout_lines=fit_layout_lines(ask.layout_lines),
         init_sync=ask.init_sync, allow_heal=ask.allow_heal, shrink_only=ask.shrink_only,
         heals_before_forward=ask.heals_before_forward, heals_late=ask.heals_late, open_attempt=ask.open_attempt,
-        commit_failures=ask.commit_failures, data=ask.data, unbuilt=clip(ask.unbuilt, MAX_UNBUILT),
+        commit_failures=ask.commit_failures, data=ask.data, unreachable=ask.unreachable, reached=ask.reached,
+        unbuilt=clip(ask.unbuilt, MAX_UNBUILT), stable=pb_version(ask.stable),
     )  # fmt: skip
     _check_ask(message, Check(ConfigError, "Ask"))
     return message
@@ -94,7 +97,9 @@ def read_ask(m: pb.Ask) -> Ask:
         address=m.address, layout=m.layout, layout_lines=tuple(m.layout_lines),
         init_sync=m.init_sync, allow_heal=m.allow_heal, shrink_only=m.shrink_only,
         heals_before_forward=m.heals_before_forward, heals_late=m.heals_late, open_attempt=m.open_attempt,
-        commit_failures=m.commit_failures, data=m.data, unbuilt=clip(m.unbuilt, MAX_UNBUILT),
+        commit_failures=m.commit_failures, data=m.data, unreachable=tuple(m.unreachable), reached=tuple(m.reached),
+        unbuilt=clip(m.unbuilt, MAX_UNBUILT),
+        stable=read_version(m.stable, check, "stable") if m.HasField("stable") else VOID,
     )  # fmt: skip
 
 

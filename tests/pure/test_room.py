@@ -575,6 +575,62 @@ def test_a_member_that_never_returned_after_a_restart_of_the_lighthouse_is_told_
     assert new.ask("b", 3, failed=True)[0] == "quorum a, b -> a#2, b#2"
 
 
+# ---------------------------------------------------------------- who cannot reach whom
+
+
+def test_of_two_that_cannot_reach_each_other_one_is_left_out_until_it_can() -> None:
+    """Both reached the lighthouse, so every quorum held both, and nobody committed anything."""
+    script = Script()
+    script.train("a", "b", "c")
+    out = script.ask("a", 3, failed=True, unreachable=("c",), reached=("b",))
+    assert "# a and c cannot reach each other, reports a" in out
+    assert not [text for text in script.ask("c", 3, failed=True, unreachable=("a",)) if text.startswith("quorum")]
+    out = script.ask("b", 3, failed=True)
+    assert out[0] == "quorum a, b -> a#2, b#2"
+    assert out[-1] == (
+        "tell c: c and a cannot reach each other (network): 2 of 3 groups that reach each other go on without it "
+        "until they can"
+    )
+    script.progress("a", 4)
+    assert script.later(LIVENESS) == [], "the two that train are not asked again and again"
+    assert "change -> a, b: c wants to join" in script.ask("c", 3, failed=True, reached=("a", "b"))
+    script.ask("a", 5)
+    assert script.ask("b", 5)[0] == "quorum a, b, c -> a#3, b#3, c#3"
+
+
+def test_a_newcomer_that_cannot_reach_a_member_waits_alone() -> None:
+    script = Script()
+    script.train("a", "b")
+    script.hello("c")
+    script.ask("c")
+    script.ask("a", 3)
+    script.ask("b", 3)
+    assert script.members["c"] == ("a", "b", "c")
+    script.ask("c", failed=True, unreachable=("b",))
+    script.ask("b", 3, failed=True, unreachable=("c",))
+    assert script.ask("a", 3, failed=True)[0] == "quorum a, b -> a#3, b#3"
+    assert script.later(LIVENESS) == []
+
+
+def test_what_an_ask_says_of_absent_members_is_not_about_the_network() -> None:
+    script = Script()
+    script.train("a", "b", "c")
+    script.ends("c")
+    script.ask("a", 3, failed=True, unreachable=("c",))
+    script.ask("b", 3, failed=True, unreachable=("c",))
+    script.hello("c")
+    assert "change -> a, b: c wants to join" in script.ask("c", 3, failed=True)
+
+
+def test_the_state_that_an_ask_knows_to_be_stable_is_not_made_again() -> None:
+    """It had not been reported when its holder was left out, because the others were more."""
+    script = Script()
+    script.train("a", "b", "c")
+    script.ask("a", 5, failed=True, unreachable=("b", "c"), stable=Version(4, 1))
+    script.ask("b", 3, failed=True, unreachable=("a",))
+    assert script.ask("c", 3, failed=True, unreachable=("a",))[0] == "quorum a -> a#2"
+
+
 # ---------------------------------------------------------------- defects found by the simulation, one test each
 
 

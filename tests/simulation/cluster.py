@@ -16,10 +16,11 @@ from __future__ import annotations
 
 import functools
 import heapq
+import itertools
 import operator
 import random
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from ft_core import membership as room_events
@@ -29,6 +30,7 @@ from ft_core.group import Mismatch, Votes, merge_asks
 from ft_core.membership import QuorumIds, Room
 from ft_core.pauses import Pauses, Wait
 from ft_core.quorum import VOID, Ask, NotReady, Quorum, Rules, Version, View, decide
+from ft_core.reachability import Holds
 from ft_core.settings import LighthouseSettings
 from ft_core.step import Go, Heal, MemberRules, Outcome, Phase, Step, StepSettings, Verdict
 from ft_core.waiting import Waiting
@@ -41,6 +43,7 @@ if TYPE_CHECKING:
 FAULTS = (
     "kill", "freeze", "cut_lighthouse", "cut_peers", "cut_all", "blip", "lighthouse", "slow", "late", "soft", "leave",
     "pause", "duplicate", "configure", "heal", "skip", "turbulence", "hidden", "proxy", "oneway", "freeze_rank",
+    "link",
 )  # fmt: skip
 
 PASSING = frozenset({"pause", "configure", "late", "skip", "soft", "heal"})
@@ -89,6 +92,12 @@ class Config:
     """A group whose heals never succeed."""
     bad_rank: int = -1
     """Only those of this rank of it; -1: of all."""
+    cut_forever: tuple[int, int] = ()  # type: ignore[assignment]
+    """Two groups that never reach each other."""
+    seen_by_both: bool = True
+    """Both of them find that out; False: only the first."""
+    look_s: float = 1.0
+    """How often who is left out because of a link looks whether it is whole again."""
     data: bool = True
     """Check that no sample is lost or comes twice; not where data run out by another rule."""
     member_rules: MemberRules = field(default_factory=MemberRules)
@@ -139,6 +148,11 @@ class World:
         self.groups: dict[str, Group] = {}
         self.active: dict[str, Group] = {}
         self.rings: dict[tuple[int, int], Ring] = {}
+        self.links: dict[frozenset[int], frozenset[int]] = {}
+        """Pairs of groups (numbers) between which nothing passes, and which of the two cannot open a connection."""
+        if config.cut_forever:
+            cut = config.cut_forever
+            self.links[frozenset(cut)] = frozenset(cut if config.seen_by_both else cut[:1])
         self.incarnations = [0] * config.groups
         self.lighthouse: Lighthouse | None = None
         self.trouble_at = 0.0
@@ -197,7 +211,8 @@ class World:
             alive = [g for g in alive if not g.behind_for_good()]
         if len(alive) < self.config.min_replicas:
             return True
-        return all(g.commits >= goal.get(g.rid, (0, 0))[1] + 2 for g in alive)
+        stuck = sum(g.commits < goal.get(g.rid, (0, 0))[1] + 2 for g in alive)
+        return stuck <= bool(self.config.cut_forever)
 
     def check_bounds(self) -> None:
         """I9: everything has a bound."""
@@ -261,7 +276,9 @@ class World:
         groups = [g for g in self.active.values() if not g.done]
         cut = any(g.cut_lighthouse or g.cut_peers or g.proxy_down or g.deaf for g in groups)
         stuck = cut or any(g.frozen or any(r.stopped for r in g.ranks) for g in groups)
-        return stuck or self.lighthouse is None or len({g.number for g in groups}) < self.config.groups
+        return (
+            stuck or bool(self.links) or self.lighthouse is None or len({g.number for g in groups}) < self.config.groups
+        )
 
     def paused_peer(self, rank: Rank, since: float, why: str) -> None:
         """A rank breaks its quorum: not because of a peer that is paused, if nothing else was wrong meanwhile (I7)."""
@@ -405,6 +422,26 @@ class World:
             if group.conn is not None:
                 group.conn.release()
 
+    def _fault_link(self, _: str, group: Group) -> None:
+        """Two groups do not reach each other; sometimes only one of them can find that out."""
+        others = [g for g in self.active.values() if g.number != group.number]
+        other = self.rng.choice(others) if others else group
+        key = frozenset((group.number, other.number))
+        if other is group or key in self.links:
+            return
+        both = self.rng.random() < 0.7
+        self.say(
+            "%s and %s are cut off from each other%s", group.rid, other.rid, "" if both else ", as one of them sees"
+        )
+        self.links[key] = key if both else frozenset((group.number,))
+        self.at(self._how_long(), None, self._link_back, key)
+
+    def _link_back(self, key: frozenset[int]) -> None:
+        if self.links.pop(key, None) is not None:
+            self.say("the link of groups %s is whole again", sorted(key))
+            self.trouble_at = self.now
+            self.recheck()
+
     def _fault_turbulence(self, _: str, __: Group | None) -> None:
         if self.lighthouse is None:
             return
@@ -453,6 +490,8 @@ class World:
             group.slow_until = 0.0
             group.proxy_down = False
             self._hears_again(group)
+            for key in [key for key in self.links if key != frozenset(self.config.cut_forever)]:
+                self._link_back(key)
             if group.cut_lighthouse or group.cut_peers:
                 self._mend(group)
             if group.frozen:
@@ -470,7 +509,15 @@ class World:
 
     def connected(self, one: Group, other: Group) -> bool:
         """Can packets pass between two replicas?"""
+        if frozenset((one.number, other.number)) in self.links and one is not other:
+            return False
         return one is other or not (one.cut_peers or other.cut_peers)
+
+    def can_open(self, one: Group, other: Group) -> bool:
+        """Can `one` open a connection to `other`? A frozen process's kernel answers."""
+        if one.cut_peers or other.cut_peers or not other.alive:
+            return False
+        return one.number not in self.links.get(frozenset((one.number, other.number)), ())
 
     def recheck(self) -> None:
         """A partition or freeze ended: operations that were stuck may go on."""
@@ -497,6 +544,7 @@ class Lighthouse:
         )
         self.room = Room("job", settings, ids, boot_at=world.now)
         self.room.rules = config.room_rules
+        self.room.reachability.holds = Holds(hold_s=1.0, retry_s=5.0, max_s=10.0)
         self.conns: dict[str, Conn] = {}
         self._wake_at = -1.0
 
@@ -663,6 +711,10 @@ class Group:
         self.conn: Conn | None = None
         self._generation = 0
         self._open_ask: Ask | None = None
+        self.statement: tuple[tuple[str, ...], tuple[str, ...]] = ((), ())
+        """Members of the last quorum that it could not, and that it could open a connection to."""
+        self.known_cut: tuple[str, ...] = ()
+        """Whom it could not reach when it looked last."""
         self._asks: dict[int, Ask] = {}
         self.votes = Votes(world.config.ranks)
         self.waiting = Waiting()
@@ -903,7 +955,9 @@ class Group:
             raise Violation("sim", merged.reason)
         if merged is None:
             return
+        merged = replace(merged, unreachable=self.statement[0], reached=self.statement[1])
         self._open_ask, self.incomplete = merged, False
+        self.world.at(self.world.config.look_s, self, self._look_again, merged)
         if merged.version == VOID:  # some of its ranks were healed, some not: as good as torn
             for rank in self.ranks:
                 rank.was_torn = True
@@ -913,6 +967,30 @@ class Group:
         )  # fmt: skip
         if self.conn is not None and self.conn.client_open:
             self.conn.send(room_events.Asked(merged, self._generation), self.world.now)
+
+    def probe(self) -> None:
+        """Look to whom of the last quorum a connection can be opened."""
+        quorum, world = self.ranks[0].step.quorum, self.world
+        others = {*(quorum.ids if quorum else ()), *self.known_cut} - {self.rid}
+        reached = {i for i in others if world.can_open(self, world.groups[i])}
+        self.statement = tuple(sorted(set(others) - reached)), tuple(sorted(reached))
+        self.known_cut = self.statement[0]
+
+    def _look_again(self, ask: Ask) -> None:
+        if self._open_ask is not ask or self.done or (ask.reached and not ask.unreachable):
+            return
+        self.probe()
+        if self.statement == (ask.unreachable, ask.reached):
+            self.world.at(self.world.config.look_s, self, self._look_again, ask)
+            return
+        step = self.ranks[0].step
+        step.asks += 1
+        again = replace(ask, seq=step.asks, unreachable=self.statement[0], reached=self.statement[1])
+        self._open_ask = again
+        self.world.say("%s asks again (seq %d): it cannot reach %s", self.rid, again.seq, ", ".join(again.unreachable))
+        self.world.at(self.world.config.look_s, self, self._look_again, again)
+        if self.conn is not None and self.conn.client_open:
+            self.conn.send(room_events.Asked(again, self._generation), self.world.now)
 
     def vote(self, index: int, verdict: Verdict) -> None:
         """A rank's verdict; when the group's is decided, every rank settles."""
@@ -1176,6 +1254,7 @@ class Rank:
         self.leave_ring()
         self.token += 1
         self.asking = False
+        self.group.statement = ((), ())
         self.world.history.entered(self.group, quorum, self.step.highest_id)
         plan = self.step.enter(quorum)
         self.received = None
@@ -1208,6 +1287,7 @@ class Rank:
     def _configure_failed(self, token: int, why: str) -> None:
         if token == self.token and self.step.phase is Phase.ENTERED:
             self.world.say("%s cannot configure: %s", self.name, why)
+            self.group.probe()
             self.step.break_(f"configure: {why}")
             self.boundary()
         elif token == self.token and self.step.phase is Phase.BROKEN:
@@ -1412,6 +1492,7 @@ class Rank:
             world.at(wait.at - world.now, self, self._timed_out, token, op, wait, since)
         else:
             world.paused_peer(self, since, "a collective timed out")
+            self.group.probe()
             self.op_failed(op, "collective timeout")
 
     def _vote_expires(self, attempt: tuple[int, int], wait: Wait, since: float) -> None:
@@ -1599,8 +1680,9 @@ class Ring:
         return self.ids.index(rank.group.rid)
 
     def _passable(self, ranks: list[Rank]) -> bool:
-        cut = sum(rank.group.cut_peers for rank in ranks)
-        return (cut == 0 or len(ranks) == 1) and not any(rank.frozen for rank in ranks)
+        groups = [rank.group for rank in ranks]
+        cut = any(not self.world.connected(one, other) for one, other in itertools.combinations(groups, 2))
+        return not cut and not any(rank.frozen for rank in ranks)
 
     def arrive(self, rank: Rank) -> None:
         """A member configures."""

@@ -23,6 +23,7 @@ Which rule is shown necessary where (seeds needed until the first violation when
 | pauses are told to new quorums | Rules.pauses_told | 5 | I7 a collective times out, a member paused |
 | R14 answers are repeated only in force | Rules.r14_in_force | 80 | I3 two quorums commit side by side |
 | R16 parting | MemberRules.r16_parting | 49 | I3 a step is made again that a replica shut down with |
+| two replicas that cannot reach each other | Rules.leave_out_unreachable | 4 | I7 nobody commits |
 | R17 shares | MemberRules.r17_shares | 1 | I8 samples of a replica that could not be healed are lost |
 
 R5, R6, R10 (ready), R12, R13 and R15 change what is lost or how long something takes, not what is true, so they
@@ -107,6 +108,10 @@ NECESSARY: dict[str, tuple[int, str, dict[str, Any]]] = {
     "R10": (60, "I5", {"faults": ("heal", "kill"), "member_rules": MemberRules(r10_divisor=False)}),
     "R11": (20, "I7", {"faults": ("kill",), "bad_group": 0, "member_rules": MemberRules(r11_no_veto=False)}),
     "R16": (100, "I3", {"faults": ("shutdown",), "member_rules": MemberRules(r16_parting=False)}),
+    "links": (
+        30, "I7",
+        {"groups": 3, "faults": ("kill",), "cut_forever": (0, 1), "room_rules": Rules(leave_out_unreachable=False)},
+    ),
     "R17": (
         60, "I8",
         {
