@@ -38,6 +38,10 @@ class Crash(BaseException):
     """This replica is killed here."""
 
 
+class SupervisedCrash(Crash):
+    """The same, and a supervisor has seen the end of the process."""
+
+
 @dataclass(frozen=True)
 class Commit:
     """One committed step as one replica saw it."""
@@ -230,9 +234,11 @@ class Replica:
                 self.wrap()
             try:
                 self._loop(self) if self._loop else self.train()
-            except Crash:
+            except Crash as how:
                 self.crashed = True
                 self.die()
+                if isinstance(how, SupervisedCrash):
+                    self.cluster.lighthouse.ended(self.manager.replica_id)
             finally:
                 self.manager.shutdown()
         except BaseException as error:  # noqa: BLE001 - shown by Cluster.check
@@ -410,6 +416,11 @@ class Cluster:
 
 def crash(_: Replica) -> None:
     raise Crash
+
+
+def crash_seen(_: Replica) -> None:
+    """A crash that a supervisor reports: what the dead one held is not waited for."""
+    raise SupervisedCrash
 
 
 def soft_error(replica: Replica) -> None:

@@ -129,6 +129,11 @@ class Loopback:
             self.handlers.pop(replica_id, None)
             self.event(m.LeaseEnded(replica_id, record.generation, silence_s), room)
 
+    def ended(self, replica_id: str, room: str = "default") -> None:
+        """A supervisor has seen the end of this process."""
+        with self._changed:
+            self.event(m.Ended(replica_id), room)
+
     def _push(self, effect: m.Effect) -> None:  # noqa: C901 - one case per effect
         def to(replica_id: str, call: Callable[[LeaseHandler], None]) -> None:
             handler = self.handlers.get(replica_id)

@@ -14,7 +14,7 @@ import torch
 
 from ft_core import Manager, ProcessGroupGloo
 from ft_core.errors import LighthouseError
-from tests.manager.harness import LIMIT_S, Cluster, Replica, crash, digest_of, fail
+from tests.manager.harness import LIMIT_S, Cluster, Replica, crash, crash_seen, digest_of, fail
 
 if TYPE_CHECKING:
     from tests.manager.loopback import Loopback, LoopbackControl
@@ -132,7 +132,7 @@ def test_nothing_is_left_behind(cluster: Cluster) -> None:
         cluster.run(
             Replica(0, name=f"a{offset}", steps=8, at={(5, "boundary"): cluster.joins(again)}),
             Replica(1, name=f"b{offset}", steps=8),
-            Replica(2, name=f"c{offset}", steps=8, at={(3, "forward"): crash}),
+            Replica(2, name=f"c{offset}", steps=8, at={(3, "forward"): crash_seen}),
         )
         cluster.check()
         cluster.replicas.clear()

@@ -10,7 +10,7 @@ import torch
 from ft_core.errors import ConfigError
 from ft_core.manager import Manager
 from ft_core.process_group import ProcessGroupGloo
-from tests.manager.harness import Cluster, Commit, Replica, adamw, crash, sgd
+from tests.manager.harness import Cluster, Commit, Replica, adamw, crash, crash_seen, sgd
 
 
 class Epochs(Replica):
@@ -94,7 +94,7 @@ def test_when_all_that_train_die_a_shadow_has_everything(cluster: Cluster) -> No
 
 def test_when_all_others_die_a_trailing_replica_keeps_what_it_has(cluster: Cluster) -> None:
     trailing = Epochs(0, 2, 2, applies=False)
-    cluster.run(trailing, Epochs(1, 9, at={(5, "boundary"): crash}))
+    cluster.run(trailing, Epochs(1, 9, at={(5, "boundary"): crash_seen}))
     assert [step for step, _ in trailing.ends] == [2, 4]
 
 
