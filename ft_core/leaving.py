@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, NoReturn, cast
 
 from ft_core import drain
 from ft_core.drain import EXIT_S
-from ft_core.errors import FaultToleranceError
+from ft_core.errors import CollectiveError, FaultToleranceError
 from ft_core.step import Go, Heal, MustAsk, Outcome, Phase
 
 if TYPE_CHECKING:
@@ -83,6 +83,9 @@ class Leaving:
                 self._healing.cancel()  # the last fence waits for what becomes of it
         if isinstance(decision, MustAsk) and not decision.failed:
             agreed = True  # the last fence told everybody to ask: nobody waits for this rank
+        if step.awaits_lease and isinstance(decision, Go):
+            decision = None  # the others wait in sums of their own, which end with this replica's connections
+            session.fail(CollectiveError(f"this replica leaves while no member has a lease: {reason}"))
         unknown = self._step_open and (not self._riding or step.user_ops > 0)
         if isinstance(decision, Go) and self._round is not None and self._round.configured.is_set() and not unknown:
             step.exhausted = True  # contributes zeros from here on

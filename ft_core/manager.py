@@ -39,6 +39,7 @@ from ft_core.data_port import DataPort
 from ft_core.drain import EXIT_S, DrainedError
 from ft_core.errors import ConfigError, StateRefusedError, UsageError
 from ft_core.exhaustion import Exhaustion
+from ft_core.lease_wait import wait_for_a_lease
 from ft_core.leaving import Leaving
 from ft_core.live_state import DEFAULT_KEY, LiveState
 from ft_core.parity import ParityCheck
@@ -296,6 +297,10 @@ class Manager(DataPort, Collectives, Commit, Agreement, Weighted, Exhaustion, Le
             session.lanes.abort()  # the others may be waiting for this rank in a collective
         if self._healing.snapshot_wanted:
             self._healing.offer_live(self._whole_state)
+        if isinstance(decision, Go) and self._step.awaits_lease and not self._step.broken:
+            wait_for_a_lease(session)
+            self._start_quorum(room_id, allow_heal, shrink_only, timeout)
+            return
         if isinstance(decision, Go):
             session.error = None
             if self._attempt is None or self._attempt.used:  # else it is the one that should_commit opened

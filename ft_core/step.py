@@ -67,8 +67,7 @@ class Step:
         self.broken_reason = self.soft_error = self.change_wanted = self.ask_next = ""
         self.unbuilt = ""
         """Why this rank could not build the process group of its quorum; '' also where a push had ended that before."""
-        self.leaving = self.drain_wanted = self.drain_agreed = False
-        self.stop_wanted = self.stop_agreed = False
+        self.leaving = self.drain_wanted = self.drain_agreed = self.stop_wanted = self.stop_agreed = False
         self.exhausted = False
         self.trails = self.ends_round = False
         """Out of data, and: nobody applies commits here (`version` stays, a heal makes up for it); it ends for all."""
@@ -85,6 +84,8 @@ class Step:
         self.user_ops = 0
         """User collectives launched in this quorum: part of the tag, so a skipped one cannot pair with a later one."""
         self.lease_acked_at = self.launched_at = now
+        self.awaits_lease = False
+        """No member has had a lease for autonomy_s: nothing is launched until one has, or the quorum breaks (R3)."""
         self.verdict: Verdict | None = None
         self.open_attempt = -1
         """Attempt of the left quorum whose reduced gradients were kept (R5)."""
@@ -226,21 +227,18 @@ class Step:
             quorum, self.settings.replica_id, mode=self.settings.mode, min_replicas=self.settings.min_replicas,
             lineage_after=lineage_after,
         )  # fmt: skip
-        self.plan = new
+        self.plan, self.phase, self.attempt = new, Phase.ENTERED, 0
         self.highest_id = max(self.highest_id, quorum.quorum_id)
-        self.phase = Phase.ENTERED
-        self.attempt = 0
         self.base, self.base_lineage = new.target, new.target_lineage
         self.heal = Heal.PENDING if new.heals else Heal.NONE
         self.heals_late &= new.heals
         if not new.heals and not new.excluded:
             self.lineage = new.target_lineage  # differs only at step 0 without init_sync, where lineages mean nothing
         self.roles_switched = False
-        self.ask_next = self.change_wanted = self.broken_reason = self.unbuilt = ""
+        self.ask_next = self.change_wanted = self.broken_reason = self.unbuilt = self._lost_since = ""
         # soft_error stays: it may have been reported while this quorum was still being formed.
         self.verdict = None
-        self._voted = self._goes_on = self._op_launched = self._op_lost = self._passed = False
-        self._lost_since = ""
+        self._voted = self._goes_on = self._op_launched = self._op_lost = self._passed = self.awaits_lease = False
         self.user_ops = self.source_shift = self.vetoes = 0
         early, self._early = self._early, {}
         if "change" in early:
@@ -405,6 +403,10 @@ class Step:
         """A user's collective failed, or was not launched, here: peers keep gradients, not its result (R5)."""
         self._op_lost, self.open_attempt = True, -1
 
+    def lacks_lease(self, now: float) -> bool:
+        """R3: it has had no acknowledged lease for autonomy_s."""
+        return now - self.lease_acked_at > self.settings.autonomy_s
+
     def tag(self) -> int:
         """64 bits over everything that has to be equal on all members of this attempt."""
         assert self.plan is not None
@@ -429,7 +431,7 @@ class Step:
                 share_of=plan.replica_rank if contributes or self._has_no_share else -1,
                 failed=failing,
                 change=bool(self.change_wanted or self.ask_next) or self.leaving,
-                no_lease=now - self.lease_acked_at > self.settings.autonomy_s,
+                no_lease=self.lacks_lease(now),
                 out=self.exhausted or self._adds_nothing,
                 trails=self.trails and heal is not Heal.ABANDONED,  # R11: one that cannot heal holds nobody
                 ready=ready and heal is not Heal.PENDING and heal is not Heal.ABANDONED,
@@ -475,14 +477,13 @@ class Step:
         told = decode(sums, n)
         if rules.r0_tag and not told.is_of(n, self.tag()):
             return verdict(Outcome.BROKEN, "the fence shows that a member is in another attempt or holds another state")
-        lapsed = now - self.lease_acked_at > self.settings.autonomy_s
         if rules.r3_autonomy:
             margin = self.settings.orphan_s - self.settings.autonomy_s
-            if lapsed and now - self.launched_at > margin:
+            if self.lacks_lease(now) and now - self.launched_at > margin:
                 return verdict(Outcome.BROKEN, f"no lighthouse for too long, and the fence took over {margin:g} s")
             if told.no_lease == n:
-                reason = f"no member has had a lease for autonomy_s={self.settings.autonomy_s:g} s"
-                return verdict(Outcome.VETO, f"{reason}: waiting for a lighthouse", change=told.change > 0)
+                reason = f"no member has had a lease for autonomy_s={self.settings.autonomy_s:g} s: waiting for one"
+                return verdict(Outcome.VETO, reason, change=told.change > 0, lapsed=True)
         self.source_lost, self.everyone_out, self._passed = told.sources_lost > 0, told.out == n, told.passed > 0
         self._ends_now = (self.everyone_out or told.ends > 0) and not told.lagging
         lag_ends = told.lagging > 0 and (self.everyone_out or told.ends + told.stop > 0)
@@ -549,8 +550,8 @@ class Step:
         if verdict.change:
             self.ask_next = self.ask_next or self.change_wanted or "a member asked for a change of membership"
         self.attempt += 1
-        self.soft_error = ""
-        self.verdict = None
+        self.soft_error, self.verdict = "", None
+        self.awaits_lease = verdict.lapsed and self.settings.rules.r3_waits
         self.phase, self._op_launched = Phase.OPEN, False
         self._goes_on = self._alike and not self.ask_next
         if self._lost_since:
@@ -571,7 +572,6 @@ class Step:
 
     def finished(self, plan_: Plan) -> None:
         """R5: the reduced gradients of the open attempt were fetched: this rank commits what it could not follow."""
-        assert plan_.finish
         assert self.plan is plan_
         self.version, self.lineage = plan_.target, plan_.target_lineage
         self.heal = Heal.NONE

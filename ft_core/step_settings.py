@@ -17,6 +17,7 @@ class MemberRules:
     r0_verdict: bool = True
     r0_tag: bool = True
     r3_autonomy: bool = True
+    r3_waits: bool = True
     r4_aligned: bool = True
     r7_void: bool = True
     r10_divisor: bool = True

@@ -41,3 +41,5 @@ class Verdict:
     """A rank of this group lacks the state that a commit builds on: no rank of the group applies it (R12)."""
     drain: bool = False
     """A rank of this group is to drain: all of them leave at the next boundary."""
+    lapsed: bool = False
+    """No member of a ring has had a lease for autonomy_s: all wait at the next boundary until one has (R3)."""

@@ -13,7 +13,7 @@ MAX_LINES = 450
 LONGER: dict[str, int] = {
     "ft_core/membership.py": 625,
     "ft_core/process_group/incarnation.py": 465,
-    "ft_core/step.py": 589,
+    "ft_core/step.py": 586,
 }
 """Files over MAX_LINES with the length they may have until they are split. Entries only shrink."""
 

@@ -222,7 +222,7 @@ def test_autonomy() -> None:
     stable = rig["a"].stable
     verdict = rig.fence()["a"]
     assert (verdict.outcome, verdict.reason) == (
-        Outcome.VETO, "no member has had a lease for autonomy_s=10 s: waiting for a lighthouse",
+        Outcome.VETO, "no member has had a lease for autonomy_s=10 s: waiting for one",
     )  # fmt: skip
     assert rig["a"].stable == stable, "nothing is published that the room may have gone on without"
 

@@ -1189,7 +1189,10 @@ class Rank:
             self._look_at_the_data()
         decision = step.boundary()
         if isinstance(decision, Go):
-            self._forward()
+            if step.awaits_lease and not step.broken:
+                self.world.at(self.world.between(0.05, 0.1), self, self._poll, self.token)
+            else:
+                self._forward()
             return
         if decision.failed:
             self.leave_ring()
@@ -1486,7 +1489,7 @@ class Rank:
 
     def _timed_out(self, token: int, op: Op, wait: Wait, since: float) -> None:
         world = self.world
-        if token != self.token or self.step.phase is not Phase.LAUNCHED:
+        if token != self.token or (self.step.phase is not Phase.LAUNCHED and not self.step.awaits_lease):
             return
         if not wait.over(world.now):
             world.at(wait.at - world.now, self, self._timed_out, token, op, wait, since)
@@ -1507,9 +1510,26 @@ class Rank:
         world.paused_peer(self, since, "a vote timed out")
         self.settle(Verdict(*attempt, Outcome.BROKEN, "the ranks did not agree in time"))
 
+    def _poll(self, token: int) -> None:
+        """No member had a lease for autonomy_s: the members sum up who has one again, and nothing else."""
+        if token != self.token or self.ring is None or self.step.broken:
+            return
+        leased = not self.step.lacks_lease(self.world.now)
+        op = self.ring.launch(self, ([float(leased)], 0, None, (-1, self.step.base), 0))
+        self._watchdog(token, op)
+
+    def polled(self, op: Op) -> None:
+        """That sum has arrived."""
+        step = self.step
+        if self.ring is not op.ring or step.phase is not Phase.OPEN or not step.awaits_lease or self.group.done:
+            return
+        step.awaits_lease = not any(payload[0][0] for payload in op.payloads())
+        self.boundary()
+
     def op_failed(self, op: Op, why: str) -> None:
         """The data plane reports an error."""
-        if self.step.phase is Phase.LAUNCHED and self.ring is op.ring and not self.group.done:
+        waits = self.step.phase is Phase.LAUNCHED or (self.step.awaits_lease and self.step.phase is Phase.OPEN)
+        if waits and self.ring is op.ring and not self.group.done:
             self.world.say("%s: %s", self.name, why)
             self.step.break_(why, keep_gradients=len(op.launched) == len(op.ring.ids))
             self._ask_at_once()
@@ -1606,6 +1626,7 @@ class Rank:
             self._ask_at_once()
             return
         world.history.settled(self, verdict)
+        world.history.lapsed(self, verdict)
         if world.config.rounds and verdict.exhausted:
             world.say("%s: the round of data ended at %s", self.name, step.round_ended)
         elif verdict.exhausted or (step.exhausted and len(step.plan.quorum.members) == 1):
@@ -1725,8 +1746,11 @@ class Ring:
         if len(op.launched) < len(self.ids) or not self._passable([rank for rank, _ in op.launched.values()]):
             return
         op.started = True
+        parting = any("shutdown" in rank.group.injected for rank, _ in op.launched.values())
         for where, (rank, _) in op.launched.items():
-            world.at(world.between(0.001, 0.015), rank, self._deliver, op, where)
+            # A large last bucket is still on its way to some members when another one has it already.
+            longest = 0.15 if parting and "shutdown" not in rank.group.injected else 0.015
+            world.at(world.between(0.001, longest), rank, self._deliver, op, where)
 
     def _deliver(self, op: Op, where: int) -> None:
         rank = op.launched[where][0]
@@ -1734,7 +1758,13 @@ class Ring:
             rank.op_failed(op, "a peer left while the last collective was under way")
             return
         op.reached.add(where)
-        rank.fence_done(op)
+        polls = [payload[3][0] < 0 for _, payload in op.launched.values()]
+        if all(polls):
+            rank.polled(op)
+        elif any(polls):
+            raise Violation("I4", "a fence was paired with a sum of who has a lease")
+        else:
+            rank.fence_done(op)
 
     def _fail_soon(self, op: Op, rank: Rank) -> None:
         self.world.at(self.world.between(0.001, 0.02), rank, rank.op_failed, op, "a peer closed its connection")

@@ -70,6 +70,8 @@ class History:
     """version -> group rank -> the cursor before and after that commit, and the epoch's samples through its ring."""
     left_behind: dict[int, tuple[int, str]] = field(default_factory=dict)
     """step -> (the state it led to, who committed it and shut down at once)."""
+    lapses: dict[str, int] = field(default_factory=dict)
+    """rank -> attempts that were lost because no member had a lease, since one last had."""
     returned: int = 0
     """Commits without the share of a participant."""
     commits: int = 0
@@ -161,6 +163,12 @@ class History:
                 raise Violation("I6", f"{rank.name} committed step {rank.last_step}, now {step.version.step}")
         rank.last_step = step.version.step
         rank.was_torn = False
+
+    def lapsed(self, rank: Rank, verdict: Verdict) -> None:
+        """Without a lighthouse the members wait: each loses one attempt, with its samples, not one after another."""
+        self.lapses[rank.name] = self.lapses.get(rank.name, 0) + 1 if verdict.lapsed else 0
+        if self.lapses[rank.name] > 1:
+            raise Violation("I7", f"{rank.name} loses one attempt after another while no member has a lease")
 
     def parted(self, rank: Rank) -> None:
         """A replica shut down right after its commit: the other members of that attempt have it, too (I3)."""

@@ -12,6 +12,7 @@ Which rule is shown necessary where (seeds needed until the first violation when
 | R1 a closed connection is no death | Rules.r1_closed | 5 | I3 two quorums commit side by side |
 | R2 no amnesia | Rules.r2_no_amnesia | 2 | I3 a published step is made again |
 | R3 autonomy | MemberRules.r3_autonomy | 14 | I3 two quorums commit side by side |
+| R3 waiting | MemberRules.r3_waits | 1 | I7 one attempt after another is lost while no member has a lease |
 | R4 aligned collectives | MemberRules.r4_aligned | 1 | I4 collectives of two attempts are paired |
 | R7 void while receiving | MemberRules.r7_void | 5 | I1 training goes on from a torn state |
 | R8 ids | QuorumIds.unique | 17 | I2 ids go back after a restart |
@@ -22,7 +23,7 @@ Which rule is shown necessary where (seeds needed until the first violation when
 | a pause extends limits | MemberRules.pauses_extend | 5 | I7 a survivor gives up while a peer is paused |
 | pauses are told to new quorums | Rules.pauses_told | 5 | I7 a collective times out, a member paused |
 | R14 answers are repeated only in force | Rules.r14_in_force | 80 | I3 two quorums commit side by side |
-| R16 parting | MemberRules.r16_parting | 49 | I3 a step is made again that a replica shut down with |
+| R16 parting | MemberRules.r16_parting | 1 | I3 a step is made again that a replica shut down with |
 | two replicas that cannot reach each other | Rules.leave_out_unreachable | 4 | I7 nobody commits |
 | R17 shares | MemberRules.r17_shares | 1 | I8 samples of a replica that could not be healed are lost |
 
@@ -95,6 +96,9 @@ NECESSARY: dict[str, tuple[int, str, dict[str, Any]]] = {
             "member_rules": MemberRules(r3_autonomy=False),
         },
     ),
+    "R3, waiting": (
+        60, "I7", {"groups": 2, "faults": ("lighthouse",), "member_rules": MemberRules(r3_waits=False)},
+    ),
     "R4": (60, "I4", {"faults": ("skip",), "member_rules": MemberRules(r4_aligned=False)}),
     "R7": (
         60, "I1",
@@ -107,7 +111,7 @@ NECESSARY: dict[str, tuple[int, str, dict[str, Any]]] = {
     "R9": (1500, "I3", {"groups": 2, "faults": ("lighthouse", "kill"), "room_rules": Rules(r9_boot=False)}),
     "R10": (60, "I5", {"faults": ("heal", "kill"), "member_rules": MemberRules(r10_divisor=False)}),
     "R11": (20, "I7", {"faults": ("kill",), "bad_group": 0, "member_rules": MemberRules(r11_no_veto=False)}),
-    "R16": (100, "I3", {"faults": ("shutdown",), "member_rules": MemberRules(r16_parting=False)}),
+    "R16": (20, "I3", {"faults": ("shutdown",), "member_rules": MemberRules(r16_parting=False)}),
     "links": (
         30, "I7",
         {"groups": 3, "faults": ("kill",), "cut_forever": (0, 1), "room_rules": Rules(leave_out_unreachable=False)},
