@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 WORKER = str(ROOT / "tests/chaos/worker.py")
+PROXY = str(ROOT / "tests/chaos/proxy.py")
 WAIT_S = 45.0
 END_AFTER = 40
 """Steps that all trainers still make together at the end; more than any of them can be ahead of what was read."""
@@ -79,10 +80,14 @@ class Process:
 class Cluster:
     """A lighthouse and its trainers; a context manager that ends them all.
 
+    `host` is where the lighthouse listens.
+
     Args:
         forge: starts the trainers.
         env: what all trainers find in their environment.
     """
+
+    host = "127.0.0.1"
 
     def __init__(self, forge: Forge | None = None, **env: object) -> None:
         self.forge = forge
@@ -120,11 +125,11 @@ class Cluster:
             "-m",
             "ft_core.lighthouse",
             "--bind",
-            f"127.0.0.1:{self.port}",
+            f"{self.host}:{self.port}",
             "--liveness-ms",
             "1000",
         ]
-        self.lighthouse = self._start("lighthouse", command, {}, None)
+        self.lighthouse = self._start("lighthouse", self.placed("lighthouse", command), self.env, None)
         self.lighthouse.wait_for(lambda: bool(self.lighthouse and self.lighthouse.lines), "said that it listens")
 
     def start(self, name: str, **env: object) -> Process:
@@ -137,16 +142,30 @@ class Cluster:
         From the forge, if there is one; what a launcher starts, too."""
         mine = {
             "PYTHONPATH": str(ROOT),
-            "FT_LIGHTHOUSE": f"127.0.0.1:{self.port}",
+            "FT_LIGHTHOUSE": f"{self.host}:{self.port}",
             "FT_REPLICA_ID": name,
-            "FT_HOSTNAME": "127.0.0.1",
+            "FT_HOSTNAME": self.host,
             "OMP_NUM_THREADS": "1",
             "STEPS_FILE": str(self._end),
         }
         whole = mine | self.env | {key: str(value) for key, value in env.items()}
-        process = self._start(name, command, whole, self.forge)
+        process = self._start(name, self.placed(name, command), whole, self.forge)
         self.trainers[name] = process
         return process
+
+    def placed(self, name: str, command: list[str]) -> list[str]:
+        """The command that starts `command` where the process `name` belongs."""
+        return command
+
+    def start_proxy(self, port: int | None = None) -> tuple[Process, int]:
+        """Start a proxy in front of the lighthouse, on a free port or (again) on `port`; returns its port, too."""
+        if port is None:
+            with socket.create_server(("127.0.0.1", 0)) as probe:
+                port = int(probe.getsockname()[1])
+        command = [sys.executable, "-u", PROXY, str(port), f"{self.host}:{self.port}"]
+        proxy = self._start("proxy", command, {}, None)
+        proxy.wait_for(lambda: bool(proxy.lines), "said that it listens")
+        return proxy, port
 
     def kill(self, name: str) -> Process:
         """SIGKILL a trainer."""

@@ -5,12 +5,13 @@ Behaviour comes from the environment: STEPS_FILE (train until this file names a 
 long a step takes at least), FORK (keep a forked child alive, as DataLoader workers do), HANG_AT (stop before this
 step), HANG_ONCE (name:step: that group hangs there in its first run), BN (a BatchNorm layer), METRIC (a collective of
 the user's after backward; SILENT_AT: stop before that of this step), PARITY (parity_check_every), CORRUPT_AT (rank:step
-after which this rank's parameters silently change), FILES (how many files it may open after its start), PIDS and LOG
-(say more).
+after which this rank's parameters silently change), FILES (how many files it may open after its start), MACHINE (network
+namespace to run in), PIDS and LOG (say more).
 """
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import logging
 import os
@@ -26,10 +27,22 @@ from torch import nn
 
 from ft_core import DistributedDataParallel, Manager, Optimizer, ProcessGroupGloo
 
+CLONE_NEWNET = 0x40000000
+
 
 def say(*words: object) -> None:
     # One write per line: the ranks of a group share a pipe.
     os.write(1, (" ".join(map(str, words)) + "\n").encode())
+
+
+def move_to(namespace: str | None) -> None:
+    """Live in that network namespace from now on, if one is given: this thread, and all that it starts."""
+    if namespace is None:
+        return
+    libc = ctypes.CDLL(None, use_errno=True)
+    with open(namespace) as there:
+        if libc.setns(there.fileno(), CLONE_NEWNET) != 0:
+            raise OSError(ctypes.get_errno(), f"setns({namespace})")
 
 
 def hangs(step: int) -> bool:
@@ -50,6 +63,7 @@ def limit_files(more: str | None) -> None:
 def main() -> int:
     torch.set_num_threads(1)
     env = os.environ
+    move_to(env.get("MACHINE"))
     end, step_s = pathlib.Path(env["STEPS_FILE"]), float(env.get("STEP_MS", "5")) / 1000
     rank = int(env.get("RANK", "0"))
     if env.get("PIDS"):

@@ -1,0 +1,69 @@
+"""Networks that fail in part: a lighthouse that cannot reach its replicas; a proxy in front of it that restarts."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.chaos.cluster import Cluster, gap_s
+from tests.chaos.network import NetworkCluster, available
+
+if TYPE_CHECKING:
+    from tests.chaos.cluster import Process
+    from tests.forge import Forge
+
+pytestmark = [pytest.mark.process, pytest.mark.timeout(180)]
+
+
+@pytest.fixture(scope="module")
+def _namespaces() -> None:
+    why = available()
+    if why:
+        pytest.skip(why)
+
+
+def wait_participants(process: Process, number: int) -> None:
+    process.wait_for(lambda: any(row[2] == number for row in process.commits()), f"trained with {number} participants")
+
+
+needs_namespaces = pytest.mark.usefixtures("_namespaces")
+
+
+def test_a_proxy_before_the_lighthouse_restarts(forge: Forge) -> None:
+    """All connections of all members close in the same moment, and who asks meanwhile asks alone."""
+    with Cluster(forge, TIMEOUT_S=10, FT_QUORUM_S=120, STEP_MS=10) as cluster:
+        proxy, port = cluster.start_proxy()
+        a, b = (cluster.start(name, FT_LIGHTHOUSE=f"127.0.0.1:{port}") for name in "ab")
+        wait_participants(a, 2)
+        at = time.monotonic()
+        proxy.popen.kill()
+        c = cluster.start("c")
+        c.wait_for(lambda: any(line.startswith("ready") for _, line in c.lines), "was ready to ask")
+        a.wait_step(a.step() + 200)  # 10 ms each: longer than the grace, and than a liveness timeout
+        assert c.commits() == []
+        assert gap_s(a, at) < 2.0
+        cluster.start_proxy(port)
+        c.wait_step(1)
+        assert len(cluster.wait_ends()) == 1
+        assert {row[2] for row in a.commits()} <= {1, 2, 3}
+        assert b.step() == a.step() == c.step()
+
+
+@needs_namespaces
+def test_a_lighthouse_that_cannot_reach_the_members_forms_no_quorum_beside_theirs(forge: Forge) -> None:
+    """One way only: what they report arrives; what it answers is lost, so that their leases end."""
+    with NetworkCluster(forge, "a", "b", "c", TIMEOUT_S=10, FT_QUORUM_S=120, STEP_MS=10) as cluster:
+        a, _b = (cluster.start(name) for name in "ab")
+        wait_participants(a, 2)
+        for name in "ab":
+            cluster.network.cut("hub", name, both_ways=False)
+        c = cluster.start("c")
+        c.wait_for(lambda: any(line.startswith("ready") for _, line in c.lines), "was ready to ask")
+        a.wait_step(a.step() + 250)
+        assert c.commits() == []
+        for name in "ab":
+            cluster.network.mend("hub", name, both_ways=False)
+        c.wait_step(1)
+        assert len(cluster.wait_ends()) == 1
