@@ -15,7 +15,7 @@ from dataclasses import replace
 
 from ft_core import wire
 from ft_core.membership import Left, Progress
-from ft_core.quorum import VOID, Ask, Version
+from ft_core.quorum import UNTRAINED, VOID, Ask, Version
 from ft_core.rpc import LIGHTHOUSE, release
 from ft_core.stream_client import LeaseHandler, LeaseSettings, Peers, StreamClient, deliver
 
@@ -74,11 +74,16 @@ class LeaseClient(StreamClient):
             self._changed.notify_all()
 
     def progress(self, step: int, phase: str, stable: Version, paused_s: float = 0.0) -> None:
-        """Note where training is; cheap. `paused_s` > 0: busy for at most that long; its changes are sent at once."""
+        """Note where training is; cheap. `paused_s` > 0: busy for at most that long; its changes are sent at once.
+
+        So is the first trained state that became stable: without it the lighthouse takes this replica for one that
+        has nothing to lose, and forms a quorum of newcomers should the connection close now (R2).
+        """
         was = self._doing[3]
+        first = self._doing[2] <= UNTRAINED < stable
         until = time.monotonic() + paused_s if paused_s > 0 else 0.0
         self._doing = (step, phase, stable, until)
-        if (until != was and (until > 0) != (was > time.monotonic())) or paused_s > 0:
+        if first or (until != was and (until > 0) != (was > time.monotonic())) or paused_s > 0:
             with self._changed:
                 self._renew_now()
 

@@ -141,6 +141,20 @@ def test_a_pause_reaches_the_others(trio: list[Replica]) -> None:
     assert trio[1].recorder.of("paused") == []
 
 
+def test_the_first_state_that_must_not_be_forgotten_is_reported_at_once(
+    lighthouse: LighthouseServer, trio: list[Replica]
+) -> None:
+    """A connection that closes before the next renewal would otherwise take all knowledge of it along."""
+    quorum_id = trio[0].answer().quorum_id
+    lease = trio[1].lease
+    lease._renew_s = 3600.0
+    wait_until(lambda: lease._outgoing is not None and lease._outgoing.renew_at > time.monotonic() + 60)
+    records = lighthouse._rooms.room("default").room.records  # looked at only
+    lease.progress(1, "step", Version(0, 0))
+    lease.progress(2, "step", Version(1, quorum_id))
+    wait_until(lambda: records["b:1"].stable == Version(1, quorum_id))
+
+
 def test_refusals_name_what_is_wrong(trio: list[Replica], replica: Callable[..., Replica]) -> None:
     twin = replica("a:1")
     error = twin.recorder.wait("refused")[0]
