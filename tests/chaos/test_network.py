@@ -1,4 +1,6 @@
-"""Networks that fail in part: a lighthouse that cannot reach its replicas; a proxy in front of it that restarts."""
+"""Networks that fail in part: replicas that cannot reach each other though all reach the lighthouse; a lighthouse that
+cannot reach a replica; a proxy in front of the lighthouse that restarts.
+"""
 
 from __future__ import annotations
 
@@ -66,4 +68,39 @@ def test_a_lighthouse_that_cannot_reach_the_members_forms_no_quorum_beside_their
         for name in "ab":
             cluster.network.mend("hub", name, both_ways=False)
         c.wait_step(1)
+        assert len(cluster.wait_ends()) == 1
+
+
+@needs_namespaces
+@pytest.mark.parametrize("both_ways", [True, False], ids=["both ways", "one way"])
+def test_two_of_three_that_cannot_reach_each_other(forge: Forge, both_ways: bool) -> None:
+    """The third goes on with one of them; the other is told why it waits, and is taken back when the cut is mended."""
+    with NetworkCluster(forge, "a", "b", "c", FT_NUM_REPLICA_GROUPS=3, TIMEOUT_S=6, FT_QUORUM_S=120) as cluster:
+        a, b, c = (cluster.start(name) for name in "abc")
+        for one in (a, b, c):
+            wait_participants(one, 3)
+        cluster.network.cut("a", "b", both_ways)
+        before = c.step()
+        c.wait_for(lambda: any(row[1] > before + 50 and row[2] == 2 for row in c.commits()), "trained with one of them")
+        on, out = (a, b) if a.step() > b.step() else (b, a)
+        assert on.step() > before + 40
+        assert out.step() <= before + 10
+        cluster.network.mend("a", "b", both_ways)
+        out.wait_step(before + 60)
+        assert len(cluster.wait_ends()) == 1
+
+
+@needs_namespaces
+def test_two_that_cannot_reach_each_other(forge: Forge) -> None:
+    """One of the two goes on alone."""
+    with NetworkCluster(forge, "a", "b", FT_NUM_REPLICA_GROUPS=2, TIMEOUT_S=6, FT_QUORUM_S=120) as cluster:
+        a, b = (cluster.start(name) for name in "ab")
+        for one in (a, b):
+            wait_participants(one, 2)
+        before = max(a.step(), b.step())
+        cluster.network.cut("a", "b")
+        a.wait_for(lambda: max(a.step(), b.step()) > before + 50, "or b trained on alone")
+        cluster.network.mend("a", "b")
+        for one in (a, b):
+            one.wait_step(before + 60)
         assert len(cluster.wait_ends()) == 1
