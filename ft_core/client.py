@@ -14,10 +14,11 @@ import time
 from dataclasses import replace
 
 from ft_core import wire
+from ft_core.lease_handler import LeaseHandler, Peers, deliver
 from ft_core.membership import Left, Progress
 from ft_core.quorum import UNTRAINED, VOID, Ask, Version
 from ft_core.rpc import LIGHTHOUSE, release
-from ft_core.stream_client import LeaseHandler, LeaseSettings, Peers, StreamClient, deliver
+from ft_core.stream_client import LeaseSettings, StreamClient
 
 __all__ = ["LeaseClient", "LeaseHandler", "LeaseSettings", "Peers"]
 

@@ -22,11 +22,12 @@ from ft_core.client import LeaseClient, LeaseHandler, LeaseSettings
 from ft_core.errors import RefusedError
 from ft_core.group_ranks import group_tls
 from ft_core.group_server import GroupServer
+from ft_core.lease_handler import deliver
 from ft_core.membership import Left, Progress
 from ft_core.quorum import VOID, Ask, Version
 from ft_core.rpc import GROUP, join_host, reachable_host, release
 from ft_core.step import Verdict
-from ft_core.stream_client import StreamClient, deliver
+from ft_core.stream_client import StreamClient
 from ft_core.waiting import Waiting
 
 

@@ -84,6 +84,6 @@ def never_came(mine: str, absent: Collection[int], port: int, connect_s: float, 
 
 
 def group_tls(settings: LeaseSettings) -> Tls | None:
-    """A group serves TLS where it has a certificate to show; FT_TLS_CA alone is for the way to the lighthouse."""
+    """What the ranks of a group talk over. Raises ConfigError if they would do it in clear though TLS is on."""
     tls = settings.tls or Tls.from_env(os.environ)
-    return tls if tls is not None and tls.cert and tls.key else None
+    return None if tls is None else tls.check_serves("the ranks of this group would talk")

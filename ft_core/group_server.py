@@ -29,6 +29,7 @@ from ft_core.client import LeaseClient, LeaseHandler, LeaseSettings
 from ft_core.errors import ConfigError, FaultToleranceError, ProtocolError
 from ft_core.group import Mismatch, Votes, merge_asks
 from ft_core.group_ranks import Rank, group_tls, never_came, not_asked, read_join, unwanted
+from ft_core.lease_handler import deliver
 from ft_core.membership import Left, Progress
 from ft_core.pauses import GroupPauses
 from ft_core.quorum import VOID, Ask, Quorum, Version
@@ -36,7 +37,6 @@ from ft_core.relay import Relay
 from ft_core.rpc import GROUP, grpc, server_options, token_refusal
 from ft_core.serving import LoopServer, Stream, StreamDropped, Timers
 from ft_core.step import Outcome, Verdict
-from ft_core.stream_client import deliver
 from ft_core.waiting import MAX_BROKEN, Waiting
 
 if TYPE_CHECKING:

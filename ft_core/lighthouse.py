@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING
 
 from ft_core.calls import Calls
 from ft_core.errors import ConfigError
+from ft_core.net import is_loopback
 from ft_core.rooms import Rooms
 from ft_core.rpc import (
     LIGHTHOUSE,
@@ -41,13 +42,20 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 DEFAULT_LIVENESS_S = 1.0
+OPEN = (
+    "%s without FT_TOKEN: whoever reaches this address may stop the job or take it over. Set FT_TOKEN to the same "
+    "secret here and in all trainers"
+)
+
+_log = logging.getLogger("ft_core.lighthouse")
 
 
 class LighthouseServer:
     """A lighthouse on a thread of its own. The constructor starts it.
 
     Args:
-        bind: host:port to listen on; port 0 takes any free one.
+        bind: host:port to listen on; port 0 takes any free one. What other machines can reach needs a token, or
+            certificates that clients have to show; without either it is logged as a warning.
         min_replicas: smallest quorum.
         join_timeout_ms: how long a forming quorum waits for replicas that are connected but have not asked.
         quorum_tick_ms: accepted for compatibility and unused: nothing here polls.
@@ -57,6 +65,7 @@ class LighthouseServer:
         boot_window_ms: how long after its start the lighthouse waits for groups that were running before it (R9).
         token: secret every call must carry; None: FT_TOKEN.
         tls: certificates; None: FT_TLS_CERT, FT_TLS_KEY, FT_TLS_CA.
+        insecure: anybody who reaches the address may take part, stop the job, or take it over, and that is meant so.
 
     Raises:
         ConfigError: a value cannot work, or the address cannot be bound.
@@ -75,6 +84,7 @@ class LighthouseServer:
         boot_window_ms: int = 500,
         token: str | None = None,
         tls: Tls | None = None,
+        insecure: bool = False,
     ) -> None:
         host, port = split_bind(bind, "bind")
         waits = {
@@ -98,6 +108,9 @@ class LighthouseServer:
         if settings.grace_s > liveness_s:
             raise ConfigError(f"grace_ms={grace_ms} must not be above {liveness}")
         tls = tls or Tls.from_env(os.environ)
+        # A warning only: users of the reference implementation bind [::] and have no tokens. The command line refuses.
+        if open_to_all(host, settings.token, tls):
+            _log.log(logging.INFO if insecure else logging.WARNING, OPEN, f"bind={bind}")
         self._scheme = "http" if tls is None else "https"
         self._host = reachable_host(host)
         self._rooms = Rooms(settings, liveness_s)
@@ -117,6 +130,11 @@ class LighthouseServer:
         with contextlib.suppress(RuntimeError, TimeoutError):
             self._server.call(self._rooms.close, 1.0)
         self._server.shutdown()
+
+
+def open_to_all(host: str, token: str, tls: Tls | None) -> bool:
+    """Whether other machines reach a server bound there, and nobody asks them who they are."""
+    return not (is_loopback(host) or token or (tls is not None and tls.ca))
 
 
 def _liveness(given_ms: int | None) -> tuple[float, str]:
@@ -166,7 +184,13 @@ def _parser() -> argparse.ArgumentParser:
         spellings = [f"--{name}"] + ([f"--{name.replace('-', '_')}"] if "-" in name else [])
         parser.add_argument(*spellings, dest=name.replace("-", "_"), **more)  # type: ignore[arg-type]
 
-    option("bind", default="[::]:29510", help="host:port to listen on (default %(default)s; port 0: any free one)")
+    option(
+        "bind",
+        default="localhost:29510",
+        help="host:port to listen on (default %(default)s, this machine only; [::]:29510: all addresses; port 0: any "
+        "free one)",
+    )
+    option("insecure", action="store_true", help="listen for other machines without FT_TOKEN: trust the whole network")
     option("min-replicas", type=int, help="smallest quorum (default: FT_MIN_REPLICAS, else 1)")
     option("join-timeout-ms", type=int, default=100, help="wait for connected replicas that have not asked yet")
     option("heartbeat-timeout-ms", type=int, default=5000, help="clients without a lease live this long after a call")
@@ -192,6 +216,14 @@ def _min_replicas(given: int | None) -> int:
     return int(text)
 
 
+def _check_open(bind: str) -> None:
+    if open_to_all(split_bind(bind, "bind")[0], os.environ.get("FT_TOKEN", ""), Tls.from_env(os.environ)):
+        raise ConfigError(
+            OPEN % f"bind={bind}" + ", listen on this machine only (--bind localhost:29510), or pass --insecure if you "
+            "trust everybody on the network"
+        )
+
+
 def _as_options(text: str) -> str:
     """An error of LighthouseServer in the words of the command line: join_timeout_ms=-5 was --join-timeout-ms -5."""
     options = "bind|min_replicas|(?:join_timeout|heartbeat_timeout|liveness|grace|boot_window)_ms"
@@ -207,6 +239,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         signal.signal(number, lambda number, _frame: stop.put(number))
     listener = _log_to_stderr()
     try:
+        if not arguments.insecure:
+            _check_open(arguments.bind)
         server = LighthouseServer(
             arguments.bind,
             _min_replicas(arguments.min_replicas),
@@ -216,6 +250,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             liveness_ms=arguments.liveness_ms,
             grace_ms=arguments.grace_ms,
             boot_window_ms=arguments.boot_window_ms,
+            insecure=arguments.insecure,
         )
     except ConfigError as error:
         print(f"ft-lighthouse: {_as_options(str(error))}", file=sys.stderr)

@@ -15,6 +15,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from ft_core import wire
+from ft_core.certificates import Diagnosis
 from ft_core.errors import (
     FaultToleranceError,
     JobFinishedError,
@@ -25,7 +26,7 @@ from ft_core.errors import (
     UsageError,
 )
 from ft_core.rpc import LIGHTHOUSE, QUORUM_ANSWER_S, Tls, explain, grpc, open_channel, status_of, token_metadata
-from ft_core.settings import DEFAULT_ROOM, PROTOCOL_VERSION
+from ft_core.settings import DEFAULT_ROOM, PROTOCOL_VERSION, parse_address
 from ft_core.wire import pb
 
 if TYPE_CHECKING:
@@ -125,6 +126,9 @@ class LighthouseClient:
                 if time.monotonic() >= deadline:
                     self.close()
                     limit = f"within connect_timeout={connect_timeout.total_seconds():g} s"
+                    advice = Diagnosis(self._tls, *parse_address(addr, "addr")).advice(str(error))
+                    if advice:
+                        raise LighthouseError(f"addr={addr!r}: {advice}") from None
                     raise LighthouseError(f"addr={addr!r}: no lighthouse answered {limit}: {error}") from None
             # gRPC keeps the back-off of a failed channel: a fresh one tries at once.
             self._channel.close()

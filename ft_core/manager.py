@@ -28,7 +28,7 @@ import weakref
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-from ft_core import drain
+from ft_core import drain, saved_progress
 from ft_core import manager_setup as setup
 from ft_core.agreement import Agreement
 from ft_core.assignment import Plan, WorldSizeMode
@@ -48,7 +48,7 @@ from ft_core.quorum import Version
 from ft_core.rounds import QuorumWorker, Round
 from ft_core.settings import DEFAULT_ROOM
 from ft_core.state_views import StateViews
-from ft_core.step import Go, Heal, MustAsk, Phase, Step, fold_lineage
+from ft_core.step import Go, Heal, MustAsk, Phase, Step
 from ft_core.warm_up import WarmUp
 from ft_core.weights import BatchWeights, Weighted
 
@@ -242,19 +242,13 @@ class Manager(DataPort, Collectives, Commit, Agreement, Weighted, Exhaustion, Le
 
         Raises:
             UsageError: this replica is in a quorum already.
-            ConfigError: keys are missing.
+            ConfigError: keys are missing, or a value is none that a Manager saves.
         """
-        missing = {"step", "batches_committed"} - set(state_dict)
-        if missing:
-            raise ConfigError(f"the manager's checkpoint lacks {sorted(missing)}; it has {sorted(state_dict)}")
+        version, lineage, batches = saved_progress.read(state_dict, self._step.lineage, time.time())
         with self._session.lock:
             if self._step.plan is not None:
                 raise UsageError("Manager.load_state_dict after the first start_quorum: load the checkpoint before it")
-            step = int(state_dict["step"])
-            # A checkpoint of the reference implementation names no lineage: derive one that all who load it share.
-            lineage = int(state_dict.get("lineage", fold_lineage(step, 0, 0, ()) if step else self._step.lineage))
-            version = Version(step, int(state_dict.get("epoch", 0)))
-            self._step.restore(version, lineage, int(state_dict["batches_committed"]))
+            self._step.restore(version, lineage, batches)
 
     def batches_committed(self) -> int:
         """Number of gradients (one per participant and step) in all commits so far."""

@@ -15,6 +15,7 @@ from threading import Lock
 from typing import TYPE_CHECKING, Any
 
 from ft_core.assignment import WorldSizeMode
+from ft_core.certificates import Tls
 from ft_core.checkpointing import CheckpointTransport, HTTPTransport
 from ft_core.client import LeaseSettings
 from ft_core.control import Control, LeaderControl, LocalControl, RankControl
@@ -26,7 +27,6 @@ from ft_core.net import advertised_host, is_here, is_loopback
 from ft_core.process_group import ProcessGroup, create_store_client, open_store
 from ft_core.quorum import Ask
 from ft_core.room_layout import setting_lines
-from ft_core.rpc import Tls
 from ft_core.session import Session
 from ft_core.settings import MAX_REPLICAS, Environment, TimeBudget, parse_address
 from ft_core.step import Step, StepSettings, fold_lineage
@@ -173,7 +173,7 @@ def resolve(arguments: Arguments, variables: Mapping[str, str]) -> Config:
         bind="" if not is_loopback(host) else "::1" if ":" in host else "127.0.0.1",
         port=a.port if a.port is not None else env.manager_port or 0,
         token=a.token if a.token is not None else env.token,
-        tls=Tls.from_env(variables),
+        tls=_certificates(variables),
         expected=expected,
         init_sync=a.init_sync,
         parity_check_every=a.parity_check_every,
@@ -184,6 +184,12 @@ def resolve(arguments: Arguments, variables: Mapping[str, str]) -> Config:
         on_exhausted=on_exhausted,
         room=a.room_id,
     )  # fmt: skip
+
+
+def _certificates(variables: Mapping[str, str]) -> Tls | None:
+    """A replica serves: its group's ranks, and its state to newcomers."""
+    tls = Tls.from_env(variables)
+    return None if tls is None else tls.check_serves("its ranks and its state would travel")
 
 
 def start(

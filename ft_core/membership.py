@@ -23,6 +23,7 @@ from ft_core.absence import Absences, Circumstances, became, forgotten, least_ne
 from ft_core.build_log import BuildLog
 from ft_core.crash_log import CrashLog
 from ft_core.expected_groups import ExpectedGroups
+from ft_core.news import News
 from ft_core.pauses import differs
 from ft_core.quorum import (
     UNTRAINED,
@@ -43,6 +44,7 @@ from ft_core.quorum_ids import QuorumIds, keeps_id
 from ft_core.reachability import Reachability
 from ft_core.reasons import late
 from ft_core.refusals import Refusals, closed_by, earlier_process, of_sizes, same_name, too_late
+from ft_core.room_claims import Claims
 from ft_core.room_events import (
     Announce,
     Asked,
@@ -67,7 +69,7 @@ from ft_core.room_events import (
     Turbulence,
     formed_note,
 )
-from ft_core.room_pushes import change_pending, joiners, losses, pauses_to_member, pauses_to_peers
+from ft_core.room_pushes import change_pending, failure, joiners, losses, pauses_to_member, pauses_to_peers, superseded
 from ft_core.room_record import Record
 from ft_core.room_view import view_of
 from ft_core.settings import MAX_REPLICAS, LighthouseSettings
@@ -115,10 +117,12 @@ class Room:
         self.presumed_over = 0
         """The last quorum that was taken as ended because all its connections closed before it reported a commit."""
         self._refusals = Refusals()
+        self._claims = Claims()
         self._failed = 0
         """The quorum that a member last reported as broken."""
         self._pending: frozenset[str] = frozenset()
         """Who was waiting when change-pending was last pushed for the current quorum: pushed once per set."""
+        self._news = News()
         self._crashes = CrashLog()
         self._builds = BuildLog()
         self.expected = ExpectedGroups()
@@ -182,14 +186,12 @@ class Room:
     # ------------------------------------------------------------ events
 
     def _on_hello(self, hello: Hello, now: float, out: list[Effect]) -> None:
-        self._ids.observe(hello.quorum_id)
-        self._ids.observe(hello.highest_id)
-        self._ids.observe(hello.version.epoch)
+        strange = self._ids.take(quorum_id=hello.quorum_id, highest_id=hello.highest_id, epoch=hello.version.epoch)
         record = self.records.get(hello.replica_id)
         same = record is not None and record.hello.incarnation == hello.incarnation
         if same and record is not None and hello.generation < record.generation:
             return  # an older stream of the same process, overtaken on its way here (R15)
-        if self._refused(hello, out):
+        if self._refused(hello, strange, out):
             return
         if record is None:
             if len(self.records) >= MAX_RECORDS and not self._evict():
@@ -216,6 +218,7 @@ class Room:
         record.pauses(hello.paused_s, now)
         record.accused = record.told_lost = record.agreed = False
         record.word_until, record.incomplete = 0.0, ""  # if a rank is still missing, it is reported once more
+        self._claims.reported(record, max(hello.version, hello.stable))
         self._push_again(hello.replica_id)
         self._present(hello, record, now, out)
         if self.rules.pauses_told:
@@ -248,14 +251,24 @@ class Room:
             if record is not None and not record.agreed:
                 record.told_lost = False
 
-    def _refused(self, hello: Hello, out: list[Effect]) -> bool:
-        """Whether this replica is not taken at all."""
+    def _refused(self, hello: Hello, strange: str, out: list[Effect]) -> bool:
+        """Whether this replica is not taken at all. `strange`: what is wrong with the ids it names."""
         refusal = self._refusals.of_hello(hello, self.records, self.closed)
+        refusal = Refuse(hello.replica_id, strange) if strange else refusal
         if refusal:
             out.append(refusal)
             return True
         other_models = self._refusals.of_layout(hello, self.records, member=bool(hello.quorum_id))
         return self._refuse(hello.replica_id, other_models, out)
+
+    def _ask_refused(self, ask: Ask, record: Record, out: list[Effect]) -> bool:
+        """Whether this ask is not taken."""
+        strange = self._ids.take(quorum_id=ask.quorum_id, epoch=ask.version.epoch)
+        refused = [Refuse(ask.replica_id, strange)] if strange else []
+        refused = refused or self._refusals.of_layout(ask, self.records, member=bool(record.hello.quorum_id))
+        return self._refuse(ask.replica_id, refused, out) or self._refuse_sizes(
+            ask.replica_id, ask.group_world_size, out
+        )
 
     def _refuse_sizes(self, replica_id: str, size: int, out: list[Effect]) -> bool:
         """Refuse who has a group of another size. True if that is `replica_id` itself."""
@@ -275,7 +288,9 @@ class Room:
         if not hello.quorum_id:
             return
         current = self._current
-        if current is None or hello.quorum_id > current.quorum_id:
+        if current is not None and hello.quorum_id == current.quorum_id:
+            return
+        if current is None or self._claims.overrules(hello, record, self.records, current, self.rules):
             if hello.replica_id not in hello.members:
                 return
             ended = any(self.records[i].life is Life.GONE for i in hello.members if i in self.records)
@@ -286,11 +301,9 @@ class Room:
                 if replica_id not in self.records and len(self.records) < MAX_RECORDS:
                     self.records[replica_id] = Record.unseen(replica_id, hello, now)
             out.append(Note(f"adopted the running quorum of {', '.join(hello.members)} from {hello.replica_id}"))
-            for other in self.records.values():
-                mine = other.hello.quorum_id
-                if mine and mine < hello.quorum_id and other.life is Life.UP and other.ask is None:
-                    out.append(Superseded(other.hello.replica_id, mine))
-        elif hello.quorum_id < current.quorum_id and record.ask is None and record.life is Life.UP:
+            self._claims.adopted(hello.members, self.records)
+            out += superseded(hello.quorum_id, self.records)
+        elif record.ask is None and record.life is Life.UP:
             out.append(Superseded(hello.replica_id, hello.quorum_id))
 
     def _on_lease_ended(self, event: LeaseEnded, now: float, out: list[Effect]) -> None:
@@ -323,15 +336,18 @@ class Room:
         newer = event.stable > record.stable
         record.stable = max(record.stable, event.stable)
         self.expected.holds(event.stable)
-        self._saw_commit(event.stable.epoch)
-        if event.heal_addresses:
+        self._claims.reported(record, event.stable)
+        self._saw_commit(event.stable.epoch, record)
+        if event.heal_addresses and event.heal_addresses != record.hello.heal_addresses:
             record.hello = replace(record.hello, heal_addresses=event.heal_addresses)
         if event.paused_s > 0:
             record.stalled = ""
         changed = record.pauses(event.paused_s, now)
         if changed:
             out += pauses_to_peers(self._current, event.replica_id, self.records, now)
-        return changed or newer
+        if newer:
+            self.next_at = self._news.look_at(now, self.next_at)
+        return changed or (newer and not self.rules.lazy_news)
 
     def _on_asked(self, event: Asked, now: float, out: list[Effect]) -> None:
         ask = event.ask
@@ -341,10 +357,7 @@ class Room:
         if record.life is not Life.UP:
             return
         record.heard_at = now
-        other_models = self._refusals.of_layout(ask, self.records, member=bool(record.hello.quorum_id))
-        if self._refuse(ask.replica_id, other_models, out):
-            return
-        if self._refuse_sizes(ask.replica_id, ask.group_world_size, out):
+        if self._ask_refused(ask, record, out):
             return
         if (record.hello.group_world_size, record.hello.min_replicas) != (ask.group_world_size, ask.min_replicas):
             record.hello = replace(
@@ -358,16 +371,16 @@ class Room:
         if self.closed and ask.version.step < self.finished.step:
             out.append(Refuse(ask.replica_id, self.closed, finished=True))
             return
-        self._ids.observe(ask.version.epoch)
-        self._ids.observe(ask.quorum_id)
         if record.ask is None:
             record.asked_at = now
         record.ask, record.stalled, record.incomplete = ask, "", ""
+        self._claims.reported(record, ask.version)
         record.step = max(ask.version.step, 0)
         record.stable = max(record.stable, ask.stable)
         self.expected.holds(ask.version)
-        self._saw_commit(ask.version.epoch)
-        out += [Note(text) for text in self.reachability.stated(ask, self._up(ask.unreachable), now)]
+        self._saw_commit(ask.version.epoch, record)
+        up = tuple(i for i in ask.unreachable if (r := self.records.get(i)) is not None and r.life is Life.UP)
+        out += [Note(text) for text in self.reachability.stated(ask, up, now)]
         current = self._current
         answered = record.answered
         # It asked again without having taken the answer that put it into the current quorum (its caller timed out).
@@ -376,7 +389,8 @@ class Room:
         if current and ask.replica_id in current.members and (ask.quorum_id >= current.quorum_id or passed):
             self._end_current(now)
             if ask.failed:
-                self._on_failed(ask, current, out)
+                first, self._failed = self._failed != current.quorum_id, current.quorum_id
+                out += failure(ask, current, self.records, first=first)
 
     def _on_incomplete(self, event: Incomplete, now: float, out: list[Effect]) -> None:
         """A group lacks a rank: what it was in has ended for it, whatever it is in."""
@@ -390,20 +404,6 @@ class Room:
         if self._current is not None and event.replica_id in self._current.members:
             self._end_current(now)
 
-    def _on_failed(self, ask: Ask, current: Current, out: list[Effect]) -> None:
-        """The data plane of the current quorum broke under a member: a witness against every member without a lease."""
-        first, self._failed = self._failed != current.quorum_id, current.quorum_id
-        # The others may wait for it where no closed connection tells them, as while a process group is built. Told once
-        # per quorum: every member of a broken one asks, and telling all of each would be quadratic.
-        if first and ask.quorum_id == current.quorum_id:
-            others = self._up(i for i in current.members if i != ask.replica_id and not self._asking(i))
-            if others:
-                out.append(MemberLost(others, current.quorum_id, (ask.replica_id,)))
-        for replica_id in current.members:
-            peer = self.records.get(replica_id)
-            if peer is not None and peer.life in (Life.CLOSED, Life.UNKNOWN):
-                peer.accused = True
-
     def _on_left(self, event: Left, now: float, out: list[Effect]) -> None:
         record = self.records.get(event.replica_id)
         if record is None or record.generation != event.generation:
@@ -414,7 +414,10 @@ class Room:
         record.stable, record.left_with = VOID, event.version
         record.generation = -1  # nothing that is still under way on this stream brings it back
         out.append(Note(f"{event.replica_id} left: {event.reason}"))
-        if event.finished:
+        settled = self._claims.settled(self.records, self._current, self.rules)
+        if event.finished and settled and not record.proven:
+            out.append(Note(f"{event.replica_id} was in no quorum of this room: that it has finished ends nothing"))
+        elif event.finished:
             self.finished = event.version
             self.closed = closed_by(self.name, event)
             out += too_late(self.records, self.closed, event.version)
@@ -470,7 +473,7 @@ class Room:
             if outcome.at is not None:
                 times.append(outcome.at)
         self._push_pending(outcome.held if isinstance(outcome, NotReady) else {}, out)
-        times += (self.reachability.next_at(now), *(r.admitted_at for r in self.records.values() if r.ask is not None))
+        times += (self.reachability.next_at(now), *self._news.seen(self.records.values()))
         self.next_at = min((t for t in times if t > now), default=None)
 
     def _age(self, now: float, times: list[float], out: list[Effect]) -> None:
@@ -548,6 +551,7 @@ class Room:
         self._current = Current(quorum_id, quorum.ids, ended=False)
         self._last_quorum = quorum
         self._pending = frozenset()
+        doubted = self._claims.joined(formed.asks, self.records)
         for ask in formed.asks:
             record = self.records[ask.replica_id]
             record.ask, record.answered = None, (ask.seq, quorum)
@@ -561,6 +565,7 @@ class Room:
             if self.records[ask.replica_id].paused_until > now:  # it asked from inside a step, and validates now
                 out += pauses_to_peers(self._current, ask.replica_id, self.records, now)
         out.append(Note(formed_note(quorum, before)))
+        out += map(Note, doubted)
         for replica_id, why in formed.left_out.items():
             if not self.records[replica_id].stalled:
                 out.append(Note(why))
@@ -589,24 +594,17 @@ class Room:
             return True
         return current is not None and current.quorum_id == quorum_id and not current.ended
 
-    def _asking(self, replica_id: str) -> bool:
-        record = self.records.get(replica_id)
-        return record is not None and record.ask is not None
-
     def _end_current(self, now: float) -> None:
         if self._current is not None and not self._current.ended:
             self._current = replace(self._current, ended=True, ended_at=now)
 
-    def _up(self, ids: Iterable[str]) -> tuple[str, ...]:
-        return tuple(i for i in ids if (r := self.records.get(i)) is not None and r.life is Life.UP)
-
-    def _saw_commit(self, epoch: int) -> None:
+    def _saw_commit(self, epoch: int, reporter: Record) -> None:
         """A step was committed in the quorum `epoch`: every member of it has got past its first commit (R15).
 
         A peer's word counts, because the dead cannot speak, and it may come after a death has been counted as a crash.
         """
         current = self._current
-        if current is None or epoch != current.quorum_id:
+        if current is None or epoch != current.quorum_id or self._news.known(epoch, reporter):
             return
         if not self._trained:  # not on later ones: a link may have been cut since
             self.reachability.committed(current.members)
@@ -620,6 +618,6 @@ class Room:
         return self.records.pop(least, None) is not None
 
     def _view(self, now: float) -> View:
-        view = view_of(self.records, self._current, self.expected, self._settings, now)
-        view = replace(view, rules=self.rules, cut=self.reachability.cut(now, self.rules))
+        view = view_of(self.records, self._current, self.expected, self._settings, self._claims, self.rules, now)
+        view = replace(view, cut=self.reachability.cut(now, self.rules))
         return replace(view, boot_until=self._boot_until, restart_until=self._boot_at + view.orphan_s)

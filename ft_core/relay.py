@@ -10,8 +10,8 @@ from ft_core.quorum import VOID, Quorum, Version
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from ft_core.lease_handler import LeaseHandler, Peers
     from ft_core.membership import Hello
-    from ft_core.stream_client import LeaseHandler, Peers
 
 
 class Relay:

@@ -12,12 +12,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ft_core.quorum import Current, Life
-from ft_core.room_events import ChangePending, MemberLost, Paused
+from ft_core.room_events import ChangePending, MemberLost, Paused, Superseded
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from ft_core.quorum import Version
+    from ft_core.quorum import Ask, Version
     from ft_core.room_record import Record
 
 
@@ -91,3 +91,25 @@ def change_pending(
     members = tuple(i for i in train if records[i].life is Life.UP)
     reason = f"{', '.join(sorted(joining))} wants to join"
     return [ChangePending(members, current.quorum_id, reason)] if members else []
+
+
+def failure(ask: Ask, current: Current, records: Mapping[str, Record], *, first: bool) -> list[MemberLost]:
+    """The data plane of the current quorum broke under a member: a witness against every member without a lease.
+
+    The others may wait for it where no closed connection tells them, as while a process group is built. They are told
+    once per quorum (`first`): every member of a broken one asks, and telling all of each would be quadratic.
+    """
+    for replica_id in current.members:
+        peer = records.get(replica_id)
+        if peer is not None and peer.life in (Life.CLOSED, Life.UNKNOWN):
+            peer.accused = True
+    living = {i: r for i in current.members if (r := records.get(i)) is not None and r.life is Life.UP}
+    others = tuple(i for i, r in living.items() if i != ask.replica_id and r.ask is None)
+    tell = first and others and ask.quorum_id == current.quorum_id
+    return [MemberLost(others, current.quorum_id, (ask.replica_id,))] if tell else []
+
+
+def superseded(quorum_id: int, records: Mapping[str, Record]) -> list[Superseded]:
+    """`quorum_id` was adopted: whoever holds another one is told that it is over."""
+    holders = {i: r.hello.quorum_id for i, r in records.items() if r.life is Life.UP and r.ask is None}
+    return [Superseded(i, mine) for i, mine in holders.items() if mine and mine != quorum_id]

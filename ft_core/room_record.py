@@ -54,6 +54,8 @@ class Record:
     """Another living process has the same name; if it still lives then, this newcomer is refused. 0: no such thing."""
     incomplete: str = ""
     """Why it can neither go on nor ask: which of its ranks is missing. Stands until it asks with all of them."""
+    proven: bool = False
+    """It was in a quorum of the room: what it claims about the room's state counts (R18)."""
     stalled: str = ""
     """It is alive and did not come to the next quorum in time; the sentence that says so. Stays until it asks."""
     word_until: float = 0.0
@@ -78,6 +80,7 @@ class Record:
         """Another process has its id: nothing of what it asked or held is that one's."""
         self.ask = self.answered = None
         self.stable, self.committed, self.stalled, self.crash_counted = VOID, False, "", False
+        self.proven = False
 
     def turns(self, life: Life, now: float) -> None:
         """Time has told. `since` stays unless it is gone: orphan_s counts from the end of the lease."""

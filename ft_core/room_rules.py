@@ -24,6 +24,9 @@ class Rules:
     """Untrained groups wait for trained state (R9) only where somebody has shown that there is some."""
     r15_unbuilt: bool = True
     """Who alone cannot build its process group is held back."""
+    r18_claims: bool = True
+    lazy_news: bool = True
+    """No rule but a saving, whose absence must change nothing: newer stable versions alone decide nothing."""
     min_by_majority: bool = True
     """A larger min_replica_size of one group does not stop the others."""
     leave_out_unreachable: bool = True

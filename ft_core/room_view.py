@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ft_core.quorum import Current, Life, Seen, View
+from ft_core.quorum import UNTRAINED, Current, Life, Seen, View
 from ft_core.refusals import earlier_process
 
 if TYPE_CHECKING:
@@ -19,7 +19,9 @@ if TYPE_CHECKING:
 
     from ft_core.expected_groups import ExpectedGroups
     from ft_core.membership import Room
+    from ft_core.room_claims import Claims
     from ft_core.room_record import Record
+    from ft_core.room_rules import Rules
     from ft_core.settings import LighthouseSettings
 
 ORPHAN_S = 900.0
@@ -31,17 +33,30 @@ def view_of(
     current: Current | None,
     expected: ExpectedGroups,
     settings: LighthouseSettings,
+    claims: Claims,
+    rules: Rules,
     now: float,
 ) -> View:
-    """The room at this instant, without what its shell's start decides (boot and restart windows) and its rules."""
-    hellos = [r.hello for r in records.values() if r.life is not Life.GONE]
+    """The room at this instant, without what its shell's start decides (boot and restart windows).
+
+    Claims that do not count (R18) are left out, so that no rule of the decision has to know of them.
+    """
+    settled = claims.settled(records, current, rules)
+    living = {i: r for i, r in records.items() if r.life is not Life.GONE}
+    judged = rules.r18_claims and (settled or claims.formed)
+    hellos = [r.hello for r in living.values() if r.proven or not judged] or [r.hello for r in living.values()]
+    stable = {i: claims.stable(r, settled=settled) if rules.r18_claims else r.stable for i, r in records.items()}
+    asks = {i: claims.ask(r, settled=settled) for i, r in records.items()}
+    usable = any(ask is not None and ask.version >= UNTRAINED for ask in asks.values())
+    if not usable and not any(stable[i] >= UNTRAINED for i, r in living.items() if r.ask is None):
+        asks = {i: r.ask for i, r in records.items()}  # nobody of the room holds a state any more
     leased = [h for h in hellos if h.leased]
     leased = [h for h in leased if h.quorum_id] or leased
     return View(
         now=now,
         seen={
             i: Seen(
-                i, r.life, r.since, r.stable, r.ask, r.asked_at, r.paused_until, r.phase, r.admitted_at,
+                i, r.life, r.since, stable[i], asks[i], r.asked_at, r.paused_until, r.phase, r.admitted_at,
                 earlier_process(r.hello, records) if r.twin_until else "", r.incomplete, r.back_at,
                 r.hello.min_replicas, r.held_back,
             )
@@ -54,6 +69,7 @@ def view_of(
         join_timeout_s=settings.join_timeout_s,
         join_s=max([settings.join_timeout_s, *(h.join_s for h in leased)]),
         orphan_s=max((h.orphan_s for h in leased), default=ORPHAN_S),
+        rules=rules,
     )  # fmt: skip
 
 

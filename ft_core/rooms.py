@@ -51,6 +51,7 @@ from ft_core.membership import (
     Turbulence,
 )
 from ft_core.quorum import Ask, Quorum
+from ft_core.quorum_ids import boot_of
 from ft_core.room_keeping import MAX_ROOMS, FinishedRooms, replaceable
 from ft_core.room_view import peers_of
 from ft_core.rpc import grpc
@@ -63,14 +64,12 @@ if TYPE_CHECKING:
     from ft_core.settings import LighthouseSettings
 
 MAX_LAYOUTS = 64
-DEFAULT_LIVENESS_S = 1.0
 HELLO_S = 5.0
 """How long an opened stream may take to send its Hello."""
 REASON_S = 0.2
 """A reason is told once it has stood for this long: while 256 groups arrive, it changes with every one of them."""
 TURBULENCE_S = 0.05
 TURBULENCE_LEASES = 3
-EPOCH_2020_S = 1_577_836_800
 
 _log = logging.getLogger("ft_core.lighthouse")
 Context = grpc.aio.ServicerContext[bytes, bytes]
@@ -137,7 +136,7 @@ class Rooms:
         self._door = Doorkeeper(settings.token, "the lighthouse")
         self._boot = secrets.randbits(63)
         entropy = deque(secrets.randbits(16) for _ in range(256))
-        self._ids = QuorumIds(max(1, int(time.time()) - EPOCH_2020_S), secrets.randbits(16), entropy)
+        self._ids = QuorumIds(boot_of(time.time()), secrets.randbits(16), entropy)
         # Rooms are told wall-clock seconds that never jump: the loop's clock plus a constant.
         self._offset = time.time() - time.monotonic()
         self.started = self._forgot_at = self.now()

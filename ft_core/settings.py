@@ -24,9 +24,11 @@ if TYPE_CHECKING:
 
 PROTOCOL_VERSION = 1
 MAX_REPLICAS = 256
+"""Members per quorum: fence slots carry 16-bit pieces in float32, so 256 * 65535 < 2^24 keeps every sum exact."""
+MAX_STEP = 1 << 48
+"""No job makes so many steps (at one per microsecond it takes nine years): a larger number is a mistake."""
 DEFAULT_ROOM = "default"
 """The quorum namespace of a job that names none."""
-"""Members per quorum: fence slots carry 16-bit pieces in float32, so 256 * 65535 < 2^24 keeps every sum exact."""
 
 
 @dataclass(frozen=True)

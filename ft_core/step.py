@@ -229,7 +229,7 @@ class Step:
         )  # fmt: skip
         self.plan, self.phase, self.attempt = new, Phase.ENTERED, 0
         self.highest_id = max(self.highest_id, quorum.quorum_id)
-        self.base, self.base_lineage = new.target, new.target_lineage
+        self.base, self.base_lineage, self.stable = new.target, new.target_lineage, min(self.stable, new.target)  # R18
         self.heal = Heal.PENDING if new.heals else Heal.NONE
         self.heals_late &= new.heals
         if not new.heals and not new.excluded:

@@ -24,15 +24,16 @@ import time
 from abc import ABC, abstractmethod
 from collections import deque
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from ft_core import wire
+from ft_core.certificates import Diagnosis
 from ft_core.errors import ConfigError, LighthouseError, ProtocolError, RefusedError
-from ft_core.quorum import VOID, Quorum, Version
-from ft_core.rpc import Tls, explain, grpc, open_channel, status_of, target, token_metadata
+from ft_core.rpc import Tls, check_scheme, explain, grpc, open_channel, status_of, target, token_metadata
+from ft_core.settings import parse_address
 
 if TYPE_CHECKING:
-    from ft_core.membership import Hello
+    from ft_core.lease_handler import LeaseHandler
     from ft_core.settings import TimeBudget
 
 BACKOFF_S = 0.02
@@ -42,9 +43,6 @@ STEADY_S = 1.0
 SILENT_S = 1.0
 """An address that has not answered for so long since the first attempt is worth a warning."""
 MAX_OUTBOX = 64
-
-Peers = tuple[tuple[str, tuple[str, ...]], ...]
-"""(replica_id, heal addresses) of each current member."""
 
 _log = logging.getLogger(__name__)
 
@@ -64,44 +62,6 @@ class LeaseSettings:
     """None: what FT_TLS_* say."""
     setting: str = "lighthouse_addr (FT_LIGHTHOUSE)"
     """What to call the address in messages."""
-
-
-class LeaseHandler(Protocol):
-    """What the Manager is told. Called one at a time, on a control-plane thread; must not block for long or raise."""
-
-    def hello(self) -> Hello:
-        """What to present now (called at every connect). generation, incarnation (if 0) and liveness_s are filled
-        in."""
-
-    def on_welcome(self, peers: Peers) -> None:
-        """The lease is open; `peers` are the current quorum's members, for prefetching."""
-
-    def on_quorum(self, seq: int, quorum: Quorum) -> None:
-        """The answer to the ask with this seq."""
-
-    def on_reason(self, reason: str, paused_s: float = 0.0) -> None:
-        """Why there is no quorum yet (when it changes); what it waits for is busy for at most `paused_s` more."""
-
-    def on_change_pending(self, quorum_id: int, reason: str) -> None:
-        """Somebody wants to join or leave: raise change-wanted in the next fence of `quorum_id`."""
-
-    def on_member_lost(self, quorum_id: int, lost: tuple[str, ...], held: Version = VOID) -> None:
-        """Members of `quorum_id` will not answer any more (own replica_id: a rank of this group); see `Step.lost`."""
-
-    def on_paused(self, quorum_id: int, replica_id: str, for_s: float) -> None:
-        """A peer (own replica_id: a rank of this group) is legitimately busy for at most `for_s`; 0: it is back."""
-
-    def on_superseded(self, quorum_id: int) -> None:
-        """`quorum_id` is over: abort and ask."""
-
-    def on_refused(self, error: Exception) -> None:
-        """Final: RefusedError, JobFinishedError, ProtocolError or ConfigError. The lease will not be re-opened."""
-
-    def on_drain(self, reason: str) -> None:
-        """An operator asks this replica to finish its step and leave."""
-
-    def on_kill(self, reason: str) -> None:
-        """An operator asks this process to exit now."""
 
 
 class _Outgoing:
@@ -166,6 +126,7 @@ class StreamClient(ABC):
         self._handler = handler
         self._metadata = token_metadata(settings.token)
         self._tls = settings.tls or Tls.from_env(os.environ)
+        check_scheme(settings.address, settings.setting, self._tls)
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
         self._outbox: deque[bytes] = deque()
@@ -184,6 +145,7 @@ class StreamClient(ABC):
         """The last reason that was logged."""
         self._warned = False
         self._opening_sent = 0.0
+        self._certificates = Diagnosis(self._tls, *parse_address(settings.address, settings.setting))
         self._renew_s = settings.budget.progress_s
 
     def __repr__(self) -> str:
@@ -330,6 +292,8 @@ class StreamClient(ABC):
                 self._take(outgoing, push)
         except grpc.RpcError as error:
             why = explain(error)
+            if not self._ever_connected:
+                why = self._certificates.advice(why) or why
             self._judge(error, why)
         except (ProtocolError, ConfigError) as error:
             self._refuse(error)
@@ -404,10 +368,15 @@ class StreamClient(ABC):
         self._on_open(welcome)
 
     def _judge(self, error: grpc.RpcError, why: str) -> None:
-        """Some ends of a stream are final."""
+        """Some ends of a stream are final.
+
+        A token that is not accepted any more is the lighthouse's mistake (it was started again with another one), and
+        ends no training before autonomy does.
+        """
         code = status_of(error)
         where = f"{self.settings.setting}={self.settings.address!r}"
-        if code is grpc.StatusCode.UNAUTHENTICATED:
+        accepted = time.monotonic() - self.last_ack <= self.settings.budget.autonomy_s
+        if code is grpc.StatusCode.UNAUTHENTICATED and not accepted:
             self._refuse(RefusedError(f"{where}: {why}"))
         elif code is grpc.StatusCode.UNIMPLEMENTED and not self._ever_connected:
             self._refuse(ProtocolError(f"{where} is a gRPC server, but not {self._other}: {self._advice}"))
@@ -426,24 +395,3 @@ class StreamClient(ABC):
         because = f" ({self.last_reason})" if self.last_reason else ""
         where = f"{self.settings.setting}={self.settings.address!r}"
         return f"{where}: {self._other} did not answer {when}{because}; {self._advice}"
-
-
-def deliver(handler: LeaseHandler, push: wire.Push) -> None:
-    """Call the handler's method for a push."""
-    match push:
-        case wire.Answer():
-            handler.on_quorum(push.seq, push.quorum)
-        case wire.Reason():
-            handler.on_reason(push.text, push.paused_s)
-        case wire.Change():
-            handler.on_change_pending(push.quorum_id, push.reason)
-        case wire.Lost():
-            handler.on_member_lost(push.quorum_id, push.lost, push.held)
-        case wire.Busy():
-            handler.on_paused(push.quorum_id, push.replica_id, push.for_s)
-        case wire.Over():
-            handler.on_superseded(push.quorum_id)
-        case wire.Order():
-            (handler.on_kill if push.kill else handler.on_drain)(push.reason)
-        case _:
-            pass

@@ -4,9 +4,9 @@
 
 Kill any of them with `kill -9`: the others keep training, ftrun starts it again, and it takes their state over the
 network and goes on in step. At the end every replica prints the same digest. Without ftrun: start a lighthouse
-(`ft-lighthouse --bind [::]:29510`), then one of these per replica group, on any machine:
+(`FT_TOKEN=secret ft-lighthouse --bind [::]:29510`), then one of these per replica group, on any machine:
 
-    FT_LIGHTHOUSE=host:29510 FT_REPLICA_GROUP=0 FT_NUM_REPLICA_GROUPS=3 python examples/ddp/train.py
+    FT_TOKEN=secret FT_LIGHTHOUSE=host:29510 FT_REPLICA_GROUP=0 FT_NUM_REPLICA_GROUPS=3 python examples/ddp/train.py
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from google.protobuf.message import DecodeError, Message
 from ft_core._pb import coordination_pb2 as pb
 from ft_core.errors import ConfigError, ProtocolError
 from ft_core.quorum import Version
-from ft_core.settings import PROTOCOL_VERSION
+from ft_core.settings import MAX_STEP, PROTOCOL_VERSION
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -132,8 +132,8 @@ INT64 = 2**63 - 1
 
 def read_version(message: pb.Version, check: Check, field: str) -> Version:
     """A version, checked."""
-    check.number(field, message.step, -1, INT64)
-    check.number(field, message.epoch, -1, INT64)
+    check.number(f"{field}.step", message.step, -1, MAX_STEP)
+    check.number(f"{field}.epoch", message.epoch, -1, INT64)
     return Version(message.step, message.epoch)
 
 

@@ -10,7 +10,7 @@ from ft_core._pb import coordination_pb2 as pb
 from ft_core.errors import ConfigError, ProtocolError
 from ft_core.membership import Hello, Left, Progress
 from ft_core.quorum import VOID, Ask, Member, Quorum
-from ft_core.settings import MAX_REPLICAS
+from ft_core.settings import MAX_REPLICAS, MAX_STEP
 from ft_core.step import Outcome, Verdict
 from ft_core.wire.bounds import (
     INT64,
@@ -216,7 +216,7 @@ def read_renewal(m: pb.Progress, replica_id: str, generation: int) -> Renewal:
     """Progress, checked."""
     check = Check(ProtocolError, "Progress")
     check.text("phase", m.phase)
-    check.number("step", m.step, 0, INT64)
+    check.number("step", m.step, 0, MAX_STEP)
     check.texts("heal_addresses", m.heal_addresses, MAX_RANKS, MAX_ADDRESS)
     check.size("heal_addresses", m.heal_addresses, MAX_ADDRESSES_BYTES)
     paused_s = from_ms(m.paused_ms, check, "paused_ms")

@@ -97,13 +97,21 @@ class Replica:
     """A lease and its recorder."""
 
     def __init__(
-        self, address: str, replica_id: str, *, token: str = "", room: str = "default", start: bool = True, **hello: Any
+        self,
+        address: str,
+        replica_id: str,
+        *,
+        token: str = "",
+        room: str = "default",
+        start: bool = True,
+        budget: TimeBudget = BUDGET,
+        **hello: Any,
     ) -> None:
         presented = Hello(replica_id, replica_id.rpartition(":")[0] or replica_id, 0, 0, join_s=2.0, **hello)
         self.replica_id = replica_id
         self.size = presented.group_world_size
         self.recorder = Recorder(presented)
-        self.lease = LeaseClient(LeaseSettings(address, replica_id, BUDGET, room=room, token=token), self.recorder)
+        self.lease = LeaseClient(LeaseSettings(address, replica_id, budget, room=room, token=token), self.recorder)
         self.seq = 0
         if start:
             self.lease.start()

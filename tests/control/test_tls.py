@@ -3,30 +3,32 @@
 from __future__ import annotations
 
 import shutil
+import socket
 import subprocess
+import threading
 from dataclasses import replace
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
 import pytest
 
+from ft_core.certificates import Tls
 from ft_core.client import LeaseClient, LeaseSettings
 from ft_core.coordination import LighthouseClient, LighthouseServer
 from ft_core.errors import ConfigError, LighthouseError
+from ft_core.group_ranks import group_tls
 from ft_core.membership import Hello
-from ft_core.rpc import Tls
 from tests.control.recorder import BUDGET, Recorder
 
 if TYPE_CHECKING:
+    import ssl
     from pathlib import Path
 
 pytestmark = pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl makes the certificates")
 
 
-@pytest.fixture(scope="module")
-def tls(tmp_path_factory: pytest.TempPathFactory) -> Tls:
-    """A certificate for this machine, signed by itself: it is its own CA."""
-    folder: Path = tmp_path_factory.mktemp("tls")
+def certificate(folder: Path) -> Tls:
+    """For this machine, signed by itself: it is its own CA."""
     cert, key = folder / "cert.pem", folder / "key.pem"
     subprocess.run(
         [
@@ -36,6 +38,23 @@ def tls(tmp_path_factory: pytest.TempPathFactory) -> Tls:
         check=True, capture_output=True, timeout=20,
     )  # fmt: skip
     return Tls(str(cert), str(key), str(cert))
+
+
+@pytest.fixture(scope="module")
+def tls(tmp_path_factory: pytest.TempPathFactory) -> Tls:
+    return certificate(tmp_path_factory.mktemp("tls"))
+
+
+@pytest.fixture(scope="module")
+def other(tmp_path_factory: pytest.TempPathFactory) -> Tls:
+    """That of another job."""
+    return certificate(tmp_path_factory.mktemp("other"))
+
+
+@pytest.fixture(autouse=True)
+def _no_certificates(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("FT_TLS_CERT", "FT_TLS_KEY", "FT_TLS_CA"):
+        monkeypatch.delenv(name, raising=False)
 
 
 def test_only_who_has_a_certificate_gets_in(tls: Tls) -> None:
@@ -55,7 +74,7 @@ def test_only_who_has_a_certificate_gets_in(tls: Tls) -> None:
     for lease in (good, nobody):
         lease.shutdown()
     with pytest.raises(LighthouseError):
-        LighthouseClient(server.address(), timedelta(seconds=0.3), tls=None)
+        LighthouseClient(server.address().removeprefix("https://"), timedelta(seconds=0.3), tls=None)
     server.shutdown()
 
 
@@ -64,3 +83,94 @@ def test_a_missing_file_is_named(tls: Tls) -> None:
         LighthouseServer("127.0.0.1:0", tls=replace(tls, key="/nowhere"))
     with pytest.raises(ConfigError, match="both FT_TLS_CERT and FT_TLS_KEY"):
         LighthouseServer("127.0.0.1:0", tls=Tls(ca=tls.ca))
+
+
+def test_https_without_certificates_is_an_error_before_anything_is_sent() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        listener.settimeout(0.2)
+        where = f"https://127.0.0.1:{listener.getsockname()[1]}"
+        with pytest.raises(ConfigError, match=r"addr='https://.*' asks for TLS, and there are no certificates"):
+            LighthouseClient(where, timedelta(seconds=1), token="secret")
+        with pytest.raises(ConfigError, match=r"lighthouse_addr \(FT_LIGHTHOUSE\)='https://.*set FT_TLS_CA"):
+            LeaseClient(LeaseSettings(where, "a:1", BUDGET, token="secret"), Recorder(Hello("a:1", "a", 0, 0)))
+        with pytest.raises(TimeoutError):
+            listener.accept()
+
+
+@pytest.mark.parametrize(
+    ("here", "there", "says"),
+    [
+        ("none", "full", "it uses TLS, and no certificates are set here: set FT_TLS_CA"),
+        ("none", "pair", "it uses TLS, and no certificates are set here"),
+        ("full", "none", "it does not use TLS, and FT_TLS_\\* are set here"),
+        ("ca", "full", "it asks for a certificate, and there is none here: set FT_TLS_CERT and FT_TLS_KEY"),
+        ("other ca", "pair", "its certificate is none that FT_TLS_CA=.* trusts"),
+        ("other pair", "full", "it does not accept the certificate FT_TLS_CERT="),
+    ],
+)
+def test_a_mismatch_is_named(here: str, there: str, says: str, tls: Tls, other: Tls) -> None:
+    sets = {
+        "none": None, "full": tls, "pair": replace(tls, ca=""), "ca": Tls(ca=tls.ca), "other ca": Tls(ca=other.ca),
+        "other pair": replace(other, ca=tls.ca),
+    }  # fmt: skip
+    server = LighthouseServer("127.0.0.1:0", tls=sets[there], token="")
+    where = server.address().partition("://")[2]
+    one = LeaseClient(LeaseSettings(where, "a:1", BUDGET, tls=sets[here]), Recorder(Hello("a:1", "a", 0, 0)))
+    try:
+        with pytest.raises(LighthouseError, match=says):
+            LighthouseClient(where, timedelta(seconds=0.3), tls=sets[here])
+        one.start()
+        with pytest.raises(LighthouseError, match=says):
+            one.wait_connected(1.0)
+    finally:
+        one.shutdown()
+        server.shutdown()
+
+
+def test_a_ca_alone_does_not_leave_the_group_in_clear(tls: Tls, monkeypatch: pytest.MonkeyPatch) -> None:
+    only_ca = Tls(ca=tls.ca)
+    with pytest.raises(ConfigError, match=r"alone encrypts only the way to the lighthouse.*FT_TLS_CERT and FT_TLS_KEY"):
+        group_tls(LeaseSettings("h:1", "r", BUDGET, tls=only_ca))
+    assert group_tls(LeaseSettings("h:1", "r", BUDGET, tls=tls)) == tls
+    assert group_tls(LeaseSettings("h:1", "r", BUDGET)) is None
+    monkeypatch.setenv("FT_TLS_CA", tls.ca)
+    with pytest.raises(ConfigError, match="FT_TLS_CA="):
+        group_tls(LeaseSettings("h:1", "r", BUDGET))
+
+
+def test_a_certificate_and_its_key_belong_together() -> None:
+    with pytest.raises(ConfigError, match="FT_TLS_CERT is set and FT_TLS_KEY is not"):
+        Tls.from_env({"FT_TLS_CERT": "c", "FT_TLS_CA": "a"})
+    with pytest.raises(ConfigError, match="FT_TLS_KEY is set and FT_TLS_CERT is not"):
+        Tls.from_env({"FT_TLS_KEY": "k"})
+    assert Tls.from_env({}) is None
+
+
+def test_python_sockets_use_the_same_certificates(tls: Tls, other: Tls) -> None:
+    """What the data plane takes its contexts from."""
+    seen: list[str] = []
+
+    def serve(listener: socket.socket, context: ssl.SSLContext) -> None:
+        for _ in range(2):
+            plain, _ = listener.accept()
+            try:
+                with context.wrap_socket(plain, server_side=True) as stream:
+                    seen.append(stream.recv(10).decode())
+            except OSError:
+                plain.close()
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        thread = threading.Thread(target=serve, args=(listener, tls.server_context()), daemon=True)
+        thread.start()
+        for mine in (replace(other, ca=tls.ca), tls):
+            plain = socket.create_connection(listener.getsockname(), 5)
+            try:
+                with mine.client_context().wrap_socket(plain, server_hostname="127.0.0.1") as stream:
+                    stream.sendall(b"state")
+                    stream.recv(1)
+            except OSError:
+                plain.close()
+        thread.join(5)
+    assert seen == ["state"]
+    with pytest.raises(ConfigError, match="FT_TLS_CERT and FT_TLS_KEY too"):
+        Tls(ca=tls.ca).server_context()

@@ -15,7 +15,7 @@ from ft_core import wire
 from ft_core.errors import ConfigError, JobFinishedError, ProtocolError, RefusedError
 from ft_core.membership import Hello, Left, Progress
 from ft_core.quorum import VOID, Ask, Member, Quorum, Version
-from ft_core.settings import MAX_REPLICAS, PROTOCOL_VERSION
+from ft_core.settings import MAX_REPLICAS, MAX_STEP, PROTOCOL_VERSION
 from ft_core.step import Outcome, Verdict
 from ft_core.wire import pb
 
@@ -23,7 +23,8 @@ INT64 = st.integers(0, 2**63 - 1)
 NAMES = st.text(st.characters(codec="utf-8"), min_size=1, max_size=30)
 TEXTS = st.text(st.characters(codec="utf-8"), max_size=60)
 ADDRESSES = st.lists(TEXTS, max_size=4).map(tuple)
-VERSIONS = st.just(VOID) | st.builds(Version, INT64, INT64)
+STEPS = st.integers(0, MAX_STEP)
+VERSIONS = st.just(VOID) | st.builds(Version, STEPS, INT64)
 U64 = st.integers(0, 2**64 - 1)
 MILLIS = st.integers(0, 10**9).map(lambda ms: ms / 1000)
 FLAGS = {
@@ -52,7 +53,7 @@ VERDICTS = st.builds(
     st.sets(st.integers(0, 255), max_size=4).map(lambda places: tuple(sorted(places))), st.booleans(),
     st.booleans(), st.booleans(), st.booleans(), st.booleans(), st.booleans(),
 )  # fmt: skip
-PROGRESSES = st.builds(Progress, st.just("me"), st.just(7), INT64, NAMES, VERSIONS, MILLIS, ADDRESSES)
+PROGRESSES = st.builds(Progress, st.just("me"), st.just(7), STEPS, NAMES, VERSIONS, MILLIS, ADDRESSES)
 LEFTS = st.builds(Left, st.just("me"), st.just(7), TEXTS, st.booleans(), VERSIONS, st.booleans())
 PUSHES = (
     st.builds(wire.Answer, INT64, QUORUMS)
@@ -161,6 +162,7 @@ ASK = Ask("a:1", 1)
         ({"store_address": "\udcff"}, "Ask"),
         ({"layout": 2**64}, "Ask"),
         ({"version": Version(-5, 0)}, "version"),
+        ({"version": Version(MAX_STEP + 1, 0)}, "version.step"),
     ],
 )
 def test_a_broken_bound_is_the_senders_mistake(change: dict[str, Any], names: str) -> None:
@@ -208,7 +210,7 @@ def test_a_quorum_of_the_largest_asks_that_are_taken_can_be_sent() -> None:
     text = "\N{GRINNING FACE}"
     many = tuple(text * (wire.MAX_ADDRESSES_BYTES // 4 // 100) for _ in range(100))
     ask = Ask(
-        text * wire.MAX_NAME, 1, Version(2**63 - 1, 2**63 - 1), 2**64 - 1, quorum_id=2**63 - 1, heal_addresses=many,
+        text * wire.MAX_NAME, 1, Version(MAX_STEP, 2**63 - 1), 2**64 - 1, quorum_id=2**63 - 1, heal_addresses=many,
         store_address=text * wire.MAX_ADDRESS, address=text * wire.MAX_ADDRESS, data=text * wire.MAX_DATA,
     )  # fmt: skip
     taken = wire.decode_lease_request(wire.encode_ask(ask), ask.replica_id)

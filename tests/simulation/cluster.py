@@ -29,7 +29,7 @@ from ft_core.fence import FENCE_SLOTS
 from ft_core.group import Mismatch, Votes, merge_asks
 from ft_core.membership import QuorumIds, Room
 from ft_core.pauses import Pauses, Wait
-from ft_core.quorum import VOID, Ask, NotReady, Quorum, Rules, Version, View, decide
+from ft_core.quorum import VOID, Ask, Life, NotReady, Quorum, Rules, Version, View, decide
 from ft_core.reachability import Holds
 from ft_core.settings import LighthouseSettings
 from ft_core.step import Go, Heal, MemberRules, Outcome, Phase, Step, StepSettings, Verdict
@@ -125,6 +125,8 @@ class Config:
             "rounds": rng.random() < 0.3,
             "ends_rounds": rng.random() < 0.3,
         }
+        if rng.random() < 0.15:
+            values["faults"] += ("stranger",)
         values.update(fixed)
         return Config(**values)
 
@@ -157,6 +159,7 @@ class World:
         self.lighthouse: Lighthouse | None = None
         self.trouble_at = 0.0
         """When a fault that is not announced began or ended last."""
+        self.strangers = 0
         self._queue: list[tuple[float, int, Group | Rank | None, Callable[..., None], tuple[Any, ...]]] = []
         self._count = 0
 
@@ -217,7 +220,7 @@ class World:
     def check_bounds(self) -> None:
         """I9: everything has a bound."""
         room = self.room
-        if room and len(room.records) > 4 * len(self.groups) + 4:
+        if room and len(room.records) > 4 * (len(self.groups) + self.strangers) + 4:
             raise Violation("I9", f"{len(room.records)} records for {len(self.groups)} replicas")
         if len(self.rings) > 100_000:
             raise Violation("I9", "rings")
@@ -306,7 +309,7 @@ class World:
         if kind not in PASSING:
             self.trouble_at = self.now
         groups = [g for g in self.active.values() if not g.done]
-        if kind in ("lighthouse", "turbulence") or groups:
+        if kind in ("lighthouse", "turbulence", "stranger") or groups:
             inject: Callable[..., None] = getattr(self, f"_fault_{kind}", self._fault_inject)
             inject(kind, self.rng.choice(groups) if groups else None)
         self.at(self.rng.expovariate(1 / self.config.fault_every_s), None, self._fault)
@@ -454,6 +457,33 @@ class World:
     def _turbulence(self, lighthouse: Lighthouse) -> None:
         if lighthouse is self.lighthouse:
             lighthouse.handle(room_events.Turbulence())
+
+    def _fault_stranger(self, _: str, __: Group | None) -> None:
+        """Somebody who was in no quorum of the room connects, and claims what would overrule the job."""
+        lighthouse = self.lighthouse
+        current = lighthouse.room.current if lighthouse else None
+        if lighthouse is None or current is None or not lighthouse.room.last_quorum:
+            return
+        self.strangers += 1
+        name, huge = f"s:{self.strangers}", Version(10**12, 3)
+        fake = current.quorum_id + 3
+        self.say("a stranger %s claims step %d and quorum %x", name, huge.step, fake)
+        lighthouse.handle(
+            room_events.Hello(
+                name, "s", self.strangers, 1, stable=huge, quorum_id=fake, members=(name,), join_s=1e6, orphan_s=1e6,
+                expected=99,
+            )
+        )  # fmt: skip
+        self.at(self._how_long(), None, self._stranger_ends, lighthouse, name, self.strangers)
+
+    def _stranger_ends(self, lighthouse: Lighthouse, name: str, generation: int) -> None:
+        if lighthouse is self.lighthouse and lighthouse.room.current is not None:
+            records, members = lighthouse.room.records, lighthouse.room.current.members
+            here = any((r := records.get(i)) is not None and r.life is Life.UP for i in members)
+            if here and self.rng.random() < 0.5:  # while nobody of the job is there, anybody may end it
+                lighthouse.handle(room_events.Left(name, generation, "bye", True, Version(10**12, 3), False))
+            elif self.rng.random() < 0.7:
+                lighthouse.handle(room_events.LeaseEnded(name, generation, 0.0))
 
     def _fault_lighthouse(self, _: str, __: Group | None) -> None:
         if self.lighthouse is not None:
@@ -1569,7 +1599,7 @@ class Rank:
             world.say("%s: %s", self.name, verdict.reason)
             self._ask_at_once()
             return
-        if self.group.stable() >= step.base:
+        if self.group.stable() >= step.base and self.group.ranks[0].step.version == step.base:
             world.history.publish(self.group.ranks[0])
         payloads = op.payloads()
         gradients = tuple((key, state) for _, key, state, *_ in payloads if state is not None)

@@ -159,6 +159,8 @@ class History:
         if step.version.step <= rank.last_step:
             if rank.was_torn:
                 self.remainder["I6: the donors of an interrupted in-place heal all died"] += 1
+            elif self.world.boots > 1 and LOSSY.intersection(self.world.config.faults):
+                self.remainder["I6: out of reach while a restarted lighthouse formed a quorum without it (R18)"] += 1
             else:
                 raise Violation("I6", f"{rank.name} committed step {rank.last_step}, now {step.version.step}")
         rank.last_step = step.version.step

@@ -1,0 +1,110 @@
+"""Who may come in: where a lighthouse listens without a token, and what a token that it no longer accepts does."""
+
+from __future__ import annotations
+
+import logging
+import logging.handlers
+import queue
+import socket
+from dataclasses import replace
+
+import pytest
+
+from ft_core.certificates import Tls
+from ft_core.errors import RefusedError
+from ft_core.lighthouse import LighthouseServer, main, open_to_all
+from tests.control.recorder import BUDGET, Replica, wait_until
+
+
+@pytest.mark.parametrize(
+    ("host", "token", "tls", "open_"),
+    [
+        ("localhost", "", None, False),
+        ("127.0.0.1", "", None, False),
+        ("127.8.0.1", "", None, False),
+        ("::1", "", None, False),
+        ("::", "", None, True),
+        ("0.0.0.0", "", None, True),
+        ("", "", None, True),
+        ("10.0.0.7", "", None, True),
+        ("trainer0", "", None, True),
+        ("::", "secret", None, False),
+        ("::", "", Tls("c", "k", "ca"), False),
+        ("::", "", Tls("c", "k"), True),
+    ],
+)
+def test_what_is_open_to_all(host: str, token: str, tls: Tls | None, open_: bool) -> None:
+    assert open_to_all(host, token, tls) is open_
+
+
+@pytest.mark.parametrize("bind", ["[::]:0", "0.0.0.0:0", ":0"])
+def test_the_command_refuses_to_listen_for_everybody(
+    bind: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("FT_TOKEN", raising=False)
+    monkeypatch.setattr("signal.signal", lambda *_: None)
+    monkeypatch.setattr("ft_core.lighthouse._log_to_stderr", lambda: logging.handlers.QueueListener(queue.Queue()))
+    monkeypatch.setattr("logging.handlers.QueueListener.stop", lambda _: None)
+    assert main(["--bind", bind]) == 2
+    said = capsys.readouterr().err
+    assert f"--bind {bind} without FT_TOKEN" in said
+    assert "--bind localhost:29510" in said
+    assert "--insecure" in said
+
+
+def test_in_python_it_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "ft_core.lighthouse")
+    for insecure, level in ((False, "WARNING"), (True, "INFO")):
+        caplog.clear()
+        LighthouseServer("0.0.0.0:0", token="", insecure=insecure).shutdown()
+        (record,) = (r for r in caplog.records if "without FT_TOKEN" in r.message)
+        assert record.levelname == level
+    caplog.clear()
+    LighthouseServer("0.0.0.0:0", token="secret").shutdown()
+    LighthouseServer("localhost:0", token="").shutdown()
+    assert not caplog.records
+
+
+def test_localhost_is_both_loopback_addresses() -> None:
+    server = LighthouseServer("localhost:0", token="")
+    port = int(server.address().rpartition(":")[2])
+    for family, host in {(info[0], info[4][0]) for info in socket.getaddrinfo("localhost", port)}:
+        with socket.socket(family, socket.SOCK_STREAM) as client:
+            client.settimeout(2)
+            client.connect((host, port))
+    server.shutdown()
+
+
+def test_a_lighthouse_that_returns_with_another_token_ends_no_training(caplog: pytest.LogCaptureFixture) -> None:
+    first = LighthouseServer("127.0.0.1:0", token="ours")
+    where = f"127.0.0.1:{int(first.address().rpartition(':')[2])}"
+    one = Replica(first.address(), "a:1", token="ours")
+    try:
+        one.lease.wait_connected(5)
+        first.shutdown()
+        wrong = LighthouseServer(where, token="another")
+        wait_until(lambda: "FT_TOKEN differs" in one.lease.last_reason)
+        assert not one.recorder.of("refused")
+        assert any("FT_TOKEN differs" in r.message and r.levelname == "WARNING" for r in caplog.records)
+        wrong.shutdown()
+        again = LighthouseServer(where, token="ours")
+        wait_until(lambda: one.lease.connected)
+        again.shutdown()
+    finally:
+        one.close()
+
+
+def test_a_token_that_is_not_accepted_is_final_once_autonomy_is_over() -> None:
+    first = LighthouseServer("127.0.0.1:0", token="ours")
+    where = f"127.0.0.1:{int(first.address().rpartition(':')[2])}"
+    one = Replica(first.address(), "a:1", token="ours", budget=replace(BUDGET, autonomy_s=0.5))
+    try:
+        one.lease.wait_connected(5)
+        first.shutdown()
+        wrong = LighthouseServer(where, token="another")
+        (error,) = one.recorder.wait("refused")
+        assert isinstance(error, RefusedError)
+        assert "FT_TOKEN differs" in str(error)
+        wrong.shutdown()
+    finally:
+        one.close()
