@@ -22,7 +22,7 @@ from ft_core.settings import DEFAULT_ROOM
 from ft_core.wire import pb
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Collection, Mapping
 
 MAX_WAITING = 4096
 """Unary Quorum calls that wait at the same time."""
@@ -182,7 +182,7 @@ class Calls:
                 release=release(),
                 uptime_ms=int((now - self._rooms.started) * 1000),
                 liveness_ms=int(self._rooms.liveness_s * 1000),
-                rooms=[_room_status(shell.room, now) for shell in self._rooms.chosen(request.room)],
+                rooms=[_room_status(shell.room, now, request.names) for shell in self._rooms.chosen(request.room)],
             )
             return wire.encode_unary(answer)
 
@@ -195,13 +195,16 @@ def _patience(context: Context) -> float | None:
     return None if left_s is None else max(left_s / 2, left_s - QUORUM_ANSWER_S)
 
 
-def _room_status(room: Room, now: float) -> pb.RoomStatus:
+def _room_status(room: Room, now: float, names: Collection[str]) -> pb.RoomStatus:
+    """One room as it is; with `names`, only its replicas of these names."""
     current = room.current
     members = current.members if current else ()
+    shown = {i: r for i, r in room.records.items() if not names or r.hello.name in names or i in names}
     return pb.RoomStatus(
         room=room.name,
         quorum_id=current.quorum_id if current else 0,
-        members=members,
+        members=() if names else members,
+        member_count=len(members),
         reason=room.reason if any(r.ask is not None for r in room.records.values()) else "",
         closed=room.closed,
         given_up=room.expected.given_up,
@@ -219,7 +222,7 @@ def _room_status(room: Room, now: float) -> pb.RoomStatus:
                 committed=record.committed,
                 stalled=record.stalled if record.life is Life.UP else "",
             )
-            for replica_id, record in sorted(room.records.items())
+            for replica_id, record in sorted(shown.items())
         ],
     )
 

@@ -30,6 +30,8 @@ from ft_core.settings import DEFAULT_ROOM, PROTOCOL_VERSION, parse_address
 from ft_core.wire import pb
 
 if TYPE_CHECKING:
+    from collections.abc import Collection
+
     from ft_core.quorum import Quorum as PureQuorum
 
 _log = logging.getLogger("ft_core")
@@ -171,9 +173,12 @@ class LighthouseClient:
         request = pb.HeartbeatRequest(protocol_version=PROTOCOL_VERSION, room=self.room, replica_id=replica_id)
         self._call("Heartbeat", wire.encode_unary(request), timeout.total_seconds())
 
-    def status(self, timeout: timedelta = HEARTBEAT_S) -> pb.StatusResponse:
-        """What the lighthouse knows: rooms, their quorums, replicas, and why there is no quorum."""
-        return self._status(timeout.total_seconds())
+    def status(self, timeout: timedelta = HEARTBEAT_S, names: Collection[str] = ()) -> pb.StatusResponse:
+        """What the lighthouse knows: rooms, their quorums, replicas, and why there is no quorum.
+
+        With `names`, only the replicas of these names, and no lists of members: for supervisors, which ask often.
+        """
+        return self._status(timeout.total_seconds(), names)
 
     def report_ended(self, replica_id: str, timeout: timedelta = HEARTBEAT_S) -> bool:
         """A supervisor's word that a process (replica_id), or all of a name, ended. True if the lighthouse knew it."""
@@ -212,8 +217,8 @@ class LighthouseClient:
         )
         return list(pb.OrderResponse.FromString(self._call(method, wire.encode_unary(request), TOOL_S)).told)
 
-    def _status(self, timeout_s: float) -> pb.StatusResponse:
-        request = pb.StatusRequest(protocol_version=PROTOCOL_VERSION)
+    def _status(self, timeout_s: float, names: Collection[str] = ()) -> pb.StatusResponse:
+        request = pb.StatusRequest(protocol_version=PROTOCOL_VERSION, names=names)
         return pb.StatusResponse.FromString(self._call("Status", wire.encode_unary(request), timeout_s))
 
     def _call(self, method: str, request: bytes, timeout_s: float) -> bytes:

@@ -375,12 +375,14 @@ class HeartbeatResponse(_message.Message):
     def __init__(self) -> None: ...
 
 class StatusRequest(_message.Message):
-    __slots__ = ("protocol_version", "room")
+    __slots__ = ("protocol_version", "room", "names")
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     ROOM_FIELD_NUMBER: _ClassVar[int]
+    NAMES_FIELD_NUMBER: _ClassVar[int]
     protocol_version: int
     room: str
-    def __init__(self, protocol_version: _Optional[int] = ..., room: _Optional[str] = ...) -> None: ...
+    names: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, protocol_version: _Optional[int] = ..., room: _Optional[str] = ..., names: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class ReplicaStatus(_message.Message):
     __slots__ = ("replica_id", "life", "since_ms", "step", "phase", "asking", "member", "stable", "paused_ms", "committed", "stalled")
@@ -409,7 +411,7 @@ class ReplicaStatus(_message.Message):
     def __init__(self, replica_id: _Optional[str] = ..., life: _Optional[str] = ..., since_ms: _Optional[int] = ..., step: _Optional[int] = ..., phase: _Optional[str] = ..., asking: bool = ..., member: bool = ..., stable: _Optional[_Union[Version, _Mapping]] = ..., paused_ms: _Optional[int] = ..., committed: bool = ..., stalled: _Optional[str] = ...) -> None: ...
 
 class RoomStatus(_message.Message):
-    __slots__ = ("room", "quorum_id", "members", "reason", "closed", "replicas", "given_up")
+    __slots__ = ("room", "quorum_id", "members", "reason", "closed", "replicas", "given_up", "member_count")
     ROOM_FIELD_NUMBER: _ClassVar[int]
     QUORUM_ID_FIELD_NUMBER: _ClassVar[int]
     MEMBERS_FIELD_NUMBER: _ClassVar[int]
@@ -417,6 +419,7 @@ class RoomStatus(_message.Message):
     CLOSED_FIELD_NUMBER: _ClassVar[int]
     REPLICAS_FIELD_NUMBER: _ClassVar[int]
     GIVEN_UP_FIELD_NUMBER: _ClassVar[int]
+    MEMBER_COUNT_FIELD_NUMBER: _ClassVar[int]
     room: str
     quorum_id: int
     members: _containers.RepeatedScalarFieldContainer[str]
@@ -424,7 +427,8 @@ class RoomStatus(_message.Message):
     closed: str
     replicas: _containers.RepeatedCompositeFieldContainer[ReplicaStatus]
     given_up: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, room: _Optional[str] = ..., quorum_id: _Optional[int] = ..., members: _Optional[_Iterable[str]] = ..., reason: _Optional[str] = ..., closed: _Optional[str] = ..., replicas: _Optional[_Iterable[_Union[ReplicaStatus, _Mapping]]] = ..., given_up: _Optional[_Iterable[str]] = ...) -> None: ...
+    member_count: int
+    def __init__(self, room: _Optional[str] = ..., quorum_id: _Optional[int] = ..., members: _Optional[_Iterable[str]] = ..., reason: _Optional[str] = ..., closed: _Optional[str] = ..., replicas: _Optional[_Iterable[_Union[ReplicaStatus, _Mapping]]] = ..., given_up: _Optional[_Iterable[str]] = ..., member_count: _Optional[int] = ...) -> None: ...
 
 class StatusResponse(_message.Message):
     __slots__ = ("release", "uptime_ms", "liveness_ms", "rooms")

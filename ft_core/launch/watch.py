@@ -108,6 +108,8 @@ class Watch:
         """When the last question was asked (monotonic s) that was answered, or failed."""
         self._over: dict[str, dict[str, None]] = {}
         """replica_ids of each group whose processes have ended, the oldest first; at most MAX_OVER per group."""
+        self._names: frozenset[str] = frozenset()
+        """The groups that were started here: a lighthouse of many groups need not tell of the others. Empty: all."""
         self._given_up: dict[str, str] = {}
         """Groups that are not started again, and why; as many as ftrun has groups."""
         self._thread = threading.Thread(target=self._run, name="ftrun-watch", daemon=True)
@@ -148,9 +150,10 @@ class Watch:
         self._orders.put(("look", "", ""))
 
     def starts(self, name: str) -> None:
-        """This group is started (again) after all."""
+        """This group is started (again) after all; from now on the pictures are of the groups that were."""
         with self._condition:
             self._given_up.pop(name, None)
+            self._names = self._names | {name}
 
     def drain(self, name: str, reason: str) -> None:
         """Ask the group to finish its step and leave. `undrained(name)` is called if nobody could be told."""
@@ -220,7 +223,7 @@ class Watch:
         self._changed()
 
     def _poll(self, at: float) -> None:
-        status = self._client.status(CALL_S)
+        status = self._client.status(CALL_S, self._names)
         room = max(status.rooms, key=lambda room: run_of_room(room.room), default=None)
         room = room if room is not None and run_of_room(room.room) >= 0 else None
         self._client.room = room.room if room is not None else DEFAULT_ROOM
@@ -230,7 +233,7 @@ class Watch:
             for replica in room.replicas:
                 groups.setdefault(replica.replica_id.rpartition(":")[0], []).append(_seen(replica, at))
             picture = Picture(
-                at, tuple((name, tuple(runs)) for name, runs in groups.items()), len(room.members), room.reason,
+                at, tuple((name, tuple(runs)) for name, runs in groups.items()), room.member_count, room.reason,
                 room.closed,
             )  # fmt: skip
         with self._condition:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, TypeVar
 from ft_core._pb import coordination_pb2 as pb
 from ft_core.errors import ConfigError, ProtocolError
 from ft_core.membership import Incomplete
-from ft_core.settings import MAX_STEP, PROTOCOL_VERSION
+from ft_core.settings import MAX_REPLICAS, MAX_STEP, PROTOCOL_VERSION
 from ft_core.step import Verdict
 from ft_core.wire.bounds import (
     INT64,
@@ -258,6 +258,8 @@ def decode_unary(kind: type[_U], data: bytes) -> _U:
         value = getattr(message, field.name)
         if isinstance(value, str):
             check.text(field.name, value, limits.get(field.name, MAX_NAME), needed=field.name in needed)
+        elif not isinstance(value, int):
+            check.texts(field.name, value, MAX_REPLICAS)
         elif not isinstance(value, bool):
             check.number(field.name, value, 0, {"world_size": MAX_RANKS, "step": MAX_STEP}.get(field.name, INT64))
     return message

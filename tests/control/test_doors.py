@@ -7,12 +7,14 @@ import logging.handlers
 import queue
 import socket
 from dataclasses import replace
+from datetime import timedelta
 
 import pytest
 
 from ft_core.certificates import Tls
 from ft_core.errors import RefusedError
 from ft_core.lighthouse import LighthouseServer, main, open_to_all
+from ft_core.lighthouse_client import LighthouseClient
 from tests.control.recorder import BUDGET, Replica, wait_until
 
 
@@ -108,3 +110,15 @@ def test_a_token_that_is_not_accepted_is_final_once_autonomy_is_over() -> None:
         wrong.shutdown()
     finally:
         one.close()
+
+
+def test_a_status_of_names_has_nobody_else(trio: list[Replica], lighthouse: LighthouseServer) -> None:
+    assert len(trio) == 3
+    client = LighthouseClient(lighthouse.address(), timedelta(seconds=5))
+    (everybody,) = client.status().rooms
+    (some,) = client.status(names=["b", "c:1", "nobody"]).rooms
+    client.close()
+    assert [r.replica_id for r in everybody.replicas] == ["a:1", "b:1", "c:1"]
+    assert list(everybody.members) == ["a:1", "b:1", "c:1"]
+    assert [(r.replica_id, r.member) for r in some.replicas] == [("b:1", True), ("c:1", True)]
+    assert (len(some.members), some.member_count, everybody.member_count) == (0, 3, 3)

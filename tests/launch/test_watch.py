@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import threading
 import time
+from typing import TYPE_CHECKING
 
 import pytest
 
 from ft_core._pb import coordination_pb2 as pb
 from ft_core.errors import LighthouseError
 from ft_core.launch.watch import CALL_S, FACTS_S, MAX_OVER, Watch
+
+if TYPE_CHECKING:
+    from collections.abc import Collection
 
 ROOM = "default"
 
@@ -21,11 +25,13 @@ class Lighthouse:
         self.lives: dict[str, str] = {}
         self.slow_s = 0.0
         self.away = False
+        self.asked: frozenset[str] = frozenset()
         self.room = ROOM
         self.given_up: dict[str, list[str]] = {ROOM: []}
         """Names by room."""
 
-    def status(self, _timeout: object) -> pb.StatusResponse:
+    def status(self, _timeout: object, names: Collection[str] = ()) -> pb.StatusResponse:
+        self.asked = frozenset(names)
         threading.Event().wait(self.slow_s)
         if self.away:
             raise LighthouseError("no answer")
@@ -121,3 +127,13 @@ def test_a_lighthouse_that_has_forgotten_who_was_given_up_is_told_again(watch: W
     watch.facts("b")
     watch.close()
     assert lighthouse.given_up == {ROOM: []}, "it is started after all"
+
+
+def test_only_the_groups_that_were_started_here_are_asked_for(watch: Watch, lighthouse: Lighthouse) -> None:
+    watch.facts("a")
+    assert lighthouse.asked == frozenset()
+    for name in ("a", "b"):
+        watch.starts(name)
+    watch.facts("a")
+    watch.close()
+    assert lighthouse.asked == {"a", "b"}

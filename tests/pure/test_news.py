@@ -89,6 +89,7 @@ class Twice(cluster.Lighthouse):
         other = QuorumIds(ids.boot, ids.noise, deque(ids.entropy), unique=ids.unique)
         self.double = Room("job", self.room._settings, other, boot_at=world.now)
         self.double.rules = Rules(lazy_news=False)
+        self.double.reachability.holds = self.room.reachability.holds
 
     def handle(self, event: Event) -> None:
         world = self.world
