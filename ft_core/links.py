@@ -100,39 +100,45 @@ def _where(addresses: tuple[str, ...], group_rank: int) -> tuple[str, int] | Non
 
 def _connect_all(peers: dict[str, tuple[str, int]], timeout_s: float) -> tuple[set[str], set[str]] | None:
     """Who answers a TCP handshake, and who refuses it; None if this process cannot open sockets."""
-    deadline = time.monotonic() + timeout_s
+    try:
+        with selectors.DefaultSelector() as selector:
+            return _shake_hands(selector, peers, time.monotonic() + timeout_s)
+    except OSError as error:
+        if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM):
+            return None
+        raise
+
+
+def _shake_hands(
+    selector: selectors.BaseSelector, peers: dict[str, tuple[str, int]], deadline: float
+) -> tuple[set[str], set[str]]:
     reached: set[str] = set()
     refused: set[str] = set()
-    with selectors.DefaultSelector() as selector:
-        try:
-            for replica_id, (host, port) in peers.items():
-                try:
-                    family, kind, proto, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-                except OSError:
-                    continue  # its name means nothing here
-                sock = socket.socket(family, kind, proto)
-                sock.setblocking(False)
-                code = sock.connect_ex(address)
-                if code in (0, errno.EINPROGRESS):
-                    selector.register(sock, selectors.EVENT_WRITE, replica_id)
-                else:
-                    refused |= {replica_id} if code == errno.ECONNREFUSED else set()
-                    sock.close()
-            while selector.get_map() and (left := deadline - time.monotonic()) > 0:
-                for key, _ in selector.select(left):
-                    assert isinstance(key.fileobj, socket.socket)
-                    sock = key.fileobj
-                    code = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
-                    if code in (0, errno.ECONNREFUSED):
-                        (refused if code else reached).add(key.data)
-                    selector.unregister(sock)
-                    sock.close()
-        except OSError as error:
-            if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM):
-                return None
-            raise
-        finally:
-            for key in list(selector.get_map().values()):
-                if isinstance(key.fileobj, socket.socket):
-                    key.fileobj.close()
+    try:
+        for replica_id, (host, port) in peers.items():
+            try:
+                family, kind, proto, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+            except OSError:
+                continue  # its name means nothing here
+            sock = socket.socket(family, kind, proto)
+            sock.setblocking(False)
+            code = sock.connect_ex(address)
+            if code in (0, errno.EINPROGRESS):
+                selector.register(sock, selectors.EVENT_WRITE, replica_id)
+            else:
+                refused |= {replica_id} if code == errno.ECONNREFUSED else set()
+                sock.close()
+        while selector.get_map() and (left := deadline - time.monotonic()) > 0:
+            for key, _ in selector.select(left):
+                assert isinstance(key.fileobj, socket.socket)
+                sock = key.fileobj
+                code = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+                if code in (0, errno.ECONNREFUSED):
+                    (refused if code else reached).add(key.data)
+                selector.unregister(sock)
+                sock.close()
+    finally:
+        for key in list(selector.get_map().values()):
+            if isinstance(key.fileobj, socket.socket):
+                key.fileobj.close()
     return reached, refused

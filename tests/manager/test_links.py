@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import resource
 import socket
 import threading
 import time
@@ -108,3 +109,18 @@ def test_the_watchdog_looks_into_a_long_wait_before_its_deadline(monkeypatch: py
         assert not fired.is_set()
     finally:
         watchdog.stop()
+
+
+def test_a_process_without_descriptors_claims_nothing_about_its_peers() -> None:
+    links = Links()
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with listener() as port:
+        links.entered(quorum(a=0, b=port), "a", 0)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
+        try:
+            assert links.probe() == ()
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        assert links.statement == ((), ())
+        links.probe()
+        assert links.statement == ((), ("b",))
