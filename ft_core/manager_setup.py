@@ -212,7 +212,7 @@ def start(
     if transport is None:
         transport = HTTPTransport(
             timedelta(seconds=config.budget.heal_s), hostname=config.host, token=config.token or None,
-            bind=config.bind, idle_s=config.budget.transfer_idle_s,
+            bind=config.bind, idle_s=config.budget.transfer_idle_s, tls=config.tls,
         )  # fmt: skip
     healing = Healing(transport, config.rank, config.budget.heal_s, step.settings.replica_id)
     try:

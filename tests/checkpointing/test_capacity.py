@@ -223,3 +223,4 @@ def test_a_relay_takes_over_when_the_donor_goes(donor: Start, gate: Gate, pool: 
     source.shutdown()
     gate.resume.set()
     assert torch.equal(future.result(20).state["w"], state["w"])
+    wait_for(lambda: not any(thread.is_alive() for thread in source._threads))  # the gate held one beyond shutdown
