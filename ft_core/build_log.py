@@ -2,11 +2,12 @@
 
 How it works. Everybody in a quorum builds a process group; if one cannot (a host name that is not this machine's, no
 file descriptors left), the quorum is over for all. An ask says whether its sender failed by itself (`Ask.unbuilt`), or
-was only told that another one had. `blame` compares the asks of one quorum: those who failed by themselves are held
-back, for a time that doubles with every failure in a row and is ten times what the attempt cost the others at least.
-Who has committed before, or failed where nobody has yet, is held back from its third failure on. Nobody is blamed for
-what a death explains. If all failed, those that have committed before are not; if nobody has, the one that failed first
-is.
+was only told that another one had; and whether its own machine was the reason (`unbuilt_here`) or something that may be
+anybody's: a peer that did not come, a connection that was not made. `blame` compares the asks of one quorum. Held back
+are those whose own machine was the reason, and newcomers that failed for whatever reason to groups that have committed,
+for a time that doubles with every failure in a row and is ten times what the attempt cost the others at least. A group
+that is no newcomer is held back from its third failure on. Nobody is blamed for what a death explains. If all groups
+name their own machine, only newcomers are held back; if there are none, the one that failed first is.
 
 Invariants: one quorum is judged once; a name is forgiven when a step is committed with it; bounded by MAX_NAMES names.
 Ownership: `membership.Room` only.
@@ -71,18 +72,19 @@ class BuildLog:
     ) -> dict[str, tuple[float, str]]:
         """(seconds, sentence) of each who is to be held back before the next quorum forms of `asks`."""
         of = {ask.replica_id: ask for ask in asks if ask.quorum_id == quorum_id and ask.replica_id in members}
-        failed = {i: ask for i, ask in of.items() if ask.unbuilt}
+        # Whom it could not reach is `reachability`'s business.
+        failed = {i: a for i, a in of.items() if a.unbuilt and (a.unbuilt_here or not a.unreachable)}
         if not failed or quorum_id == self._judged or len(of) < len(members):
             return {}  # somebody is gone: that explains it
         self._judged = quorum_id
-        if len(failed) == len(of):  # the others' failures may follow from one's
-            new = {i: ask for i, ask in failed.items() if not records[i].committed}
-            first = min(new or failed, key=lambda i: (records[i].asked_at, i))
-            failed = {first: failed[first]} if len(new) == len(failed) else new or failed
         experienced = any(records[i].committed for i in of)
+        new = {i for i in failed if not records[i].committed} if experienced else set()
+        local = {i for i, ask in failed.items() if ask.unbuilt_here}
+        if len(local) == len(of):  # what all complain about is one's doing
+            local = set() if new else {min(local, key=lambda i: (records[i].asked_at, i))}
         out: dict[str, tuple[float, str]] = {}
-        for replica_id, ask in sorted(failed.items()):
-            record = records[replica_id]
+        for replica_id in sorted(new | local):
+            ask, record = failed[replica_id], records[replica_id]
             free = 0 if experienced and not record.committed else FREE
             count = self._count(record.hello.name)
             if count > free:

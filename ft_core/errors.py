@@ -33,6 +33,10 @@ class CollectiveError(PeerError):
     """A collective of the current quorum failed or was aborted; the process group has to be rebuilt."""
 
 
+class ThisMachineError(CollectiveError):
+    """The process group cannot be built because of this machine, whatever the others do (no descriptors, no memory)."""
+
+
 class HealError(PeerError):
     """State could not be received from any donor, or what arrived did not verify."""
 

@@ -23,7 +23,15 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from ft_core.drain import DrainedError
-from ft_core.errors import FaultToleranceError, HealError, LighthouseError, QuorumTimeoutError, StateRefusedError
+from ft_core.errors import (
+    ConfigError,
+    FaultToleranceError,
+    HealError,
+    LighthouseError,
+    QuorumTimeoutError,
+    StateRefusedError,
+    ThisMachineError,
+)
 from ft_core.links import LOOK_EVERY_S
 from ft_core.pauses import Wait
 from ft_core.step import MustAsk, Phase
@@ -264,7 +272,7 @@ class QuorumWorker:
             if not pushed:  # nobody says that a peer is lost: is it the network?
                 session.probe()
             with session.lock:
-                session.step.cannot_build(str(error))
+                session.step.cannot_build(str(error), here=isinstance(error, ConfigError | ThisMachineError))
             session.lanes.abort()
             session.control.break_group(plan.quorum_id, str(error))
             return False

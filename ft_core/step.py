@@ -65,7 +65,7 @@ class Step:
         """Its last heal failed: it asks not to be counted on before it holds the state, so that a member that never
         heals costs the others one step at most (R11)."""
         self.broken_reason = self.soft_error = self.change_wanted = self.ask_next = ""
-        self.unbuilt = ""
+        self.unbuilt, self.unbuilt_here = "", False
         """Why this rank could not build the process group of its quorum; '' also where a push had ended that before."""
         self.leaving = self.drain_wanted = self.drain_agreed = self.stop_wanted = self.stop_agreed = False
         self.exhausted = False
@@ -213,6 +213,7 @@ class Step:
             min_replicas=self.settings.min_replicas, group_world_size=self.settings.group_world_size,
             layout=self.layout, open_attempt=self.open_attempt if why.failed else -1, commit_failures=self.vetoes,
             heals_late=self.heals_late, stable=self.stable, unbuilt=self.unbuilt if why.failed else "",
+            unbuilt_here=self.unbuilt_here,
         )  # fmt: skip
 
     def enter(self, quorum: Quorum) -> Plan:
@@ -236,6 +237,7 @@ class Step:
             self.lineage = new.target_lineage  # differs only at step 0 without init_sync, where lineages mean nothing
         self.roles_switched = False
         self.ask_next = self.change_wanted = self.broken_reason = self.unbuilt = self._lost_since = ""
+        self.unbuilt_here = False
         # soft_error stays: it may have been reported while this quorum was still being formed.
         self.verdict = None
         self._voted = self._goes_on = self._op_launched = self._op_lost = self._passed = self.awaits_lease = False
@@ -255,10 +257,10 @@ class Step:
         self.open_attempt = -1
         return True
 
-    def cannot_build(self, reason: str) -> None:
-        """The process group could not be built here: by itself, unless a push has ended this quorum before."""
+    def cannot_build(self, reason: str, *, here: bool) -> None:
+        """The process group was not built; `here`: because of this machine. After a push it is that push's doing."""
         if self.phase is Phase.ENTERED:
-            self.unbuilt = reason
+            self.unbuilt, self.unbuilt_here = reason, here
         self.break_(f"the process group could not be built: {reason}")
 
     # ------------------------------------------------------------ events within a quorum

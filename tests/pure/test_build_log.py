@@ -28,7 +28,7 @@ def trains(script: Script, *names: str) -> None:
 
 def round_of(script: Script, *, bad: str, others: str, step: int) -> list[str]:
     """All enter one quorum, one of them cannot build it, and everybody asks again."""
-    script.ask(bad, failed=True, unbuilt=NO_SUCH_ADDRESS, store_address="10.9.8.7:1")
+    script.ask(bad, failed=True, unbuilt=NO_SUCH_ADDRESS, unbuilt_here=True, store_address="10.9.8.7:1")
     return asks(script, others, step, failed=True)
 
 
@@ -116,14 +116,34 @@ def test_if_all_failed_those_that_have_committed_before_are_not_held_back() -> N
     assert list(script.room.held) == ["new"]
 
 
-def test_at_the_start_of_a_job_the_one_that_failed_first_is_held_back() -> None:
+def test_at_the_start_of_a_job_the_one_whose_machine_it_was_is_held_back() -> None:
     script = Script()
     script.train("a", "b", "c")
     for _ in range(FREE + 1):
         for name in ("b", "a", "c"):
-            script.ask(name, failed=True, unbuilt="timed out")
+            script.ask(name, failed=True, unbuilt="timed out", unbuilt_here=name == "a")
+    assert list(script.room.held) == ["a"]
+
+
+def test_if_all_name_their_own_machine_the_one_that_failed_first_is() -> None:
+    script = Script()
+    script.train("a", "b", "c")
+    for _ in range(FREE + 1):
+        for name in ("b", "a", "c"):
+            script.ask(name, failed=True, unbuilt="listens on a loopback address", unbuilt_here=True)
             script.now += 0.01
     assert list(script.room.held) == ["b"]
+
+
+def test_members_that_could_not_connect_are_not_to_blame() -> None:
+    """Two that train are cut from each other, and one of them notices first."""
+    script = Script()
+    trains(script, "a", "b")
+    out: list[str] = []
+    for _ in range(FREE + 5):
+        script.ask("a", version=Version(4, EARLIER), failed=True, unbuilt="timed out")
+        out = asks(script, "b", 4, failed=True)
+    assert out[0].startswith("quorum a, b")
 
 
 def test_without_the_rule_it_is_in_every_quorum() -> None:
@@ -140,6 +160,6 @@ def test_names_are_bounded() -> None:
     for number in range(MAX_NAMES + 5):
         name = f"n{number}"
         records[name] = Record(Hello(name, name, 1, 1), Life.UP, 0.0, Ask("", 0).version, 1)
-        log.blame(number + 1, (name,), [Ask(name, 1, quorum_id=number + 1, unbuilt="no")], records)
+        log.blame(number + 1, (name,), [Ask(name, 1, quorum_id=number + 1, unbuilt="no", unbuilt_here=True)], records)
     assert len(log._failures) == MAX_NAMES
     assert repr(BuildLog()) == "BuildLog()"
