@@ -182,7 +182,7 @@ class Calls:
                 release=release(),
                 uptime_ms=int((now - self._rooms.started) * 1000),
                 liveness_ms=int(self._rooms.liveness_s * 1000),
-                rooms=[_room_status(shell.room, now, request.names) for shell in self._rooms.chosen(request.room)],
+                rooms=[room_status(shell.room, now, request.names) for shell in self._rooms.chosen(request.room)],
             )
             return wire.encode_unary(answer)
 
@@ -195,7 +195,7 @@ def _patience(context: Context) -> float | None:
     return None if left_s is None else max(left_s / 2, left_s - QUORUM_ANSWER_S)
 
 
-def _room_status(room: Room, now: float, names: Collection[str]) -> pb.RoomStatus:
+def room_status(room: Room, now: float, names: Collection[str] = ()) -> pb.RoomStatus:
     """One room as it is; with `names`, only its replicas of these names."""
     current = room.current
     members = current.members if current else ()

@@ -64,7 +64,8 @@ def choose(view: View, asking: Mapping[str, Seen]) -> Choice:
             held[replica_id] = f"{replica_id} is not in the running quorum, which shall only shrink"
     apart = hold_unreachable(view, candidates, held)
     running = {i: s for i, s in _running(view, candidates, members).items() if i not in apart}
-    _hold_surplus(candidates, running, held)
+    if view.rules.places:
+        _hold_surplus(candidates, running, held)
     need = _hold_larger_minimum(view, candidates, running, held)
     return Choice(candidates, held, need, min((s.admitted_at for s in later.values()), default=None))
 

@@ -258,14 +258,14 @@ class Room:
         if refusal:
             out.append(refusal)
             return True
-        other_models = self._refusals.of_layout(hello, self.records, member=bool(hello.quorum_id))
+        other_models = self._refusals.of_layout(hello, self.records, hello.quorum_id, self.rules)
         return self._refuse(hello.replica_id, other_models, out)
 
     def _ask_refused(self, ask: Ask, record: Record, out: list[Effect]) -> bool:
         """Whether this ask is not taken."""
         strange = self._ids.take(quorum_id=ask.quorum_id, epoch=ask.version.epoch)
         refused = [Refuse(ask.replica_id, strange)] if strange else []
-        refused = refused or self._refusals.of_layout(ask, self.records, member=bool(record.hello.quorum_id))
+        refused = refused or self._refusals.of_layout(ask, self.records, record.hello.quorum_id, self.rules)
         return self._refuse(ask.replica_id, refused, out) or self._refuse_sizes(
             ask.replica_id, ask.group_world_size, out
         )

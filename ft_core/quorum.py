@@ -73,9 +73,8 @@ class Ask:
     commit_failures: int = 0
     data: str = ""
     unbuilt: str = ""
-    """Why it could not build the process group of that quorum; '' also where another member's failure ended it."""
+    """Why it could not build the process group of that quorum; `unbuilt_here`: because of its own machine."""
     unbuilt_here: bool = False
-    """That was because of its own machine."""
     stable: Version = VOID
     """The newest version it knows to be held by its whole quorum (R2): newer than its last report, perhaps."""
     unreachable: tuple[str, ...] = ()

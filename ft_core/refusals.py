@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from ft_core.quorum import Ask, Version
     from ft_core.room_events import Hello, Left
     from ft_core.room_record import Record
+    from ft_core.room_rules import Rules
 
 
 class Refusals:
@@ -57,7 +58,7 @@ class Refusals:
             )
         return _of_places(hello, records)
 
-    def of_layout(self, told: Hello | Ask, records: Mapping[str, Record], *, member: bool) -> list[Refuse]:
+    def of_layout(self, told: Hello | Ask, records: Mapping[str, Record], quorum_id: int, rules: Rules) -> list[Refuse]:
         """Who cannot stay in the room now that a replica with this layout is there: it, or those with another one.
 
         A room trains one model (R4). The first layout seen stands while anybody who has it is there, unless nobody of
@@ -66,9 +67,11 @@ class Refusals:
         Args:
             told: what it presents of itself.
             records: of the room.
-            member: it is in a quorum.
+            quorum_id: the quorum that it is in; 0: none.
+            rules: in force.
         """
         replica_id, layout, lines = told.replica_id, told.layout, told.layout_lines
+        member = quorum_id > 0 and rules.r4_members
         if not layout:
             return []
         known = self._layout

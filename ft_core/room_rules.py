@@ -27,6 +27,10 @@ class Rules:
     r18_claims: bool = True
     lazy_news: bool = True
     """No rule but a saving, whose absence must change nothing: newer stable versions alone decide nothing."""
+    r4_members: bool = True
+    """A member is not refused because of the model of a replica that is in no quorum."""
+    places: bool = True
+    """A quorum holds no more groups than can be told to each other."""
     min_by_majority: bool = True
     """A larger min_replica_size of one group does not stop the others."""
     leave_out_unreachable: bool = True

@@ -212,8 +212,7 @@ class Step:
             quorum_id=self.plan.quorum_id if self.plan else 0, failed=why.failed, reason=why.reason,
             min_replicas=self.settings.min_replicas, group_world_size=self.settings.group_world_size,
             layout=self.layout, open_attempt=self.open_attempt if why.failed else -1, commit_failures=self.vetoes,
-            heals_late=self.heals_late, stable=self.stable, unbuilt=self.unbuilt if why.failed else "",
-            unbuilt_here=self.unbuilt_here,
+            heals_late=self.heals_late, stable=self.stable, unbuilt=self.unbuilt, unbuilt_here=self.unbuilt_here,
         )  # fmt: skip
 
     def enter(self, quorum: Quorum) -> Plan:
@@ -235,9 +234,8 @@ class Step:
         self.heals_late &= new.heals
         if not new.heals and not new.excluded:
             self.lineage = new.target_lineage  # differs only at step 0 without init_sync, where lineages mean nothing
-        self.roles_switched = False
+        self.roles_switched = self.unbuilt_here = False
         self.ask_next = self.change_wanted = self.broken_reason = self.unbuilt = self._lost_since = ""
-        self.unbuilt_here = False
         # soft_error stays: it may have been reported while this quorum was still being formed.
         self.verdict = None
         self._voted = self._goes_on = self._op_launched = self._op_lost = self._passed = self.awaits_lease = False

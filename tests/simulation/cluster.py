@@ -31,21 +31,27 @@ from ft_core.membership import QuorumIds, Room
 from ft_core.pauses import Pauses, Wait
 from ft_core.quorum import VOID, Ask, Life, NotReady, Quorum, Rules, Version, View, decide
 from ft_core.reachability import Holds
+from ft_core.room_layout import setting_lines
 from ft_core.settings import LighthouseSettings
 from ft_core.step import Go, Heal, MemberRules, Outcome, Phase, Step, StepSettings, Verdict
 from ft_core.waiting import Waiting
+from tests.simulation.encoding import check_travels
 from tests.simulation.history import History, Violation
 from tests.simulation.samples import Samples
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+LAYOUT = 7
+"""Hash over what has to be equal."""
 FAULTS = (
     "kill", "freeze", "cut_lighthouse", "cut_peers", "cut_all", "blip", "lighthouse", "slow", "late", "soft", "leave",
     "pause", "duplicate", "configure", "heal", "skip", "turbulence", "hidden", "proxy", "oneway", "freeze_rank",
     "link",
 )  # fmt: skip
 
+LATE_S = 1.5
+"""When a group that is set up wrongly comes: the others train then."""
 PASSING = frozenset({"pause", "configure", "late", "skip", "soft", "heal"})
 """Faults that are announced, or cost an attempt: they are no reason to give up waiting."""
 
@@ -98,6 +104,14 @@ class Config:
     """Both of them find that out; False: only the first."""
     look_s: float = 1.0
     """How often who is left out because of a link looks whether it is whole again."""
+    unbuilt_group: int = -1
+    """A group that can never build a process group; it comes later than the others."""
+    odd_group: int = -1
+    """A group that is configured differently; it comes later than the others."""
+    odd: str = ""
+    """In what: "min" (a larger min_replica_size), "mode" (world_size_mode)."""
+    compared: bool = True
+    """Settings that have to be equal are part of the layout."""
     data: bool = True
     """Check that no sample is lost or comes twice; not where data run out by another rule."""
     member_rules: MemberRules = field(default_factory=MemberRules)
@@ -189,8 +203,12 @@ class World:
         """Run the safety phase, then the liveness phase. Raises Violation."""
         config = self.config
         self.start_lighthouse()
+        late = {config.unbuilt_group, config.odd_group}
         for number in range(config.groups):
-            self.spawn(number)
+            if number in late:
+                self.at(LATE_S, None, self._restart, number)
+            else:
+                self.spawn(number)
         if config.faults:
             self.at(self.between(0.3, 2 * config.fault_every_s), None, self._fault)
         self._until(config.safety_s)
@@ -209,13 +227,18 @@ class World:
         self.check_bounds()
 
     def _all_well(self, goal: dict[str, tuple[int, int]]) -> bool:
-        alive = [g for g in self.active.values() if not g.done and g.number != self.config.bad_group]
+        alive = [g for g in self.active.values() if not g.done and not self.set_up_wrongly(g.number)]
         if self.config.finish_at or not self.config.allow_heal:
             alive = [g for g in alive if not g.behind_for_good()]
         if len(alive) < self.config.min_replicas:
             return True
         stuck = sum(g.commits < goal.get(g.rid, (0, 0))[1] + 2 for g in alive)
         return stuck <= bool(self.config.cut_forever)
+
+    def set_up_wrongly(self, number: int) -> bool:
+        """A group that need not commit: it never heals, cannot be reached or is configured differently."""
+        config = self.config
+        return number in (config.bad_group, config.unbuilt_group, config.odd_group)
 
     def check_bounds(self) -> None:
         """I9: everything has a bound."""
@@ -289,13 +312,14 @@ class World:
         if plan is None or self.trouble_at >= since or self.troubled():
             return
         busy = [g.rid for g in self.active.values() if g.rid in plan.quorum.ids and g.busy_until > self.now]
-        if busy and config.bad_group < 0:
+        if busy and not any(map(self.set_up_wrongly, range(config.groups))):
             raise Violation("I7", f"{rank.name} breaks its quorum: {why}, though {', '.join(busy)} announced a pause")
 
     def gives_up(self, rank: Rank, since: float, why: str) -> None:
         """A rank has waited for too long. Nobody may while the others are fine, or just paused (I7)."""
         config = self.config
-        excused = config.finish_at or not config.allow_heal or config.bad_group >= 0 or self.trouble_at >= since
+        excused = config.finish_at or not config.allow_heal or any(map(self.set_up_wrongly, range(config.groups)))
+        excused = excused or self.trouble_at >= since
         if not excused and not self.troubled():
             busy = [g.rid for g in self.active.values() if g.busy_until > since]
             raise Violation("I7", f"{rank.name} gives up: {why}, though only {busy or 'nobody'} was paused")
@@ -595,6 +619,7 @@ class Lighthouse:
 
     def _perform(self, effect: room_events.Effect) -> None:
         world = self.world
+        check_travels(effect, self.room, world.now)
         match effect:
             case room_events.Announce(quorum, to):
                 world.history.formed_or_repeated(quorum, world.boots, self.room)
@@ -756,17 +781,30 @@ class Group:
         return f"{self.rid} ({state}{asks}, {', '.join(repr(r.step) for r in self.ranks)})"
 
     @property
-    def min_replicas(self) -> int:
-        """What it is configured with."""
-        config = self.world.config
-        return config.choosy[1] if config.choosy[0] == self.number else config.min_replicas
-
-    @property
     def busy_until(self) -> float:
         """Until when one of its ranks has announced to be busy; 0: none has."""
         return max((rank.busy_until for rank in self.ranks), default=0.0)
 
     # ------------------------------------------------------------ life
+
+    def _odd_in(self, what: str) -> bool:
+        return self.number == self.world.config.odd_group and self.world.config.odd == what
+
+    @property
+    def min_replicas(self) -> int:
+        """min_replica_size; a larger one than there are groups if it is odd in that."""
+        config = self.world.config
+        usual = config.choosy[1] if config.choosy[0] == self.number else config.min_replicas
+        return config.groups + 5 if self._odd_in("min") else usual
+
+    @property
+    def fixed_with_spares(self) -> bool:
+        """world_size_mode."""
+        return self.world.config.fixed_with_spares != self._odd_in("mode")
+
+    def layout_lines(self) -> tuple[str, ...]:
+        """What is compared with other groups."""
+        return setting_lines({"world_size_mode": "FIXED_WITH_SPARES" if self.fixed_with_spares else "DYNAMIC"})
 
     def start(self) -> None:
         """The process is up."""
@@ -774,11 +812,12 @@ class Group:
         for index in range(config.ranks):
             settings = StepSettings(
                 replica_id=self.rid, group_rank=index, group_world_size=config.ranks, min_replicas=self.min_replicas,
-                mode=WorldSizeMode.FIXED_WITH_SPARES if config.fixed_with_spares else WorldSizeMode.DYNAMIC,
+                mode=WorldSizeMode.FIXED_WITH_SPARES if self.fixed_with_spares else WorldSizeMode.DYNAMIC,
                 autonomy_s=config.autonomy_s, orphan_s=config.orphan_s, rules=config.member_rules,
             )  # fmt: skip
             step = Step(settings, lineage=self.world.rng.getrandbits(62), now=self.world.now)
             step.leaving = self.leaving
+            step.layout = LAYOUT + (config.compared and self.fixed_with_spares)
             self.ranks.append(Rank(self, index, step))
         self.connect()
         self.world.at(self.world.between(0.0, 0.1), self, self._progress)
@@ -896,6 +935,7 @@ class Group:
             expected=config.expected, min_replicas=self.min_replicas, group_world_size=config.ranks,
             join_s=config.join_s, liveness_s=config.liveness_s, orphan_s=config.orphan_s,
             paused_s=max(0.0, self.busy_until - self.world.now),
+            layout=step.layout, layout_lines=self.layout_lines(),
         )  # fmt: skip
 
     def stable(self) -> Version:
@@ -945,6 +985,9 @@ class Group:
             self.quorum_pauses.announce("", rest[0], self.world.now)
         elif kind == "refused":
             self.world.say("%s is refused: %s", self.rid, rest[1])
+            fine = self.ranks[0].step.plan is not None and not self.world.set_up_wrongly(self.number)
+            if self.world.config.odd and fine and not rest[0]:  # where nobody was in a quorum, the first one counts
+                raise Violation("I7", f"{self.rid} is refused because of one that is set up wrongly: {rest[1]}")
             self.stop()
         for rank in self.ranks:
             if kind == "ack":
@@ -1278,7 +1321,10 @@ class Rank:
 
     def _template(self) -> dict[str, Any]:
         config = self.world.config
-        return {"heals_before_forward": config.heals_before_forward, "allow_heal": config.allow_heal}
+        return {
+            "heals_before_forward": config.heals_before_forward, "allow_heal": config.allow_heal,
+            "layout_lines": self.group.layout_lines(),
+        }  # fmt: skip
 
     def enter(self, quorum: Quorum) -> None:
         """The answer to the ask."""
@@ -1297,9 +1343,12 @@ class Rank:
             plan.target, ", heals" if plan.heals else "", " (finish)" if plan.finish else "",
         )  # fmt: skip
         world = self.world
+        if self.group.number == world.config.unbuilt_group:
+            world.at(world.between(0.001, 0.05), self, self._configure_failed, self.token, "no such address", True)
+            return
         if "configure" in self.group.injected:
             self.group.injected.discard("configure")
-            world.at(world.between(0.01, 0.5), self, self._configure_failed, self.token, "injected")
+            world.at(world.between(0.01, 0.5), self, self._configure_failed, self.token, "injected", True)
             return
         world.at(world.between(0.001, 0.01), self, self._configure, self.token)
 
@@ -1314,14 +1363,14 @@ class Rank:
         if ring is None:
             ring = self.world.rings[key] = Ring(self.world, self.step.plan.quorum, self.index)
         self.ring = ring
-        self.world.at(self.world.config.connect_s, self, self._configure_failed, token, "connect timeout")
+        self.world.at(self.world.config.connect_s, self, self._configure_failed, token, "connect timeout", False)
         ring.arrive(self)
 
-    def _configure_failed(self, token: int, why: str) -> None:
+    def _configure_failed(self, token: int, why: str, here: bool) -> None:
         if token == self.token and self.step.phase is Phase.ENTERED:
             self.world.say("%s cannot configure: %s", self.name, why)
             self.group.probe()
-            self.step.break_(f"configure: {why}")
+            self.step.cannot_build(why, here=here)
             self.boundary()
         elif token == self.token and self.step.phase is Phase.BROKEN:
             self.boundary()
@@ -1469,7 +1518,7 @@ class Rank:
             return
         payload = (
             step.slots(world.now), self.group.key, self.state if step.contributes else None,
-            (step.attempt, step.base), self._share(),
+            (step.attempt, step.base, len(step.participants)), self._share(),
         )  # fmt: skip
         op = self.ring.launch(self, payload)
         self._watchdog(token, op)
@@ -1545,7 +1594,7 @@ class Rank:
         if token != self.token or self.ring is None or self.step.broken:
             return
         leased = not self.step.lacks_lease(self.world.now)
-        op = self.ring.launch(self, ([float(leased)], 0, None, (-1, self.step.base), 0))
+        op = self.ring.launch(self, ([float(leased)], 0, None, (-1, self.step.base, 0), 0))
         self._watchdog(token, op)
 
     def polled(self, op: Op) -> None:
@@ -1599,6 +1648,7 @@ class Rank:
             world.say("%s: %s", self.name, verdict.reason)
             self._ask_at_once()
             return
+        op.check_scaled()
         if self.group.stable() >= step.base and self.group.ranks[0].step.version == step.base:
             world.history.publish(self.group.ranks[0])
         payloads = op.payloads()
@@ -1677,7 +1727,7 @@ class Rank:
 # ---------------------------------------------------------------- the data plane
 
 
-Payload = tuple[list[float], int, "int | None", tuple[int, Version], int]
+Payload = tuple[list[float], int, "int | None", tuple[int, Version, int], int]
 
 
 class Op:
@@ -1706,6 +1756,12 @@ class Op:
         """Gloo mixes misaligned buckets silently, or kills the process if their sizes differ."""
         if len({p[3][0] for p in self.payloads()}) > 1:
             raise Violation("I4", "collectives of different attempts were paired with each other")
+
+    def check_scaled(self) -> None:
+        """Gradients are divided by the planned number of participants before they are summed."""
+        planned = {p[3][2] for p in self.payloads()}
+        if len(planned) > 1:
+            raise Violation("I5", f"gradients that were divided by {sorted(planned)} are summed")
 
 
 class Ring:

@@ -28,6 +28,9 @@ Which rule is shown necessary where (seeds needed until the first violation when
 | R18 claims | Rules.r18_claims | 13 | I7 a stranger stops the job |
 | R17 shares | MemberRules.r17_shares | 1 | I8 samples of a replica that could not be healed are lost |
 
+One group that is set up wrongly (and the rules that keep it from stopping the others): test_set_up_wrongly.py. Whatever
+the lighthouse sends is encoded as it travels, so that a bound that is broken fails (I9).
+
 R5, R6, R10 (ready), R12, R13 and R15 change what is lost or how long something takes, not what is true, so they
 have directed tests: tests/pure/test_rules.py.
 """
