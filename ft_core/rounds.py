@@ -267,12 +267,13 @@ class QuorumWorker:
         try:
             session.lanes.configure(prefix, session.step.settings.replica_id, rank, size, both=both)
         except Exception as error:  # noqa: BLE001 - a peer died, a store is gone, an abort came: ask again
+            here = isinstance(error, ConfigError | ThisMachineError)
             with session.lock:
                 pushed = session.step.broken
-            if not pushed:  # nobody says that a peer is lost: is it the network?
+            if not (pushed or here):  # nobody says that a peer is lost: is it the network?
                 session.probe()
             with session.lock:
-                session.step.cannot_build(str(error), here=isinstance(error, ConfigError | ThisMachineError))
+                session.step.cannot_build(str(error), here=here)
             session.lanes.abort()
             session.control.break_group(plan.quorum_id, str(error))
             return False
