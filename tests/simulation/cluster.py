@@ -315,11 +315,16 @@ class World:
         if busy and not any(map(self.set_up_wrongly, range(config.groups))):
             raise Violation("I7", f"{rank.name} breaks its quorum: {why}, though {', '.join(busy)} announced a pause")
 
+    def _held_for_crashes(self, rank: Rank, since: float) -> bool:
+        """Its name crashed repeatedly before (R15): up to 30 s, for which a real quorum_timeout has the time."""
+        record = self.room.records.get(rank.step.settings.replica_id) if self.room else None
+        return record is not None and record.admitted_at > since
+
     def gives_up(self, rank: Rank, since: float, why: str) -> None:
         """A rank has waited for too long. Nobody may while the others are fine, or just paused (I7)."""
         config = self.config
         excused = config.finish_at or not config.allow_heal or any(map(self.set_up_wrongly, range(config.groups)))
-        excused = excused or self.trouble_at >= since
+        excused = excused or self.trouble_at >= since or self._held_for_crashes(rank, since)
         if not excused and not self.troubled():
             busy = [g.rid for g in self.active.values() if g.busy_until > since]
             raise Violation("I7", f"{rank.name} gives up: {why}, though only {busy or 'nobody'} was paused")
