@@ -70,7 +70,7 @@ class History:
     """version -> group rank -> the cursor before and after that commit, and the epoch's samples through its ring."""
     left_behind: dict[int, tuple[int, str]] = field(default_factory=dict)
     """step -> (the state it led to, who committed it and shut down at once)."""
-    lapses: dict[str, int] = field(default_factory=dict)
+    lapses: dict[str, float] = field(default_factory=dict)
     """rank -> attempts that were lost because no member had a lease, since one last had."""
     returned: int = 0
     """Commits without the share of a participant."""
@@ -168,8 +168,10 @@ class History:
 
     def lapsed(self, rank: Rank, verdict: Verdict) -> None:
         """Without a lighthouse the members wait: each loses one attempt, with its samples, not one after another."""
-        self.lapses[rank.name] = self.lapses.get(rank.name, 0) + 1 if verdict.lapsed else 0
-        if self.lapses[rank.name] > 1:
+        before, self.lapses[rank.name] = self.lapses.get(rank.name), rank.step.lease_acked_at
+        if not verdict.lapsed:
+            del self.lapses[rank.name]
+        elif before == rank.step.lease_acked_at:  # a later one: it had a lease meanwhile, and froze again
             raise Violation("I7", f"{rank.name} loses one attempt after another while no member has a lease")
 
     def parted(self, rank: Rank) -> None:
