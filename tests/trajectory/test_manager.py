@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from ft_core import trajectory
 from ft_core.errors import RefusedError
-from tests.manager.harness import Cluster, Replica, crash, hang, soft_error
+from tests.manager.harness import Cluster, Replica, crash, crash_seen, hang, soft_error
 from tests.trajectory import reference
 from tests.trajectory.reference import CLASSES, FEATURES, Job
 from tests.trajectory.replica import Follower
@@ -143,7 +143,7 @@ def test_a_checkpoint_in_the_middle_of_an_epoch(cluster: Cluster) -> None:
                 }
             )
         )
-        crash(replica)
+        crash_seen(replica)
 
     def load(replica: Replica) -> None:
         assert isinstance(replica, Follower)
