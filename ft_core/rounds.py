@@ -118,6 +118,8 @@ class QuorumWorker:
         self._healing = healing
         self._place = place
         self._jobs: queue.Queue[Round | None] = queue.Queue(maxsize=4)
+        self._stopping = threading.Lock()
+        self._stopped = False
         self._thread = threading.Thread(
             target=self._run, name=f"ft-quorum-{session.step.settings.replica_id}", daemon=True
         )
@@ -130,8 +132,15 @@ class QuorumWorker:
         self._thread.start()
 
     def submit(self, round_: Round) -> None:
-        """Begin a round."""
-        self._jobs.put(round_)
+        """Begin a round. After `stop` it ends at once: nobody would take it from the queue."""
+        with self._stopping:
+            if not self._stopped:
+                self._jobs.put(round_)
+                return
+        round_.error = LighthouseError("the manager was shut down before it had a quorum")
+        round_.configured.set()
+        round_.let_go()
+        round_.healed.set()
 
     def heal(self, round_: Round) -> None:
         """Begin the full heal of a round that was to be finished by other means (R5), and could not."""
@@ -145,7 +154,9 @@ class QuorumWorker:
 
     def stop(self, timeout_s: float) -> None:
         """End the thread; the session must be closed already, so that nothing it waits for lasts."""
-        self._jobs.put(None)
+        with self._stopping:
+            self._stopped = True
+            self._jobs.put(None)
         if self._thread is not threading.current_thread():
             self._thread.join(timeout_s)
 
