@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
     from ft_core.attempt import StepAttempt
+    from ft_core.carrier import Carrier
     from ft_core.healing import Healing
     from ft_core.manager import Manager
     from ft_core.manager_setup import Config
@@ -41,7 +42,7 @@ class Leaving:
     _attempt: StepAttempt | None
     _config: Config
     _healing: Healing
-    _riding: bool
+    _carriers: list[Carrier]
     _round: Round | None
     _session: Session
     _step: Step
@@ -66,9 +67,10 @@ class Leaving:
     def leave(self, reason: str = "left", finished: bool = False) -> None:
         """Leave the quorum without costing the others a step: agree in a last fence, then say goodbye (R16).
 
-        Call at a step boundary. In a step that is open (start_quorum, and no should_commit yet) and has collectives of
-        the script's own the others lose that step: nobody here makes these calls. `finished`: training is over; the
-        lighthouse keeps the room closed for latecomers, so a late restart does not train again over the checkpoints.
+        Call at a step boundary. In a step that is open (start_quorum, and no should_commit yet) the others lose it if
+        the script makes collectives of its own in each step: nobody here makes these calls. `finished`: training is
+        over; the lighthouse keeps the room closed for latecomers, so a late restart does not train again over the
+        checkpoints.
         """
         if self._left or self._shut_down:
             return
@@ -86,7 +88,7 @@ class Leaving:
         if step.awaits_lease and isinstance(decision, Go):
             decision = None  # the others wait in sums of their own, which end with this replica's connections
             session.fail(CollectiveError(f"this replica leaves while no member has a lease: {reason}"))
-        unknown = self._step_open and (not self._riding or step.user_ops > 0)
+        unknown = self._step_open and (not self._carriers or step.expects_user_op)
         if isinstance(decision, Go) and self._round is not None and self._round.configured.is_set() and not unknown:
             step.exhausted = True  # contributes zeros from here on
             self._new_attempt()

@@ -89,9 +89,9 @@ class Step:
         self.verdict: Verdict | None = None
         self.open_attempt = -1
         """Attempt of the left quorum whose reduced gradients were kept (R5)."""
-        self._op_launched = self._op_lost = False
+        self._op_launched = self._op_lost = self._op_usual = False
         """A user collective was launched since the last verdict was settled; one of this quorum has no result here,
-        which what peers kept (R5) does not replace."""
+        which what peers kept (R5) does not replace; one was launched in the last attempt that was settled."""
         self.own_failures = self.vetoes = self.asks = 0
         self._error_sent = self._voted = False
         """The soft error was there when the fence's slots were taken; the latched verdict was told to the group:
@@ -403,6 +403,12 @@ class Step:
         """A user's collective failed, or was not launched, here: peers keep gradients, not its result (R5)."""
         self._op_lost, self.open_attempt = True, -1
 
+    @property
+    def expects_user_op(self) -> bool:
+        """The script makes collectives of its own in the attempt that is open, as far as this rank can know: it has
+        made one, or it did in the attempt before."""
+        return self._op_launched or self._op_usual
+
     def lacks_lease(self, now: float) -> bool:
         """R3: it has had no acknowledged lease for autonomy_s."""
         return now - self.lease_acked_at > self.settings.autonomy_s
@@ -552,7 +558,7 @@ class Step:
         self.attempt += 1
         self.soft_error, self.verdict = "", None
         self.awaits_lease = verdict.lapsed and self.settings.rules.r3_waits
-        self.phase, self._op_launched = Phase.OPEN, False
+        self.phase, self._op_usual, self._op_launched = Phase.OPEN, self._op_launched, False
         self._goes_on = self._alike and not self.ask_next
         if self._lost_since:
             self.break_(self._lost_since)

@@ -3,7 +3,7 @@ RANK`, `done DIGEST RANK`.
 
 Behaviour comes from the environment: STEPS_FILE (train until this file names a step, and to that step), STEP_MS (how
 long a step takes at least), FORK (keep a forked child alive, as DataLoader workers do), HANG_AT (stop before this
-step), HANG_ONCE (name:step: that group hangs there in its first run), BN (a BatchNorm layer), METRIC (a collective of
+step), HANG_ONCE (name:steps: that group hangs after so many commits of its first run), BN (a BatchNorm layer), METRIC (a collective of
 the user's after backward; SILENT_AT: stop before that of this step), PARITY (parity_check_every), CORRUPT_AT (rank:step
 after which this rank's parameters silently change), FILES (how many files it may open after its start), MACHINE (the
 network namespace to run in), PIDS and LOG (say more).
@@ -45,11 +45,11 @@ def move_to(namespace: str | None) -> None:
             raise OSError(ctypes.get_errno(), f"setns({namespace})")
 
 
-def hangs(step: int) -> bool:
+def hangs(step: int, commits: int) -> bool:
     env = os.environ
     first_run = env.get("TORCHELASTIC_RESTART_COUNT") == "0"
     return env.get("HANG_AT") == str(step) or (
-        first_run and env.get("HANG_ONCE") == f"{env.get('FT_REPLICA_ID')}:{step}"
+        first_run and env.get("HANG_ONCE") == f"{env.get('FT_REPLICA_ID')}:{commits}"
     )
 
 
@@ -98,8 +98,9 @@ def main() -> int:
     say("ready", manager.replica_id)
     generator = torch.Generator().manual_seed(os.getpid())
     pace = threading.Event()
+    commits = 0
     while not end.exists() or manager.current_step() < int(end.read_text()):
-        if hangs(manager.current_step()):
+        if hangs(manager.current_step(), commits):
             say("hanging")
             pace.wait()
         optimizer.zero_grad()
@@ -116,6 +117,7 @@ def main() -> int:
             with torch.no_grad():
                 next(iter(model.parameters())).add_(1.0)
         if optimizer.committed:
+            commits += 1
             lineage = manager.state_dict()["lineage"]
             say("commit", manager.current_step(), manager.num_participants(), f"{lineage:x}", rank)
         else:

@@ -7,6 +7,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import torch
 
 from ft_core.drain import EXIT_S
 from tests.manager.harness import Cluster, Replica, crash, hang
@@ -48,6 +49,21 @@ def test_draining_costs_the_others_nothing(cluster: Cluster, point: str, caplog:
     said = [r.getMessage() for r in caplog.records if "drained at step" in r.getMessage()]
     assert len(said) == 1
     assert "node goes away" in said[0]
+
+
+def test_collectives_of_the_script_before_training_change_nothing(cluster: Cluster) -> None:
+    """As Lightning's, which agrees on a folder for logs first: the last fence of whoever drains counts all the same."""
+
+    def once(replica: Replica) -> None:
+        replica.manager.start_quorum()
+        replica.manager.allreduce(torch.ones(1)).wait()
+
+    replicas = [Drained(i, steps=8, at={(0, "boundary"): once}) for i in range(3)]
+    replicas[2].actions[3, "boundary"] = drain
+    cluster.run(*replicas)
+    cluster.check(steps=8, survivors=2)
+    assert [r.vetoes for r in cluster.replicas] == [[], [], []]
+    assert [c.step for c in replicas[2].commits] == [1, 2, 3]
 
 
 def test_all_drain_one_after_another_or_together(cluster: Cluster) -> None:

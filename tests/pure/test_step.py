@@ -321,6 +321,20 @@ def test_a_torn_member_is_void_until_it_is_healed() -> None:
     assert rig["b"].version == rig["a"].version
 
 
+def test_collectives_of_the_user_are_expected_as_often_as_they_come() -> None:
+    rig = Rig()
+    rig.form()
+    step = rig["a"]
+    expected = [step.expects_user_op]
+    for calls in (True, True, False, False):
+        if calls:
+            for name in rig.steps:
+                rig[name].launching_user_op()
+        expected.append(step.expects_user_op)
+        rig.attempt()
+    assert expected == [False, True, True, True, False]
+
+
 def test_what_is_planned_for_another_quorum_is_refused() -> None:
     rig = Rig("ab")
     rig.form(heal=False)
