@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+from datetime import timedelta
 from typing import TYPE_CHECKING, NoReturn, cast
 
 from ft_core import drain
@@ -54,6 +55,7 @@ class Leaving:
     if TYPE_CHECKING:
 
         def _agree(self, attempt: StepAttempt, limit_s: float) -> Verdict: ...
+        def _begin_round(self, why: MustAsk, timeout: timedelta | None, *, hands_over: bool = False) -> Round: ...
         def _new_attempt(self) -> None: ...
 
     @property
@@ -76,27 +78,9 @@ class Leaving:
             return
         self._left = True
         session, step = self._session, self._step
-        agreed = last = False
-        with session.lock:
-            decision = step.boundary() if step.plan is not None else None
-            if isinstance(decision, Go):
-                step.leaving = True
-            if step.heal is Heal.PENDING:
-                self._healing.cancel()  # the last fence waits for what becomes of it
-        if isinstance(decision, MustAsk) and not decision.failed:
-            agreed = True  # the last fence told everybody to ask: nobody waits for this rank
-        if step.awaits_lease and isinstance(decision, Go):
-            decision = None  # the others wait in sums of their own, which end with this replica's connections
-            session.fail(CollectiveError(f"this replica leaves while no member has a lease: {reason}"))
-        unknown = self._step_open and (not self._carriers or step.expects_user_op)
-        if isinstance(decision, Go) and self._round is not None and self._round.configured.is_set() and not unknown:
-            step.exhausted = True  # contributes zeros from here on
-            self._new_attempt()
-            assert self._attempt is not None
-            with contextlib.suppress(FaultToleranceError):
-                verdict = self._agree(self._attempt, session.patience_s)
-                # Not settled: the others may commit this step, here nobody steps the optimizer.
-                agreed, last = verdict.outcome is not Outcome.BROKEN, verdict.exhausted
+        agreed, last = self._last_fence(reason)
+        if not agreed and session.draining and self._hand_over():
+            agreed, last = self._last_fence(reason)
         if not agreed and step.plan is not None:
             session.control.break_group(step.plan.quorum_id, f"this rank has left: {reason}")
         session.control.leave(
@@ -106,6 +90,33 @@ class Leaving:
         if not last:
             self._let_peers_finish()
 
+    def _last_fence(self, reason: str) -> tuple[bool, bool]:
+        """Tell the others in a fence that this replica leaves. Returns (they know it, they leave, too)."""
+        session, step = self._session, self._step
+        with session.lock:
+            decision = step.boundary() if step.plan is not None else None
+            if isinstance(decision, Go):
+                step.leaving = True
+            if step.heal is Heal.PENDING:
+                self._healing.cancel()  # the last fence waits for what becomes of it
+        if isinstance(decision, MustAsk) and not decision.failed:
+            return True, False  # the last fence told everybody to ask: nobody waits for this rank
+        if step.awaits_lease and isinstance(decision, Go):
+            # The others wait in sums of their own, which end with this replica's connections.
+            session.fail(CollectiveError(f"this replica leaves while no member has a lease: {reason}"))
+            return False, False
+        unknown = self._step_open and (not self._carriers or step.expects_user_op)
+        if not isinstance(decision, Go) or self._round is None or not self._round.configured.is_set() or unknown:
+            return False, False
+        step.exhausted = True  # contributes zeros from here on
+        self._new_attempt()
+        assert self._attempt is not None
+        with contextlib.suppress(FaultToleranceError):
+            verdict = self._agree(self._attempt, session.patience_s)
+            # Not settled: the others may commit this step, here nobody steps the optimizer.
+            return verdict.outcome is not Outcome.BROKEN, verdict.exhausted
+        return False, False
+
     def _let_peers_finish(self) -> None:
         """R16: a fence that completed here may still be on its way at a peer, and this replica's part of it, too.
 
@@ -113,6 +124,24 @@ class Leaving:
         """
         if self._step.phase is not Phase.LAUNCHED:
             self._session.lanes.linger(min(EXIT_S, self._config.budget.timeout_s))
+
+    def _hand_over(self) -> bool:
+        """Enter one more quorum if this replica may be the only one that holds its last commit (R16). True: it has.
+
+        Within EXIT_S: nobody may be left who could take it.
+        """
+        session, step = self._session, self._step
+        with session.lock:
+            why = step.hands_over()
+        if why is None:
+            return False
+        session.lanes.abort()  # the others may be waiting for this replica in a collective
+        round_ = self._begin_round(why, timedelta(seconds=EXIT_S), hands_over=True)
+        round_.wait_configured()
+        if round_.error is not None:
+            name = step.settings.replica_id
+            log.info("%s: leaves with step %d, which nobody took: %s", name, step.version.step, round_.error)
+        return round_.error is None
 
     def _end_drained(self) -> NoReturn:
         reason, step = self._session.drain_reason or "asked to drain", cast("Manager", self).current_step()

@@ -333,7 +333,7 @@ class Manager(DataPort, Collectives, Commit, Agreement, Weighted, Exhaustion, Le
         if not isinstance(round_.error, DrainedError):
             round_.check()
 
-    def _begin_round(self, why: MustAsk, timeout: timedelta | None) -> Round:
+    def _begin_round(self, why: MustAsk, timeout: timedelta | None, *, hands_over: bool = False) -> Round:
         session, step = self._session, self._step
         if session.works:  # should_commit was skipped
             self._end_works()
@@ -360,6 +360,7 @@ class Manager(DataPort, Collectives, Commit, Agreement, Weighted, Exhaustion, Le
             in_place=state() if worthless and state is not None else None,
             buckets=self._reduced(),
             prefetch=fresh,
+            hands_over=hands_over,
         )  # fmt: skip
         self._round = round_
         self._worker.submit(round_)

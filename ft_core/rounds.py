@@ -69,6 +69,8 @@ class Round:
     buckets: tuple[int, int, list[Any]] | None = None
     """(quorum_id, attempt, reduced gradients) of the last commit, if still intact (R5)."""
     prefetch: bool = False
+    hands_over: bool = False
+    """This replica drains, and asks all the same: another member may lack its last commit."""
     asked: bool = False
     """This rank's ask is on its way, or was answered."""
     finish_failed: bool = False
@@ -217,7 +219,7 @@ class QuorumWorker:
     def _ask(self, round_: Round, why: MustAsk, wait: Wait) -> Quorum:
         session = self._session
         with session.lock:
-            if session.draining:
+            if session.draining and not round_.hands_over:
                 raise DrainedError("this replica drains and asks for no further quorum")
             session.links.refresh()
             ask = self._next_ask(round_, why)
@@ -237,7 +239,7 @@ class QuorumWorker:
                 quorum = session.answers.pop(ask.seq, None)
                 if quorum is not None:
                     return quorum
-                if session.draining:
+                if session.draining and not round_.hands_over:
                     raise DrainedError("this replica drains and waits for no quorum")
                 now = time.monotonic()
                 if wait.over(now):

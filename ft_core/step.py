@@ -204,6 +204,18 @@ class Step:
             return MustAsk(self.ask_next, failed=False)
         return Go()
 
+    def hands_over(self) -> MustAsk | None:
+        """R16: a rank that is to leave, and may be the only one that holds its last commit, enters one more quorum.
+
+        Another member's fence may have ended with the connections of a third that died. Not for groups of several
+        ranks: those end with the order to drain, and ask no more.
+        """
+        if self.plan is None or self.plan.size == 1 or self.settings.group_world_size > 1:
+            return None
+        why = self.boundary()
+        known = self.version <= self.stable or self.version == VOID or self.behind
+        return why if isinstance(why, MustAsk) and why.failed and not known else None
+
     def ask(self, template: Ask, why: MustAsk) -> Ask:
         """Complete an ask. `template` carries the addresses and flags that are not this machine's business."""
         self.asks += 1

@@ -3,10 +3,10 @@ RANK`, `done DIGEST RANK`.
 
 Behaviour comes from the environment: STEPS_FILE (train until this file names a step, and to that step), STEP_MS (how
 long a step takes at least), FORK (keep a forked child alive, as DataLoader workers do), HANG_AT (stop before this
-step), HANG_ONCE (name:steps: that group hangs after so many commits of its first run), BN (a BatchNorm layer), METRIC (a collective of
-the user's after backward; SILENT_AT: stop before that of this step), PARITY (parity_check_every), CORRUPT_AT (rank:step
-after which this rank's parameters silently change), FILES (how many files it may open after its start), MACHINE (the
-network namespace to run in), PIDS and LOG (say more).
+step), HANG_ONCE (name:steps: that group hangs after so many commits of its first run), BN (a BatchNorm layer), METRIC
+(a collective of the user's after backward; SILENT_AT: stop before that of this step), PARITY (parity_check_every),
+CORRUPT_AT (rank:step after which this rank's parameters silently change), FILES (how many files it may open after its
+start), MACHINE (the network namespace to run in), PIDS and LOG (say more).
 """
 
 from __future__ import annotations

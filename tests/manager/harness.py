@@ -69,6 +69,10 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 
 
+adamw(mlp())
+"""torch imports a second's worth of modules with its first optimizer: not while replicas wait for each other."""
+
+
 def batch_of(replica: int, step: int) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(1000 * replica + step)
     x = torch.randn(BATCH, FEATURES, generator=generator)
@@ -314,23 +318,38 @@ class Cluster:
             if asks():
                 self.lets_in(replica)(actor)
                 return
-            for later in (1, 2):  # with two votes per quorum steps count by two
-                actor.actions[actor.step + later, "boundary"] = self.lets_in(replica)
+            self._later(actor, self.lets_in(replica))
 
         return act
 
+    @staticmethod
+    def _later(actor: Replica, action: Action) -> None:
+        for later in (1, 2):  # with two votes per quorum steps count by two
+            actor.actions[actor.step + later, "boundary"] = action
+
     def lets_in(self, replica: Replica) -> Action:
-        """An action: wait until `replica` asks for a quorum and the actor was told so (else it might finish before)."""
+        """An action: wait until `replica` asks for a quorum and the actor was told so (else it might finish before).
+
+        Not for what needs the actor: a newcomer may want its live state (the other donor has died), which it offers at
+        this boundary, and one whose quorum broke is told of no newcomer: it asks now, and the others wait for it.
+        """
         commits = len(replica.commits)
 
         def act(actor: Replica) -> None:
-            step, lighthouse = actor.manager._step, self.lighthouse
+            manager, lighthouse = actor.manager, self.lighthouse
+            step = manager._step
 
-            def is_in() -> bool:
-                return len(replica.commits) > commits or not replica.thread.is_alive()
+            def comes() -> bool:
+                is_in = len(replica.commits) > commits or not replica.thread.is_alive()
+                return is_in or lighthouse.asking(replica.name)
 
-            lighthouse.wait_for(lambda: lighthouse.asking(replica.name) or is_in())
-            lighthouse.wait_for(lambda: step.change_wanted or step.ask_next or is_in())
+            lighthouse.wait_for(lambda: comes() or manager._healing.snapshot_wanted)
+            if not comes():
+                self._later(actor, act)
+                return
+            lighthouse.wait_for(
+                lambda: step.change_wanted or step.ask_next or step.broken or not lighthouse.asking(replica.name)
+            )
 
         return act
 

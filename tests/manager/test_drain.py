@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from ft_core.drain import EXIT_S
+from ft_core.errors import CollectiveError
 from tests.manager.harness import Cluster, Replica, crash, hang
 
 if TYPE_CHECKING:
@@ -131,6 +132,21 @@ def test_draining_when_the_quorum_breaks(cluster: Cluster) -> None:
     assert leaver.error is None
     assert leaver.status == 0
     cluster.check(steps=8, survivors=1)
+
+
+def test_whoever_drains_hands_over_a_commit_that_the_other_has_not_seen(cluster: Cluster) -> None:
+    """Its fence has completed, and the other's ended with a connection: without that step 4 would be made twice."""
+    leaver = Drained(0, steps=8, at={(3, "backward"): drain})
+
+    def misses_it(replica: Replica) -> None:
+        cluster.lighthouse.wait_for(lambda: len(leaver.commits) == 4)
+        replica.manager._session.fail(CollectiveError("connection reset by peer"))
+
+    other = Replica(1, steps=8, at={(3, "backward"): misses_it})
+    cluster.run(leaver, other)
+    assert leaver.status == 0
+    cluster.check(steps=8, survivors=1)
+    assert [c.step for c in other.commits] == [1, 2, 3, 5, 6, 7, 8]
 
 
 def test_draining_while_it_heals(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -335,6 +335,23 @@ def test_collectives_of_the_user_are_expected_as_often_as_they_come() -> None:
     assert expected == [False, True, True, True, False]
 
 
+def test_who_leaves_a_broken_quorum_hands_over_what_only_it_may_hold() -> None:
+    rig = Rig()
+    rig.form()
+    rig.attempt()
+    step = rig["a"]
+    assert step.hands_over() is None  # its quorum stands: the last fence tells
+    step.break_("a peer died")
+    why = step.hands_over()
+    assert why is not None
+    assert why.failed
+    step.stable = step.version
+    assert step.hands_over() is None
+    step.stable = VOID
+    step.tear()
+    assert step.hands_over() is None
+
+
 def test_what_is_planned_for_another_quorum_is_refused() -> None:
     rig = Rig("ab")
     rig.form(heal=False)

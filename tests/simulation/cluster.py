@@ -1275,7 +1275,7 @@ class Rank:
         if decision.failed:
             self.leave_ring()
             self._vote_broken()
-        if group.leaving and (self.index == 0 or step.plan is None):
+        if group.leaving and (self.index == 0 or step.plan is None) and step.hands_over() is None:
             group.goodbye("drained", agreed=not decision.failed, finished=False)
             return
         self.asking = True
@@ -1293,6 +1293,9 @@ class Rank:
             return
         if world.config.member_rules.pauses_extend and not wait.over(world.now):
             world.at(wait.at - world.now, self, self._ask_expires, token, wait, since)
+            return
+        if group.leaving:
+            group.goodbye("drained, and nobody took its last commit", agreed=False, finished=False)
             return
         world.gives_up(self, since, f"no quorum within {world.config.quorum_s:g} s")
         group.die("gives up waiting for a quorum")
