@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, NoReturn, cast
 from ft_core import drain
 from ft_core.drain import EXIT_S
 from ft_core.errors import CollectiveError, FaultToleranceError
+from ft_core.parting import hands_over
 from ft_core.step import Go, Heal, MustAsk, Outcome, Phase
 
 if TYPE_CHECKING:
@@ -132,7 +133,7 @@ class Leaving:
         """
         session, step = self._session, self._step
         with session.lock:
-            why = step.hands_over()
+            why = hands_over(step)
         if why is None:
             return False
         session.lanes.abort()  # the others may be waiting for this replica in a collective

@@ -89,9 +89,9 @@ class Step:
         self.verdict: Verdict | None = None
         self.open_attempt = -1
         """Attempt of the left quorum whose reduced gradients were kept (R5)."""
-        self._op_launched = self._op_lost = self._op_usual = False
+        self._op_launched = self._op_lost = self.expects_user_op = False
         """A user collective was launched since the last verdict was settled; one of this quorum has no result here,
-        which what peers kept (R5) does not replace; one was launched in the last attempt that was settled."""
+        which what peers kept (R5) does not replace; one was launched in this attempt or in the one before."""
         self.own_failures = self.vetoes = self.asks = 0
         self._error_sent = self._voted = False
         """The soft error was there when the fence's slots were taken; the latched verdict was told to the group:
@@ -203,18 +203,6 @@ class Step:
         if self.ask_next:
             return MustAsk(self.ask_next, failed=False)
         return Go()
-
-    def hands_over(self) -> MustAsk | None:
-        """R16: a rank that is to leave, and may be the only one that holds its last commit, enters one more quorum.
-
-        Another member's fence may have ended with the connections of a third that died. Not for groups of several
-        ranks: those end with the order to drain, and ask no more.
-        """
-        if self.plan is None or self.plan.size == 1 or self.settings.group_world_size > 1:
-            return None
-        why = self.boundary()
-        known = self.version <= self.stable or self.version == VOID or self.behind
-        return why if isinstance(why, MustAsk) and why.failed and not known else None
 
     def ask(self, template: Ask, why: MustAsk) -> Ask:
         """Complete an ask. `template` carries the addresses and flags that are not this machine's business."""
@@ -408,18 +396,12 @@ class Step:
         """A user's collective is about to be launched. False: nothing may be launched."""
         if self.phase not in (Phase.OPEN, Phase.LAUNCHED, Phase.FENCED):
             return False
-        self.user_ops, self._op_launched = self.user_ops + 1, True
+        self.user_ops, self._op_launched, self.expects_user_op = self.user_ops + 1, True, True
         return True
 
     def user_op_lost(self) -> None:
         """A user's collective failed, or was not launched, here: peers keep gradients, not its result (R5)."""
         self._op_lost, self.open_attempt = True, -1
-
-    @property
-    def expects_user_op(self) -> bool:
-        """The script makes collectives of its own in the attempt that is open, as far as this rank can know: it has
-        made one, or it did in the attempt before."""
-        return self._op_launched or self._op_usual
 
     def lacks_lease(self, now: float) -> bool:
         """R3: it has had no acknowledged lease for autonomy_s."""
@@ -570,7 +552,7 @@ class Step:
         self.attempt += 1
         self.soft_error, self.verdict = "", None
         self.awaits_lease = verdict.lapsed and self.settings.rules.r3_waits
-        self.phase, self._op_usual, self._op_launched = Phase.OPEN, self._op_launched, False
+        self.phase, self.expects_user_op, self._op_launched = Phase.OPEN, self._op_launched, False
         self._goes_on = self._alike and not self.ask_next
         if self._lost_since:
             self.break_(self._lost_since)

@@ -21,6 +21,7 @@ from ft_core.fence import (
     WEIGHT_HIGH,
     WEIGHT_LOW,
 )
+from ft_core.parting import hands_over
 from ft_core.quorum import VOID, Version
 from ft_core.step import Go, Heal, MustAsk, Outcome, Phase, Verdict, fold_lineage
 from tests.pure.rig import Rig, new_step
@@ -340,16 +341,16 @@ def test_who_leaves_a_broken_quorum_hands_over_what_only_it_may_hold() -> None:
     rig.form()
     rig.attempt()
     step = rig["a"]
-    assert step.hands_over() is None  # its quorum stands: the last fence tells
+    assert hands_over(step) is None  # its quorum stands: the last fence tells
     step.break_("a peer died")
-    why = step.hands_over()
+    why = hands_over(step)
     assert why is not None
     assert why.failed
     step.stable = step.version
-    assert step.hands_over() is None
+    assert hands_over(step) is None
     step.stable = VOID
     step.tear()
-    assert step.hands_over() is None
+    assert hands_over(step) is None
 
 
 def test_what_is_planned_for_another_quorum_is_refused() -> None:

@@ -28,6 +28,7 @@ from ft_core.assignment import WorldSizeMode
 from ft_core.fence import FENCE_SLOTS
 from ft_core.group import Mismatch, Votes, merge_asks
 from ft_core.membership import QuorumIds, Room
+from ft_core.parting import hands_over
 from ft_core.pauses import Pauses, Wait
 from ft_core.quorum import VOID, Ask, Life, NotReady, Quorum, Rules, Version, View, decide
 from ft_core.reachability import Holds
@@ -1275,7 +1276,7 @@ class Rank:
         if decision.failed:
             self.leave_ring()
             self._vote_broken()
-        if group.leaving and (self.index == 0 or step.plan is None) and step.hands_over() is None:
+        if group.leaving and (self.index == 0 or step.plan is None) and hands_over(step) is None:
             group.goodbye("drained", agreed=not decision.failed, finished=False)
             return
         self.asking = True
