@@ -338,6 +338,8 @@ class Cluster:
         def act(actor: Replica) -> None:
             manager, lighthouse = actor.manager, self.lighthouse
             step = manager._step
+            for place in [place for place, action in actor.actions.items() if action is act]:
+                del actor.actions[place]  # see `_later`: the newcomer is in by then, and may wait for the actor
 
             def comes() -> bool:
                 is_in = len(replica.commits) > commits or not replica.thread.is_alive()
