@@ -233,6 +233,7 @@ def test_switched_off_it_is_accelerate_launch(run: Any) -> None:
 # ---------------------------------------------------------------- the other commands
 
 
+@pytest.mark.long
 @pytest.mark.process
 @pytest.mark.timeout(180)
 def test_the_test_command_tries_accelerates_script_and_a_kill(

@@ -1,7 +1,7 @@
 """Accelerate's own unit tests, with the import of Accelerator replaced by ours and one replica group.
 
-The installed version's source distribution comes from the package index once, into `.cache`. scripts/test runs the
-files in `SOON`; with FT_ACCELERATE_ALL=1 (scripts/check-accelerate-matrix) all in `FILES` are run.
+The installed version's source distribution comes from the package index once, into `.cache`. scripts/check-long runs
+the files in `SOON`; with FT_ACCELERATE_ALL=1 (scripts/check-accelerate-matrix) all in `FILES` are run.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def _end():
     _house.communicate()
 '''
 
-pytestmark = [pytest.mark.process, pytest.mark.timeout(LIMIT_S + 100)]
+pytestmark = [pytest.mark.long, pytest.mark.process, pytest.mark.timeout(LIMIT_S + 100)]
 
 
 def source() -> pathlib.Path:
