@@ -1,6 +1,7 @@
 """Thousands of seeded runs of the whole protocol, and each rule of DESIGN 3.9 shown to be necessary.
 
-`FT_SIM_SEEDS` (default 1000; scripts/check-long draws 10,000) and `FT_SIM_START` (default 0) choose the seeds. A failure prints how to see it again:
+`FT_SIM_SEEDS` (default 1000; scripts/check-long draws 10,000) and `FT_SIM_START` (default 0) choose the seeds. A
+failure prints how to see it again:
 `python -m tests.simulation --seed N --trace`.
 
 Which rule is shown necessary where (seeds needed until the first violation when it is turned off):
