@@ -5,6 +5,8 @@ Threads: the training thread.
 
 from __future__ import annotations
 
+import os
+import time
 from typing import TYPE_CHECKING
 
 from ft_core.lighthouse_client import rooms
@@ -13,6 +15,11 @@ from ft_core.step import fold_lineage
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+
+
+BETWEEN_S = 10.0
+"""How long the others may be between the end of one run and the beginning of the next."""
+LOOK_S = 0.2
 
 
 class Runs:
@@ -59,7 +66,17 @@ class Runs:
         return room_of_run(self.ended).replace(DEFAULT_ROOM, first, 1)
 
     def later(self, address: str, first: str = DEFAULT_ROOM) -> bool:
-        """A later run than this one is under way at the lighthouse. `first`: as in `room`."""
+        """A later run than this one is under way at the lighthouse. `first`: as in `room`.
+
+        A process that was started again waits BETWEEN_S for one: the others may be between two runs.
+        """
+        again = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+        deadline = time.monotonic() + (BETWEEN_S if again else 0.0)
+        while not (found := self._later(address, first)) and time.monotonic() < deadline:
+            time.sleep(LOOK_S)
+        return found
+
+    def _later(self, address: str, first: str) -> bool:
         for room in rooms(address) or []:
             number = room.room.removeprefix(f"{first}.")
             later = room.room != number and number.isdecimal() and int(number) - 1 > self.ended

@@ -131,6 +131,8 @@ class Supervisor:
             self._tools = Tools(
                 spec=spec, keeper=self.keeper, exits=self._exits, output=self._output, pool=pool,
                 lighthouse=lighthouse, total=self._total, facts=self._watch.facts, say=self._say_about,
+                closed=lambda: bool(self._watch.look().closed),
+                over=lambda name: all(group.ended for group in list(self._groups.values()) if group.name != name),
                 started=lambda n, pids, warm: self._put("started", n, pids, warm), ended=self._watch.ended,
                 failed=lambda n, failure, known: self._put("failed", n, failure, known),
             )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Calls Lightning's `fit` twice; in one of them (KILL: "<fit> <group>") a group kills itself once.
+"""Calls Lightning's `fit` twice, GAP_S apart; in one of them (KILL: "<fit> <group>") a group kills itself once.
 
 Lines: `begins N DIGEST`, before the first batch, and `fit N DIGEST STEPS`.
 """
@@ -42,7 +42,7 @@ class Model(pl.LightningModule):
             KILLED.touch()
             os.kill(os.getpid(), signal.SIGKILL)
         if self.fits == 1 and batch_idx > 4:  # a newcomer gets in between two steps
-            clock.wait(0.2 if strategy.manager.num_participants() < 2 else 0)
+            clock.wait(0.02 if strategy.manager.num_participants() < 2 else 0)
         loss: torch.Tensor = (self.net(batch[0]) ** 2).mean()
         return loss
 
@@ -67,6 +67,7 @@ def main() -> None:
         )  # fmt: skip
         trainer.fit(model, DataLoader(TensorDataset(torch.arange(2400.0).view(800, 3) / 100), 1))
         print("fit", n, digest(model), trainer.global_step, flush=True)
+        clock.wait(float(os.environ["GAP_S"]) if n == 0 else 0)
 
 
 if __name__ == "__main__":
