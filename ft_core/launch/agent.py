@@ -62,8 +62,6 @@ DUMP_S = 2.0
 """How long a stalled worker may take to print its stacks."""
 REAP_S = 10
 SETTLE_S = 0.3
-BETWEEN_S = 10.0
-"""How long a group that failed waits for the others to begin another run, after the end of one."""
 LOOK_S = 0.5
 """Pause before the next start of a group that failed before it reached the lighthouse."""
 
@@ -81,10 +79,8 @@ class Tools:
     total: Callable[[], int]
     """Groups of the job now."""
     facts: Callable[[str], Facts]
-    closed: Callable[[], bool]
-    """Training has ended, as far as is known of the newest run."""
-    over: Callable[[str], bool]
-    """No other group than this one runs any more."""
+    another_run: Callable[[str, threading.Event], bool]
+    """Training has ended, but for this group another run of the script begins; the event ends the wait for it."""
     say: Callable[[str, str], None]
     """(group name, text) for the user."""
     started: Callable[[str, Mapping[int, int], bool], None]
@@ -353,7 +349,7 @@ class GroupAgent(LocalElasticAgent):
         if self._stop.is_set():
             self._remaining_restarts = 0
             return result
-        if facts.closed and not self._goes_on():
+        if facts.closed and not self.tools.another_run(self.name, self._stop):
             self._stop.set()
             self._remaining_restarts = 0
             self.tools.say(self.name, f"{self.failure}; training has ended, so it is not started again")
@@ -377,19 +373,6 @@ class GroupAgent(LocalElasticAgent):
                 self._remaining_restarts = 0
                 self.tools.say(self.name, f"{why}; given up: {text}")
         return result
-
-    def _goes_on(self) -> bool:
-        """Training has ended in the room that was last heard of: whether another run of the same script begins.
-
-        Between two runs (Lightning's `fit`, called twice) the others are still there, and open no room for a moment.
-        """
-        deadline = time.monotonic() + BETWEEN_S
-        while not self.tools.over(self.name) and time.monotonic() < deadline:
-            if not self.tools.closed():
-                return True
-            if self._stop.wait(LOOK_S):
-                break
-        return False
 
     def _dump(self, sentence: str) -> None:
         """Print the stacks of every worker of a stalled group, then end it."""

@@ -131,8 +131,7 @@ class Supervisor:
             self._tools = Tools(
                 spec=spec, keeper=self.keeper, exits=self._exits, output=self._output, pool=pool,
                 lighthouse=lighthouse, total=self._total, facts=self._watch.facts, say=self._say_about,
-                closed=lambda: bool(self._watch.look().closed),
-                over=lambda name: all(group.ended for group in list(self._groups.values()) if group.name != name),
+                another_run=self._another_run,
                 started=lambda n, pids, warm: self._put("started", n, pids, warm), ended=self._watch.ended,
                 failed=lambda n, failure, known: self._put("failed", n, failure, known),
             )  # fmt: skip
@@ -150,6 +149,12 @@ class Supervisor:
             self._loop()
             self._output.settle(2.0)
             return self._finish()
+
+    def _another_run(self, name: str, stop: threading.Event) -> bool:
+        def alone() -> bool:
+            return all(group.ended for group in list(self._groups.values()) if group.name != name)
+
+        return self._watch.another_run(alone, stop)
 
     def _embed(self) -> LighthouseServer:
         spec = self.spec

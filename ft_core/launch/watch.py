@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 POLL_S = 0.5
 CALL_S = timedelta(seconds=2)
 MAX_OVER = 64
+BETWEEN_S = 10.0
+"""How long a group that failed waits for the others to begin another run, after the end of one."""
 FACTS_S = 3 * CALL_S.total_seconds()
 """How long a group that failed waits at most until the lighthouse has answered, or a call to it has failed: a slow
 answer, on a machine that is overloaded, is none that is missing. Two calls may be under way before."""
@@ -174,6 +176,23 @@ class Watch:
             known=bool(runs), committed=any(seen.committed for seen in runs), closed=picture.closed,
             reachable=picture.at >= asked,
         )  # fmt: skip
+
+    def another_run(self, alone: Callable[[], bool], stop: threading.Event) -> bool:
+        """Training has ended in the newest room: wait up to BETWEEN_S whether another run of the same script begins.
+
+        Between two runs (Lightning's `fit`, called twice) the others are still there, and no room is open for a moment.
+
+        Args:
+            alone: no other group runs any more.
+            stop: ends the wait.
+        """
+        deadline = time.monotonic() + BETWEEN_S
+        while not alone() and time.monotonic() < deadline:
+            if not self._picture.closed:
+                return True
+            if stop.wait(POLL_S):
+                break
+        return False
 
     def close(self) -> None:
         """End the thread and the connection, after what was ordered before."""

@@ -45,6 +45,7 @@ class Process:
     lines: list[tuple[float, str]] = field(default_factory=list)
     errors: list[str] = field(default_factory=list)
     changed: threading.Condition = field(default_factory=threading.Condition)
+    readers: list[threading.Thread] = field(default_factory=list)
 
     def commits(self) -> list[tuple[float, int, int, str]]:
         """(time read, step, participants, lineage) of every commit."""
@@ -115,6 +116,8 @@ class Cluster:
                         os.kill(int(line.split()[1]), signal.SIGKILL)
         self._folder.cleanup()
         for process in self.processes:
+            for reader in process.readers:
+                reader.join(WAIT_S)  # to the end of what its processes wrote, which have all ended
             for pipe in process.pipes:
                 pipe.close()
 
@@ -226,8 +229,11 @@ class Cluster:
             os.close(to_err)
         process = Process(name, popen, (open(out), open(err)))  # noqa: SIM115 - closed by __exit__
         self.processes.append(process)
-        threading.Thread(target=_read, args=(process,), daemon=True).start()
-        threading.Thread(target=_read_errors, args=(process,), daemon=True).start()
+        process.readers = [
+            threading.Thread(target=read, args=(process,), daemon=True) for read in (_read, _read_errors)
+        ]
+        for reader in process.readers:
+            reader.start()
         return process
 
 
