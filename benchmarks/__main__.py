@@ -22,6 +22,7 @@ FIGURES = (
     "step",
     "step_apart",
     "kill",
+    "death",
     "stop",
     "lighthouse",
     "heal",

@@ -204,6 +204,9 @@ class Job:
         self.folder = pathlib.Path(tempfile.mkdtemp(prefix=f"ft-bench-{name}-"))
         self.children: list[Child] = []
         self.trainers: dict[int, Child] = {}
+        self.trainer_flags: tuple[str, ...] = ()
+        """Of every trainer, before its own."""
+        self.trainer_env: dict[str, str] = {}
         self._flags = ["--min-replicas", str(min_replicas), *lighthouse]
         with socket.create_server(("127.0.0.1", 0)) as probe:
             self.port: int = probe.getsockname()[1]
@@ -262,7 +265,9 @@ class Job:
             "FT_REPLICA_GROUP": str(group),
             "FT_HOSTNAME": "127.0.0.1",
         }
-        child = self.start(f"r{group}", ["benchmarks.trainer", *flags], **(variables | env))
+        child = self.start(
+            f"r{group}", ["benchmarks.trainer", *self.trainer_flags, *flags], **(variables | self.trainer_env | env)
+        )
         self.trainers[group] = child
         return child
 

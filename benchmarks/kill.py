@@ -70,10 +70,10 @@ def stages_of(survivor: Child, at: float, gone: float, end: float) -> dict[str, 
     return out
 
 
-def one(job: Job, kills: Sequence[Kill], number: int) -> None:
-    """Kill replica number % 3, wait until the survivors are settled again, and until it is back."""
+def one(job: Job, kills: Sequence[Kill], number: int, settled: int = 300) -> None:
+    """Kill replica number % 3 after `settled` steps, wait until the survivors go on, and until it is back."""
     kill, group = kills[number], number % 3
-    job.wait_settled(3, steps=300, limit_s=JOIN_LIMIT_S)
+    job.wait_settled(3, steps=settled, limit_s=JOIN_LIMIT_S)
     victim, next_flags = job.trainers[group], flags_of(kills, group, number)
     at, gone = job.kill(victim)
     survivors = list(job.trainers.values())

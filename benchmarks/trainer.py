@@ -5,6 +5,8 @@ commit (step, participants), veto, digest, log, and what `trace` adds: the stage
 It takes commands on standard input: `go` (with --gated, before the Manager is made), `finish STEP`.
 """
 
+# ruff: noqa: E402 (which ft_core is imported is the caller's choice)
+
 from __future__ import annotations
 
 import argparse
@@ -12,10 +14,13 @@ import hashlib
 import itertools
 import logging
 import os
+import sys
 import threading
 import time
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
+
+sys.path[:0] = [path for path in [os.environ.get("FT_BENCH_CORE", "")] if path]
 
 import torch
 from torch import Tensor, nn
@@ -111,6 +116,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--workers", type=int, default=0, help="forked DataLoader workers")
     parser.add_argument("--inert-mb", type=int, default=0, help="size of a tensor that only has to be healed")
+    parser.add_argument("--resident-mb", type=int, default=0, help="memory that is only held")
+    parser.add_argument("--step-ms", type=float, default=0.0, help="what a step takes at least")
     parser.add_argument("--gated", action="store_true", help="wait for `go` before making the Manager")
     args = parser.parse_args()
     torch.set_num_threads(1)
@@ -123,6 +130,7 @@ def main() -> None:
     model = build()
     inner = torch.optim.SGD(model.parameters(), lr=1e-3)
     inert = torch.arange(args.inert_mb * 250_000, dtype=torch.float32).mul_(0.5)
+    resident = torch.ones(args.resident_mb * 250_000)
     if args.gated:
         notes.note("gated")
         inert.zero_()  # a newcomer: nothing of the state is there yet
@@ -149,8 +157,12 @@ def main() -> None:
     ddp, optimizer = DistributedDataParallel(manager, model), Optimizer(manager, inner)
     loader = torch.utils.data.DataLoader(Batches(), batch_size=None, num_workers=args.workers)
     notes.note("ready")
+    assert len(resident) == args.resident_mb * 250_000  # held until here
+    pace = threading.Event()
     for batch in loader:
         optimizer.zero_grad()
+        if args.step_ms:
+            pace.wait(args.step_ms / 1e3)
         ddp(batch).square().mean().backward()
         optimizer.step()
         if not optimizer.committed:

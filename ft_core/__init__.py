@@ -1,12 +1,14 @@
 """Fault-tolerant data-parallel training for PyTorch.
 
 The names a training script uses are here; they load on first use, so that the lighthouse (which imports
-`ft_core.lighthouse`) starts without torch.
+`ft_core.lighthouse`) starts without torch. A worker that replaces another waits here until that one's memory is free
+(`predecessors`).
 """
 
 from __future__ import annotations
 
 import importlib
+import os
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -57,3 +59,7 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *_HOME})
+
+
+if os.environ.get("FT_PREDECESSORS"):  # before anything of this process takes memory that they still have
+    importlib.import_module("ft_core.predecessors").wait()

@@ -12,6 +12,7 @@ Threads: the training thread.
 from __future__ import annotations
 
 from collections.abc import Collection
+from threading import get_ident
 from typing import TYPE_CHECKING, Protocol
 
 from ft_core.errors import ConfigError, UsageError
@@ -20,6 +21,7 @@ from ft_core.settings import DEFAULT_ROOM
 if TYPE_CHECKING:
     from datetime import timedelta
 
+    from ft_core.session import Session
     from ft_core.step import Step
 
 
@@ -52,6 +54,7 @@ def contributed(places: int, missing: Collection[int]) -> Collection[int] | None
 class DataPort:
     """Mixed into `Manager`."""
 
+    _session: Session
     _step: Step
     _data: DataListener | None = None
     _contributed: Collection[int] | None = None
@@ -101,6 +104,9 @@ class DataPort:
             RefusedError, JobFinishedError: the lighthouse does not want this replica.
             SystemExit: (0) this replica was asked to drain and has left (`exit_on_drain`).
         """
+        death = self._session.death
+        if death.holder != get_ident():
+            death.hold()  # of the thread that trains
         if self._divided or self._begin_warm_up(room_id):
             return
         self._start_quorum(room_id, allow_heal, shrink_only, timeout)

@@ -26,7 +26,7 @@ from ft_core.errors import CollectiveError
 from ft_core.fence import FENCE_SLOTS
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from ft_core.process_group import ProcessGroup
 
@@ -59,6 +59,8 @@ class Lanes:
         self._forming = 0
         self._quorum_id = 0
         self._user_on_main = False
+        self.on_formed: Callable[[], None] = lambda: None
+        """Called when one of the groups has formed."""
         self._told: list[Work] = []
         """Messages to members that have left; kept as long as Gloo may read them."""
         self._sum = sum_options(ReduceOp.SUM)
@@ -101,6 +103,7 @@ class Lanes:
                 self._formed.notify_all()
         with self._lock:
             self._check()
+        self.on_formed()
 
     def _check(self) -> None:
         if self._aborted:
@@ -118,6 +121,11 @@ class Lanes:
             self._form(group, f"{prefix}/1")
             self._second_ready = True
         return group
+
+    def connection_fds(self) -> list[int]:
+        """Return the descriptors of both lanes' connections to peers."""
+        second = self._second
+        return self.main.connection_fds() + (second.connection_fds() if second is not None else [])
 
     def sum(self, tensor: torch.Tensor, group: ProcessGroup) -> Work:
         """Launch an in-place SUM over the members of the quorum."""

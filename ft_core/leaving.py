@@ -174,6 +174,7 @@ class Leaving:
                 )
                 self._let_peers_finish()
         self._shut_down = True
+        session.death.release()
         drain.forget(session)
         with session.changed:
             session.closed = True

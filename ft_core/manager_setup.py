@@ -221,6 +221,7 @@ def start(
         if mine:
             transport.shutdown()
         raise
+    session.control_ports = _ports(config, session.control)
     return Parts(session, healing, store, store_address, secrets.randbits(62) | 1)
 
 
@@ -389,6 +390,16 @@ def _control(config: Config, replica_id: str, session: Session, store: Store) ->
         tls=config.tls, setting="group rank 0's control address",
     )  # fmt: skip
     return RankControl(address, session, rank=config.rank, world_size=config.world_size)
+
+
+def _ports(config: Config, control: Control) -> frozenset[int]:
+    """Of the lighthouse, and of the leader of the group: the lease, and the streams between the group's ranks."""
+    addresses = [config.lighthouse] if config.rank == 0 else []
+    if isinstance(control, LeaderControl):
+        addresses.append(control.address)
+    elif isinstance(control, RankControl):
+        addresses.append(control.settings.address)
+    return frozenset(parse_address(address, "address")[1] for address in addresses)
 
 
 def _wait_for_rank_0(config: Config, store: Store, key: str) -> None:

@@ -20,10 +20,12 @@ from typing import TYPE_CHECKING
 from ft_core.errors import CollectiveError
 from ft_core.links import PROBE_S, Links
 from ft_core.pauses import Pauses
+from ft_core.process_group import sockets
 from ft_core.quorum import VOID
 from ft_core.step import Phase
 from ft_core.user_works import UserWorks
 from ft_core.watchdog import Watchdog
+from ft_core.witness.link import DeathNotice
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -94,6 +96,11 @@ class Session:
         self._busy: dict[object, tuple[float, str]] = {}
         """Open pauses of this rank: until when (monotonic s) and why."""
         self._hello = hello
+        self.control_ports: frozenset[int] = frozenset()
+        """TCP ports of the control plane that this rank connects to, or is connected to at: given when it is set up."""
+        self.death = DeathNotice(self._lifelines)
+        """Tells the others of the death of this process before its memory has gone."""
+        lanes.on_formed = self.death.update
 
     def __repr__(self) -> str:
         return f"Session({self.step!r}, {'closed' if self.closed else 'open'})"
@@ -217,6 +224,14 @@ class Session:
                 del self._busy[token]
             self._announce_busy()
 
+    def _lifelines(self) -> list[int]:
+        """Descriptors of the connections whose end says that this process is gone."""
+
+        def controls(connection: sockets.Connection) -> bool:
+            return not self.control_ports.isdisjoint((connection.peer.port, connection.local.port))
+
+        return [*self.lanes.connection_fds(), *sockets.connections(controls)]
+
     def _announce_busy(self) -> None:
         """Tell the others the longest of the pauses that are open, or that there is none."""
         step = self.step
@@ -246,6 +261,7 @@ class Session:
         with self.changed:
             self.peers = peers
             self.changed.notify_all()
+        self.death.update()
 
     def on_quorum(self, seq: int, quorum: Quorum) -> None:
         """An ask was answered."""

@@ -16,7 +16,7 @@ from tests.forge import Forge
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-MAY_STAY = ("ft-gloo-reaper", "ft-timer", "ft-gloo-form")
+MAY_STAY = ("ft-gloo-reaper", "ft-timer", "ft-gloo-form", "ft-witness")
 """Threads of ours that live as long as the process; and a Gloo constructor, which cannot be interrupted: when abandoned
 it ends after the group's timeout (DESIGN R14)."""
 LEFT_S = 10.0

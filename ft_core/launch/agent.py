@@ -4,6 +4,7 @@ How it works. torch's agent is the state machine (INIT -> HEALTHY -> SUCCEEDED, 
 HEALTHY again, or FAILED for good). This subclass adds what a replica group needs:
 - `_monitor_workers` sleeps on an event that the end of a process sets (`exits`), not for an interval;
 - one worker's failure ends the rest of its group at once: their state is that worker's state;
+- a run of which all are dead is replaced although the kernel may still be at their memory (`dying`);
 - whether and when to restart is `restarts.RestartPolicy`'s decision; torch's counter only carries it;
 - a stalled group is dumped (SIGABRT makes faulthandler print every thread's stack), killed and UNHEALTHY;
 - `_start_workers` adopts a warm standby process where one is ready;
@@ -36,6 +37,7 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from torch.distributed.elastic.multiprocessing.api import LogsDest, LogsSpecs, SubprocessContext
 
 from ft_core.launch import stub
+from ft_core.launch.dying import REAP_S, Dying
 from ft_core.launch.output import TAIL
 from ft_core.launch.rendezvous import Stopped, attempt_key, rendezvous
 from ft_core.launch.restarts import Quarantine, Restart, RestartPolicy
@@ -60,7 +62,6 @@ IDLE_S = 1.0
 """How often a group is looked at although nothing was heard of it (with pidfds)."""
 DUMP_S = 2.0
 """How long a stalled worker may take to print its stacks."""
-REAP_S = 10
 SETTLE_S = 0.3
 LOOK_S = 0.5
 """Pause before the next start of a group that failed before it reached the lighthouse."""
@@ -134,6 +135,7 @@ class GroupAgent(LocalElasticAgent):
         self._excused = ""
         self._stalled = ""
         self._run = Run()
+        self._dying = Dying()
         self._delay_s = 0.0
         self._polled = True
         self._adopting = False
@@ -204,6 +206,8 @@ class GroupAgent(LocalElasticAgent):
             "FT_GROUP_ATTEMPT": attempt_key(group.store, group.group_rank),
             "TORCHELASTIC_RUN_ID": spec.run_id,
         }
+        if predecessors := self._dying.names():
+            shared["FT_PREDECESSORS"] = predecessors
         shared.update(spec.threads(os.environ))
         shared.update(spec.patience(os.environ))
         run = Run(started_at=time.monotonic())
@@ -296,13 +300,14 @@ class GroupAgent(LocalElasticAgent):
     # ------------------------------------------------------------ watch
 
     def _ended(self, run: Run, rank: int, code: int | None) -> None:
-        """A worker of `run` has ended and is not reaped yet (thread of `exits`, or the group's where it polls)."""
+        """A worker of `run` is dead and not reaped yet (thread of `exits`, or the group's where it polls)."""
         with self._lock:
             if rank not in run.alive:
                 return
             run.alive.discard(rank)
             pid = run.pids[rank]
             others = [run.pids[r] for r in run.alive]
+            current = run is self._run  # else a run that did not end in time: the name has a living bearer again
             failed = code is not None and code != 0
             if failed and run.first is None:
                 assert code is not None
@@ -311,7 +316,7 @@ class GroupAgent(LocalElasticAgent):
             for other in (pid, *others):  # what it started dies with it, and so does the rest of the group
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.killpg(other, signal.SIGKILL)
-        if not others and self.tools.spec.nodes == 1:
+        if not others and current and self.tools.spec.nodes == 1:
             self.tools.ended(self.name)
         self._wake.set()
 
@@ -326,6 +331,9 @@ class GroupAgent(LocalElasticAgent):
             for rank, handler in self._pcontext.subprocess_handlers.items():
                 if handler.proc.poll() is not None:
                     self._ended(run, rank, handler.proc.returncode)
+        self._dying.reap()
+        if run.first is not None:  # torch's poll would find it alive until its memory is free
+            return self._failed(RunResult(state=WorkerState.FAILED), "")
         result: RunResult = super()._monitor_workers(worker_group)
         if result.state in (WorkerState.FAILED, WorkerState.UNHEALTHY):
             if run.first is None:  # the poll was faster than the kernel's word
@@ -411,11 +419,28 @@ class GroupAgent(LocalElasticAgent):
         self.restarts += 1
         super()._restart_workers(worker_group)
 
+    def _stop_workers(self, worker_group: WorkerGroup) -> None:
+        """Kill what is left. Who is dead is not waited for, however long the kernel needs for its memory."""
+        del worker_group
+        context = self._pcontext
+        if self._polled or not isinstance(context, SubprocessContext):
+            self._shutdown()  # nobody says sooner that they are dead
+            return
+        self.send(signal.SIGKILL, group=True)
+        deadline = time.monotonic() + REAP_S
+        while self.pids() and time.monotonic() < deadline:
+            self._wake.wait(0.1)
+            self._wake.clear()
+        self._dying.take(context)
+        self._pcontext = None
+        super()._shutdown()  # of what else torch has for a run
+
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
         """Whatever is left of the group ends now: draining was the supervisor's business, before this."""
         del death_sig, timeout
         self.send(signal.SIGKILL, group=True)
         super()._shutdown(signal.SIGKILL, REAP_S)
+        self._dying.close()
 
 
 def _python() -> str:

@@ -4,6 +4,11 @@ How it works. A pidfd becomes readable when its process ends. One thread waits o
 exit code (negative: the signal), read with WNOWAIT so that the agent's own `Popen.poll` still finds it. Where the
 kernel has no pidfds, `watch` returns False and the agent's polling has to do.
 
+A process that has died goes on to exist until the kernel has freed its memory, which may take seconds. A witness of
+its death (`keeper`) writes its pid into the pipe `deaths`; the kernel has its exit code by then, so the callback comes
+at once. It comes once: whoever is told cannot take the process for gone. Where the code cannot be read (or is 0, as it
+is before it is set), the callback waits for the pidfd.
+
 Threads: `watch` from any; callbacks run on the thread "ftrun-exits" and must not block.
 """
 
@@ -12,36 +17,63 @@ from __future__ import annotations
 import logging
 import os
 import selectors
+import signal
 import threading
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
+
+from ft_core.launch.keeper import NOTICE
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+NOTICES = 1024
+"""Read at once."""
+EXIT_CODE = 49
+"""Where field 52 is among those that follow the name in /proc/<pid>/stat: the status that waitpid will return."""
+STOPS = frozenset({signal.SIGSTOP, signal.SIGTSTP, signal.SIGTTIN, signal.SIGTTOU})
+"""They end nothing: in that field they say that the process is stopped."""
+
 log = logging.getLogger("ft_core.launch")
 
 
-class Exits:
-    """The watcher. `start` it once; `close` ends its thread."""
+@dataclass(eq=False)
+class Child:
+    """One process that is watched."""
 
-    def __init__(self) -> None:
+    pid: int
+    pidfd: int
+    ended: Callable[[int | None], None]
+
+
+class Exits:
+    """The watcher. `start` it once; `close` ends its thread.
+
+    Args:
+        deaths: the pipe with the pids of those that have died, the caller's; None: there is none.
+    """
+
+    def __init__(self, deaths: int | None = None) -> None:
+        self._deaths = deaths
         self._lock = threading.Lock()
-        self._callbacks: dict[int, Callable[[int | None], None]] = {}
+        self._children: set[Child] = set()
         self._selector = selectors.DefaultSelector()
         self._wake_read, self._wake_write = os.pipe()
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="ftrun-exits", daemon=True)
 
     def __repr__(self) -> str:
-        return f"Exits(watching {len(self._callbacks)})"
+        return f"Exits(watching {len(self._children)})"
 
     def start(self) -> None:
         """Start the thread."""
         self._selector.register(self._wake_read, selectors.EVENT_READ)
+        if self._deaths is not None:
+            self._selector.register(self._deaths, selectors.EVENT_READ)
         self._thread.start()
 
     def watch(self, pid: int, ended: Callable[[int | None], None]) -> bool:
-        """Call `ended(exit code)` when child `pid` ends (None: somebody reaped it first).
+        """Call `ended(exit code)` once when child `pid` is dead, gone or not (None: somebody reaped it first).
 
         False: nobody will call; there are no pidfds here, no such process any more, or the watcher is closed.
         """
@@ -53,8 +85,9 @@ class Exits:
             if self._closed:
                 os.close(pidfd)
                 return False
-            self._callbacks[pidfd] = ended
-            self._selector.register(pidfd, selectors.EVENT_READ)
+            child = Child(pid, pidfd, ended)
+            self._children.add(child)
+            self._selector.register(pidfd, selectors.EVENT_READ, child)
         return True
 
     def close(self) -> None:
@@ -66,26 +99,46 @@ class Exits:
         if self._thread.ident is not None:
             os.write(self._wake_write, b"c")
             self._thread.join()
-        for pidfd in self._callbacks:
-            os.close(pidfd)
+        for child in self._children:
+            os.close(child.pidfd)
         os.close(self._wake_read)
         os.close(self._wake_write)
         self._selector.close()
 
     def _run(self) -> None:
         while True:
-            for key, _ in self._selector.select():
+            ready = [key for key, _ in self._selector.select()]
+            # Deaths first: what is told of there may be ready itself by now.
+            for key in sorted(ready, key=lambda key: key.data is not None):
                 if key.fd == self._wake_read:
                     return
-                with self._lock:
-                    self._selector.unregister(key.fd)
-                    ended = self._callbacks.pop(key.fd)
-                code = exit_code(key.fd)
-                os.close(key.fd)
-                try:
-                    ended(code)
-                except Exception:
-                    log.exception("ftrun: the end of a worker could not be told")  # this thread serves all groups
+                if key.data is not None:
+                    self._tell(key.data, exit_code)
+                else:
+                    self._hear(key.fd)
+
+    def _hear(self, deaths: int) -> None:
+        data = os.read(deaths, NOTICES * NOTICE.size)
+        if not data:  # nobody writes there any more
+            self._selector.unregister(deaths)
+        for (pid,) in NOTICE.iter_unpack(data):
+            with self._lock:
+                child = next((child for child in self._children if child.pid == pid), None)
+            if child is not None and (code := coming_code(pid, child.pidfd)) is not None:
+                self._tell(child, lambda _, code=code: code)  # type: ignore[misc]
+
+    def _tell(self, child: Child, code_of: Callable[[int], int | None]) -> None:
+        with self._lock:
+            if child not in self._children:
+                return
+            self._selector.unregister(child.pidfd)
+            self._children.remove(child)
+        code = code_of(child.pidfd)
+        os.close(child.pidfd)
+        try:
+            child.ended(code)
+        except Exception:
+            log.exception("ftrun: the end of a worker could not be told")  # this thread serves all groups
 
 
 def exit_code(pidfd: int) -> int | None:
@@ -97,3 +150,15 @@ def exit_code(pidfd: int) -> int | None:
     if result is None:
         return None
     return result.si_status if result.si_code == os.CLD_EXITED else -result.si_status
+
+
+def coming_code(pid: int, pidfd: int) -> int | None:
+    """Exit code, never 0, of a child that is ending but is not gone. None if /proc does not tell (us, or yet)."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as stat:
+            status = int(stat.read().rpartition(b")")[2].split()[EXIT_CODE])
+        signal.pidfd_send_signal(pidfd, 0)  # it has not been reaped: what was read is about this process
+        code = os.waitstatus_to_exitcode(status)
+    except (OSError, IndexError, ValueError):
+        return None
+    return code if code and -code not in STOPS else None

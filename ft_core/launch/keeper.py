@@ -7,17 +7,22 @@ keeper from ever signalling a process that took over the number. When the pipe c
 ended, the process group of every registered worker is killed, the run directory removed, and the keeper ends. Who
 connects later finds nobody, and who waits in the socket's queue is sent away when it closes: such a stub ends.
 
+It is the workers' witness, too (`ft_core.witness`, FT_WITNESS): on a thread of its own it waits for the death of those
+that train, and ends their connections at once. Then it writes their pids into a pipe to ftrun (`Keeper.deaths`), which
+outlives every keeper: ftrun need not wait until the kernel has freed their memory, either (`exits`).
+
 A keeper that was killed is replaced. Whoever had registered with it was ftrun's child then, and is still one if it
 lives: the next keeper is told all of them. Who was about to register tries again (`stub`).
 
 Invariants: the keeper signals only what registered with it, or with the one before, and has not ended; it needs no
-torch and never blocks on anybody. It is run as a file, with the standard library only. Threads: none in the process;
-`Keeper` is the main thread's.
+torch and never blocks on anybody. It is run as a file, with the standard library only. Threads: in the process the main
+one keeps, "witness" and those it starts share nothing with it; `Keeper` is the main thread's.
 """
 
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import os
 import resource
 import selectors
@@ -27,10 +32,15 @@ import socket
 import struct
 import subprocess
 import sys
+import threading
 from collections.abc import Sequence
 
+WITNESS = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "witness", "process.py")
+"""Run as a file, this one finds nothing of the project by name."""
 END_S = 5.0
 """How long a keeper that does not end by itself is waited for."""
+NOTICE = struct.Struct("=i")
+"""A pid in the pipe of deaths. So short a write is never torn."""
 
 
 class Keeper:
@@ -45,9 +55,17 @@ class Keeper:
 
     def __init__(self, folder: str) -> None:
         self.address = os.path.join(folder, "keeper")
+        self.witness_address = os.path.join(folder, "witness")
         self._folder = folder
         self._writing = -1
-        self._start([])
+        self.deaths, self._telling = os.pipe()
+        """Read NOTICEs here: pids of workers that have died, though the kernel may still be at their memory."""
+        os.set_blocking(self._telling, False)  # full, it loses notices, which are only early
+        try:
+            self._start([])
+        except BaseException:
+            self._close_deaths()
+            raise
 
     def renew(self) -> None:
         """Start another keeper after this one has ended; it knows every worker that this one knew.
@@ -58,25 +76,27 @@ class Keeper:
         os.close(self._writing)
         self._writing = -1
         os.makedirs(self._folder, mode=0o700, exist_ok=True)  # somebody may have cleaned up there
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(self.address)
+        for address in (self.address, self.witness_address):
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(address)
         # Only now: what is forked from here on registers with the next one.
         self._start(_children_with_sessions())
 
     def _start(self, pids: Sequence[int]) -> None:
-        with socket.socket(socket.AF_UNIX) as door:
-            door.bind(self.address)
-            door.listen(256)
-            self._spawn(door, pids)
+        with socket.socket(socket.AF_UNIX) as door, socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as witness:
+            for one, address in ((door, self.address), (witness, self.witness_address)):
+                one.bind(address)
+                one.listen(256)
+            self._spawn([door.fileno(), witness.fileno()], pids)
 
-    def _spawn(self, door: socket.socket, pids: Sequence[int]) -> None:
+    def _spawn(self, doors: Sequence[int], pids: Sequence[int]) -> None:
         reading, self._writing = os.pipe()
         try:
             self.process = subprocess.Popen(
-                [sys.executable, "-I", "-S", __file__, str(door.fileno()), str(reading), *map(str, pids)],
+                [sys.executable, "-I", "-S", __file__, *map(str, (*doors, reading, self._telling, *pids))],
                 # Not in the command line: `pkill -9 -f ftrun` must not find the keeper as well.
                 env={**os.environ, "FTRUN_FOLDER": self._folder},
-                pass_fds=(door.fileno(), reading), start_new_session=True, stdin=subprocess.DEVNULL,
+                pass_fds=(*doors, reading, self._telling), start_new_session=True, stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
             )  # fmt: skip
         except OSError:
@@ -93,11 +113,12 @@ class Keeper:
         return self.process.poll() is None
 
     def environment(self) -> dict[str, str]:
-        """What a worker's stub needs."""
-        return {"FTRUN_KEEPER": self.address, "FTRUN_PID": str(os.getpid())}
+        """What a worker's stub needs, and its witness's address."""
+        return {"FTRUN_KEEPER": self.address, "FTRUN_PID": str(os.getpid()), "FT_WITNESS": self.witness_address}
 
     def close(self) -> None:
         """End the keeper, and with it every worker that is still there. Idempotent, bounded in time."""
+        self._close_deaths()
         if self._writing < 0:
             return
         os.close(self._writing)
@@ -108,6 +129,12 @@ class Keeper:
             self.process.kill()
             self.process.wait()
         shutil.rmtree(self._folder, ignore_errors=True)  # if it could not
+
+    def _close_deaths(self) -> None:
+        if self.deaths >= 0:
+            os.close(self.deaths)
+            os.close(self._telling)
+            self.deaths = self._telling = -1
 
 
 def _children_with_sessions() -> list[int]:
@@ -176,13 +203,31 @@ def _kill(pidfd: int, pid: int) -> None:
         os.killpg(pid, signal.SIGKILL)
 
 
+def bear_witness(door: socket.socket, deaths: int) -> None:
+    """Start the thread that serves the workers' death notices, and tells ftrun of them in the pipe `deaths`."""
+    spec = importlib.util.spec_from_file_location("process", WITNESS)
+    assert spec is not None
+    assert spec.loader is not None
+    process = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(process)
+
+    def tell(pid: int) -> None:
+        with contextlib.suppress(OSError):  # it is full, or ftrun is gone
+            os.write(deaths, NOTICE.pack(pid))
+
+    witness = process.Witness(process.load("robust_mutex").RobustMutex, tell)
+    threading.Thread(target=witness.listen, args=(door,), name="witness", daemon=True).start()
+
+
 def main(argv: list[str]) -> int:
-    """`keeper.py <listening fd> <pipe fd> [<pid> ...]`, with the run directory in FTRUN_FOLDER."""
+    """`keeper.py <listening fd> <witness's fd> <pipe fd> <deaths' fd> [<pid> ...]`, run directory in FTRUN_FOLDER."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # one pidfd per worker
-    keep(socket.socket(fileno=int(argv[0])), int(argv[1]), os.environ["FTRUN_FOLDER"], [int(pid) for pid in argv[2:]])
+    door, witness = (socket.socket(fileno=int(fd)) for fd in argv[:2])
+    bear_witness(witness, int(argv[3]))
+    keep(door, int(argv[2]), os.environ["FTRUN_FOLDER"], [int(pid) for pid in argv[4:]])
     return 0
 
 

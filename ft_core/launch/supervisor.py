@@ -112,7 +112,7 @@ class Supervisor:
             self._watch.connect(timedelta(seconds=spec.connect_s))
             stack.callback(self._watch.close)
             self._watch.start()
-            self._exits = Exits()
+            self._exits = Exits(self.keeper.deaths)
             self._exits.start()
             stack.callback(self._exits.close)
             self._watch_keeper()

@@ -8,7 +8,8 @@ modules is ever imported. FTRUN_STANDBY names a Unix stream socket; each message
     <- {"env": {...all of it...}, "argv": ["train.py", "--lr", "0.1"], "cwd": "/work"}
 
 End of file at any moment: nobody needs this process, it exits 0 and says nothing. After the last message the process is
-the worker: environment, arguments and folder are replaced, the socket is closed, and the script runs as `__main__`.
+the worker: environment, arguments and folder are replaced, the socket is closed, and the script runs as `__main__`,
+once the worker that it replaces is gone (FT_PREDECESSORS).
 
 Invariants: from then on nothing but the command line in `ps` tells the worker from `python -u script args` (or `-m`):
 `sys.path[0]`, `__main__` with its `__file__` and `__spec__` (so pickle and spawned children find it), `sys.argv`,
@@ -103,6 +104,8 @@ def main() -> None:
     run = line.receive()
     line.close()
     become(run, before)
+    if os.environ.get("FT_PREDECESSORS"):
+        wait_for_predecessors()
     sys.orig_argv = [sys.executable, "-u", *(["-m", script] if module else [script]), *sys.argv[1:]]
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, interrupt)
@@ -155,6 +158,15 @@ def become(run: dict[str, Any], before: dict[str, str]) -> None:
     sys.argv = list(run["argv"])
     if env.get("PYTHONFAULTHANDLER") and not faulthandler.is_enabled():
         faulthandler.enable()
+
+
+def wait_for_predecessors() -> None:
+    """Wait until the memory of the worker that this process replaces is free, as `import ft_core` would have."""
+    path = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "predecessors.py")
+    predecessors = ModuleType("predecessors")  # by its file, and not left behind: the script may never import ft_core
+    with open(path) as source:
+        exec(compile(source.read(), path, "exec"), predecessors.__dict__)
+    predecessors.wait()
 
 
 def run_script(path: str) -> None:

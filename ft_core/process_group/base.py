@@ -88,6 +88,13 @@ class ProcessGroup(dist.ProcessGroup):
         """End it for good and free its threads and sockets; idempotent. Unregisters it."""
         raise NotImplementedError
 
+    def connection_fds(self) -> list[int]:
+        """Return the descriptors of the connections to peers, whose end tells them of this process's death.
+
+        None by default: then peers learn of it when the kernel closes the connections.
+        """
+        return []
+
     def sibling(self) -> ProcessGroup:
         """Return a new, unconfigured group of the same kind and settings (a second lane beside this one)."""
         raise NotImplementedError

@@ -81,6 +81,10 @@ class GroupConnections:
         """Return the descriptors of the port and of the connections."""
         return [*self._listening_fds(), *sockets.connections(self.is_mine)]
 
+    def open_fds(self) -> list[int]:
+        """Return the descriptors of the connections that it was formed with and that are still the same."""
+        return [fd for fd, connection in self.known or () if sockets.connection_of(fd) == connection]
+
     def is_mine(self, connection: Connection) -> bool:
         """Whether it belongs to this group; while it forms also a stranger's, which nothing tells apart yet."""
         if self.known is not None:

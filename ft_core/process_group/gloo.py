@@ -151,6 +151,11 @@ class ProcessGroupGloo(ProcessGroup):
         if incarnation is not None:
             incarnation.set_timeout(timeout)
 
+    def connection_fds(self) -> list[int]:
+        """Return the descriptors of the connections that the current group was formed with."""
+        incarnation = self._incarnation
+        return [] if incarnation is None or incarnation.aborted else incarnation.connections.open_fds()
+
     def sibling(self) -> ProcessGroupGloo:
         """Return an unconfigured group with the same timeout and place to listen."""
         return ProcessGroupGloo(timeout=self._timeout, hostname=self._hostname, interface=self._interface)

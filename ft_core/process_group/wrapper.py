@@ -56,6 +56,10 @@ class ProcessGroupWrapper(ProcessGroup):
         self.unregister()
         self._pg.shutdown()
 
+    def connection_fds(self) -> list[int]:
+        """Return the wrapped group's connections."""
+        return self._pg.connection_fds()
+
     def sibling(self) -> ProcessGroup:
         """Return the same kind of wrapper around a sibling of the wrapped group."""
         return type(self)(self._pg.sibling())

@@ -6,7 +6,7 @@ long a step takes at least), FORK (keep a forked child alive, as DataLoader work
 step), HANG_ONCE (name:steps: that group hangs after so many commits of its first run), BN (a BatchNorm layer), METRIC
 (a collective of the user's after backward; SILENT_AT: stop before that of this step), PARITY (parity_check_every),
 CORRUPT_AT (rank:step after which this rank's parameters silently change), FILES (how many files it may open after its
-start), MACHINE (the network namespace to run in), PIDS and LOG (say more).
+start), TRACED (anybody may trace it), MACHINE (the network namespace to run in), PIDS and LOG (say more).
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from torch import nn
 from ft_core import DistributedDataParallel, Manager, Optimizer, ProcessGroupGloo
 
 CLONE_NEWNET = 0x40000000
+PR_SET_PTRACER = 0x59616D61
 
 
 def say(*words: object) -> None:
@@ -60,6 +61,12 @@ def limit_files(more: str | None) -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + int(more), most))
 
 
+def let_trace(wanted: str | None) -> None:
+    """Anybody may trace this process (Yama)."""
+    if wanted is not None:
+        ctypes.CDLL(None).prctl(PR_SET_PTRACER, ctypes.c_ulong(-1))
+
+
 def main() -> int:
     torch.set_num_threads(1)
     env = os.environ
@@ -88,6 +95,7 @@ def main() -> int:
     )
     ddp = DistributedDataParallel(manager, model)
     optimizer = Optimizer(manager, inner)
+    let_trace(env.get("TRACED"))
     if env.get("FORK"):
         child = os.fork()
         if child == 0:

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import os
+import pathlib
 import queue
 import signal
 import subprocess
+import sys
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 
 import pytest
 
 from ft_core.launch.exits import Exits
+from ft_core.launch.keeper import NOTICE
+from tests.launch.lingering import THREAD, linger
 
 pytestmark = pytest.mark.process
 PATIENCE_S = 20.0
@@ -135,6 +140,119 @@ def test_what_is_gone_is_not_watched(exits: Exits) -> None:
         process.wait()
         assert exits.watch(process.pid, lambda _: None) is False
     assert repr(exits) == "Exits(watching 0)"
+
+
+# ---------------------------------------------------------------- dead, and not gone
+
+
+SUBJECT = f"""
+import os, signal, sys
+{THREAD}
+print(lingering.native_id, flush=True)
+word = sys.stdin.readline().strip()
+os._exit(int(word)) if word else None
+"""
+"""Dies as it is told, or is killed; one thread of it may be made to linger."""
+
+
+@contextlib.contextmanager
+def noticing() -> Iterator[tuple[Exits, Callable[[int], None]]]:
+    """A watcher, and what writes a pid into its pipe."""
+    reading, writing = os.pipe()
+    watcher = Exits(reading)
+    watcher.start()
+    try:
+        yield watcher, lambda pid: (os.write(writing, NOTICE.pack(pid)), None)[1]
+    finally:
+        watcher.close()
+        os.close(reading)
+        os.close(writing)
+
+
+@contextlib.contextmanager
+def subject() -> Iterator[tuple[subprocess.Popen[bytes], int]]:
+    """The process, and the thread that may linger."""
+    process = subprocess.Popen([sys.executable, "-c", SUBJECT], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    try:
+        assert process.stdout is not None
+        yield process, int(process.stdout.readline())
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def until_state(pid: int, state: str) -> None:
+    """Of the main thread."""
+    end = time.monotonic() + PATIENCE_S
+    while pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != state:
+        assert time.monotonic() < end
+        os.sched_yield()
+
+
+@pytest.mark.parametrize("code", [1, 42, -signal.SIGKILL, -signal.SIGTERM, -signal.SIGSEGV])
+def test_who_is_dead_is_told_before_it_is_gone_and_once(code: int) -> None:
+    told: queue.SimpleQueue[int | None] = queue.SimpleQueue()
+    with noticing() as (exits, notice), subject() as (process, tid), contextlib.ExitStack() as stack:
+        assert exits.watch(process.pid, told.put)
+        stack.enter_context(linger(tid))
+        if code < 0:
+            process.send_signal(-code)
+        else:
+            tell(process, code)
+        until_state(process.pid, "Z")
+        notice(process.pid)
+        notice(process.pid)
+        assert told.get(timeout=PATIENCE_S) == code
+        assert process.poll() is None, "a thread of it is still there"
+        stack.close()
+        assert process.wait(PATIENCE_S) == code
+        assert repr(exits) == "Exits(watching 0)"
+    assert told.empty()
+
+
+def test_who_is_dead_with_status_0_is_told_when_it_is_gone() -> None:
+    """0 is what the kernel says before it knows, too."""
+    told: queue.SimpleQueue[int | None] = queue.SimpleQueue()
+    with noticing() as (exits, notice), subject() as (process, tid), contextlib.ExitStack() as stack:
+        assert exits.watch(process.pid, told.put)
+        stack.enter_context(linger(tid))
+        tell(process, 0)
+        until_state(process.pid, "Z")
+        notice(process.pid)
+        with pytest.raises(queue.Empty):
+            told.get(timeout=0.1)
+        stack.close()
+        assert told.get(timeout=PATIENCE_S) == 0
+
+
+def test_a_notice_about_one_that_lives_or_is_not_watched_changes_nothing() -> None:
+    told: queue.SimpleQueue[int | None] = queue.SimpleQueue()
+    with noticing() as (exits, notice), subject() as (process, _):
+        assert exits.watch(process.pid, told.put)
+        notice(os.getpid())
+        notice(process.pid)
+        process.send_signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)
+        notice(process.pid)
+        with pytest.raises(queue.Empty):
+            told.get(timeout=0.1)
+        process.send_signal(signal.SIGCONT)
+        tell(process, 3)
+        assert told.get(timeout=PATIENCE_S) == 3
+
+
+def test_a_pipe_of_deaths_that_is_closed_costs_only_the_notices() -> None:
+    told: queue.SimpleQueue[int | None] = queue.SimpleQueue()
+    reading, writing = os.pipe()
+    watcher = Exits(reading)
+    watcher.start()
+    os.close(writing)
+    with waiting() as (process,):
+        assert watcher.watch(process.pid, told.put)
+        tell(process, 5)
+        assert told.get(timeout=PATIENCE_S) == 5
+    watcher.close()
+    os.close(reading)
 
 
 def test_close_ends_the_thread_and_all_descriptors_and_may_be_repeated() -> None:

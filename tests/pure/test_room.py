@@ -759,6 +759,37 @@ def test_a_late_word_about_a_name_does_not_end_its_next_incarnation() -> None:
     assert "# a:2 ended, says its supervisor" in script.do(Ended("a:2"))
 
 
+def test_the_late_closing_of_a_lease_does_not_touch_the_next_incarnation() -> None:
+    """Its process is dead and replaced, but the kernel closes its connections late; its supervisor has told."""
+    script = Script()
+    script.train("a:1", "b:1")
+    script.do(Ended("a"))
+    script.later(2 * GRACE)
+    script.hello("a:2")
+    assert "a:2 waits to see whether a:1, an earlier process of the same name" in script.ask("a:2")[0]
+    assert script.ends("a:1")[:2] == ["# a:1 ended, says its supervisor", "lost a:1 -> b:1"]
+    script.ask("b:1", 3, failed=True)
+    assert script.members["a:2"] == ("a:2", "b:1")
+    assert script.room.records["a:2"].life is Life.UP
+
+
+@pytest.mark.parametrize("closed_after_s", [10 * GRACE, 1.4 * LIVENESS])
+def test_a_lease_that_closes_long_after_the_word_does_not_touch_the_next_incarnation(closed_after_s: float) -> None:
+    """The word is forgotten by then; the newcomer waits, and takes the place when the connection has closed."""
+    script = Script()
+    script.train("a:1", "b:1")
+    script.do(Ended("a"))
+    script.hello("a:2")
+    script.ask("a:2")
+    script.later(closed_after_s)
+    script.ends("a:1")
+    assert script.later(GRACE) == ["lost a:1 -> b:1"]
+    script.ask("b:1", 3, failed=True)
+    assert script.members["a:2"] == ("a:2", "b:1")
+    assert script.ends("a:1") == [], "once is enough"
+    assert script.room.records["a:2"].life is Life.UP
+
+
 def test_a_new_process_under_an_old_id_does_not_get_the_old_answer() -> None:
     script = Script()
     script.train("a")
