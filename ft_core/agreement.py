@@ -12,6 +12,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from ft_core.attempt import StepAttempt
+    from ft_core.rounds import Round
     from ft_core.session import Session
     from ft_core.step import Step
 
@@ -19,6 +21,8 @@ if TYPE_CHECKING:
 class Agreement:
     """Mixed into `Manager`."""
 
+    _attempt: StepAttempt | None
+    _round: Round | None
     _session: Session
     _step: Step
 
@@ -26,6 +30,15 @@ class Agreement:
 
         def wait_quorum(self) -> None:
             """Of `Manager`."""
+
+    def _pin(self) -> None:
+        """The attempt that is open stays in its quorum: somebody is told who takes part, or the attempt ends (R19)."""
+        session, attempt = self._session, self._attempt
+        if session.movable is not None:
+            with session.lock:
+                session.movable = None
+        if attempt is not None and attempt.moved:
+            self._round, attempt.moved = attempt.round, False
 
     def request_stop(self) -> None:
         """Ask all members to stop training: told by every fence of this rank from the next one on."""
@@ -58,17 +71,20 @@ class Agreement:
     @property
     def quorum_id(self) -> int:
         """Of the quorum in force; 0 before the first one. The same on all members during an attempt."""
+        self._pin()
         plan = self._step.plan
         return 0 if plan is None else plan.quorum_id
 
     @property
     def members(self) -> tuple[str, ...]:
         """replica_id of each member of the quorum in force, sorted; includes spares and those that heal."""
+        self._pin()
         plan = self._step.plan
         return () if plan is None else tuple(plan.quorum.ids)
 
     @property
     def healing_members(self) -> tuple[str, ...]:
         """Those of `members` that received the others' state when this quorum began."""
+        self._pin()
         plan = self._step.plan
         return () if plan is None else tuple(plan.quorum.ids[rank] for rank in plan.healing)

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from torch.distributed import Work
 
     from ft_core.carrier import Carrier
+    from ft_core.phases import MustAsk
     from ft_core.rounds import Round
     from ft_core.session import Session
     from ft_core.weights import BatchWeights
@@ -56,7 +57,9 @@ class StepAttempt:
         self.used = False
         """Somebody asked whether it is usable: from then on it belongs to one step."""
         self._session = session
-        self._round = round_
+        self.round = round_
+        """What its quorum comes from. Changed by `move` only, while the session's `movable` names this attempt."""
+        self.moved = False
         self._weights = weights
         self._carriers = carriers
         self._rides = rides
@@ -66,6 +69,11 @@ class StepAttempt:
 
     def __repr__(self) -> str:
         return f"StepAttempt({self.number}, verdict={self.verdict})"
+
+    def move(self, why: MustAsk) -> Round:
+        """It goes on in the next quorum (R19): returns the round to be submitted. The session's lock is held."""
+        self.round, self.moved = self.round.again(why), True
+        return self.round
 
     def ready(self) -> bool:
         """A round of reductions begins: as `usable`, and its gradients are divided by the number of participants."""
@@ -77,7 +85,11 @@ class StepAttempt:
     def usable(self) -> bool:
         """Wait for the quorum. False if nothing may be launched (the reason is in `Manager.errored`)."""
         self.used = True
-        session, round_ = self._session, self._round
+        session = self._session
+        if session.movable is not None:
+            with session.lock:
+                session.movable = None
+        round_ = self.round
         if not round_.configured.is_set():  # in the steady state it is: no lock of the event's is taken
             round_.wait_configured()
         with session.lock:
@@ -200,7 +212,7 @@ class StepAttempt:
     def _fill(self, tail: torch.Tensor) -> bool:
         session = self._session
         if session.step.heal is Heal.PENDING:
-            self._round.wait_healed()
+            self.round.wait_healed()
         with session.lock:
             if session.step.phase not in USABLE:
                 return False

@@ -66,6 +66,7 @@ class Commit:
     if TYPE_CHECKING:
 
         def _reset_weights(self) -> None: ...
+        def _pin(self) -> None: ...
 
         def _begin_round(self, why: MustAsk, timeout: timedelta | None) -> Round: ...
         def _new_attempt(self) -> None: ...
@@ -146,6 +147,7 @@ class Commit:
         return commit
 
     def _conclude(self, timeout: timedelta | None) -> bool:
+        self._pin()
         attempt, round_ = self._attempt, self._round
         if attempt is None or round_ is None:
             raise UsageError("should_commit before start_quorum")

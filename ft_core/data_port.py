@@ -21,6 +21,7 @@ from ft_core.settings import DEFAULT_ROOM
 if TYPE_CHECKING:
     from datetime import timedelta
 
+    from ft_core.attempt import StepAttempt
     from ft_core.session import Session
     from ft_core.step import Step
 
@@ -54,6 +55,7 @@ def contributed(places: int, missing: Collection[int]) -> Collection[int] | None
 class DataPort:
     """Mixed into `Manager`."""
 
+    _attempt: StepAttempt | None
     _session: Session
     _step: Step
     _data: DataListener | None = None
@@ -111,6 +113,7 @@ class DataPort:
             return
         self._start_quorum(room_id, allow_heal, shrink_only, timeout)
         self._divided = self._data is not None
+        self._session.movable = None if self._divided else self._attempt
 
     def _tell_data(self, committed: bool, *, final: bool) -> None:
         """What became of the attempt; a veto may still turn out to be a commit (R5) as long as it is not final."""

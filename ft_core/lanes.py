@@ -83,6 +83,11 @@ class Lanes:
         if both:
             self.second()
 
+    @property
+    def quorum_id(self) -> int:
+        """Of the quorum that was entered last."""
+        return self._quorum_id
+
     def open(self, quorum_id: int) -> None:
         """A quorum was entered: `configure` may build its groups, unless `abort` comes first."""
         with self._lock:

@@ -58,6 +58,7 @@ class Leaving:
         def _agree(self, attempt: StepAttempt, limit_s: float) -> Verdict: ...
         def _begin_round(self, why: MustAsk, timeout: timedelta | None, *, hands_over: bool = False) -> Round: ...
         def _new_attempt(self) -> None: ...
+        def _pin(self) -> None: ...
 
     @property
     def drain_reason(self) -> str:
@@ -78,6 +79,7 @@ class Leaving:
         if self._left or self._shut_down:
             return
         self._left = True
+        self._pin()
         session, step = self._session, self._step
         agreed, last = self._last_fence(reason)
         if not agreed and session.draining and self._hand_over():
@@ -181,6 +183,7 @@ class Leaving:
             session.changed.notify_all()
         self._healing.cancel()
         session.watchdog.stop()
+        session.peer_ends.stop()
         session.lanes.shutdown()
         self._worker.stop(EXIT_S)
         session.control.shutdown(EXIT_S)

@@ -193,6 +193,7 @@ class Manager(DataPort, Collectives, Commit, Agreement, Weighted, Exhaustion, Le
         self._worker = QuorumWorker(self._session, self._healing, self._place)
         self._session.cancel_heal = self._healing.cancel
         self._session.kill = lambda _reason: drain.kill(told_first=config.world_size > 1)
+        self._session.submit = self._worker.submit
         self._session.watchdog.start()
         self._worker.start()
         try:
@@ -276,6 +277,7 @@ class Manager(DataPort, Collectives, Commit, Agreement, Weighted, Exhaustion, Le
             raise UsageError("start_quorum after shutdown")
         if session.fatal is not None:
             raise session.fatal
+        self._pin()
         pending, self._step_open = self._round, True
         if pending is not None and self._under_way(pending):
             return
@@ -324,6 +326,7 @@ class Manager(DataPort, Collectives, Commit, Agreement, Weighted, Exhaustion, Le
 
         Returns at once in a warm-up, which has none.
         """
+        self._pin()
         round_ = self._round
         if self.warming_up:
             return

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 from ft_core.drain import DrainedError
 from ft_core.errors import (
+    CollectiveError,
     ConfigError,
     FaultToleranceError,
     HealError,
@@ -33,6 +34,7 @@ from ft_core.errors import (
     ThisMachineError,
 )
 from ft_core.links import LOOK_EVERY_S
+from ft_core.moving import why_not_here
 from ft_core.pauses import Wait
 from ft_core.step import MustAsk, Phase
 
@@ -69,6 +71,8 @@ class Round:
     buckets: tuple[int, int, list[Any]] | None = None
     """(quorum_id, attempt, reduced gradients) of the last commit, if still intact (R5)."""
     prefetch: bool = False
+    moves: bool = False
+    """An attempt that is open goes on in this quorum (R19), unless somebody needs state there."""
     hands_over: bool = False
     """This replica drains, and asks all the same: another member may lack its last commit."""
     asked: bool = False
@@ -87,6 +91,11 @@ class Round:
     def __repr__(self) -> str:
         state = "done" if self.healed.is_set() else "configured" if self.configured.is_set() else "asking"
         return f"Round({state}, {self.why.reason}, error={self.error})"
+
+    def again(self, why: MustAsk) -> Round:
+        """A round for the rest of the step: nothing can be given to others in the middle of it."""
+        template = replace(self.template, heals_before_forward=False)
+        return Round(why, template, self.room, self.timeout_s, state=None, moves=True)
 
     def check(self) -> None:
         """Raise the error of this round, if it has one: to the script, which then knows that it has ended."""
@@ -201,6 +210,9 @@ class QuorumWorker:
                 if not session.step.soft_error:
                     session.error = None
             round_.plan = plan
+            if round_.moves and (refusal := why_not_here(plan)):
+                session.fail(CollectiveError(refusal))
+                return
             self._offer(round_, plan)
             if self._configure(plan):
                 break

@@ -19,10 +19,12 @@ from typing import TYPE_CHECKING
 
 from ft_core.errors import CollectiveError
 from ft_core.links import PROBE_S, Links
+from ft_core.moving import may_move
 from ft_core.pauses import Pauses
+from ft_core.peer_ends import PeerEnds
 from ft_core.process_group import sockets
 from ft_core.quorum import VOID
-from ft_core.step import Phase
+from ft_core.step import MustAsk, Phase
 from ft_core.user_works import UserWorks
 from ft_core.watchdog import Watchdog
 from ft_core.witness.link import DeathNotice
@@ -30,10 +32,12 @@ from ft_core.witness.link import DeathNotice
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    from ft_core.attempt import StepAttempt
     from ft_core.control import Control
     from ft_core.lanes import Lanes
     from ft_core.membership import Hello
     from ft_core.quorum import Quorum, Version
+    from ft_core.rounds import Round
     from ft_core.settings import TimeBudget
     from ft_core.step import Step
 
@@ -75,6 +79,10 @@ class Session:
         """The Manager ends the process then; False: the training loop decides."""
         self._told = ""
         """The reason that was logged last."""
+        self.movable: StepAttempt | None = None
+        """The attempt that is open, as long as nothing of it was launched and nobody was told who takes part in it."""
+        self.submit: Callable[[Round], None]
+        """Begins a round of asking (`QuorumWorker.submit`)."""
         self.works = UserWorks(self.fail_user_op)
         """The user's collectives and futures that the next vote has to wait for."""
         self.given_s: float | None = None
@@ -100,7 +108,8 @@ class Session:
         """TCP ports of the control plane that this rank connects to, or is connected to at: given when it is set up."""
         self.death = DeathNotice(self._lifelines)
         """Tells the others of the death of this process before its memory has gone."""
-        lanes.on_formed = self.death.update
+        self.peer_ends = PeerEnds(step.settings.replica_id, self._peer_ended)
+        lanes.on_formed = self._formed
 
     def __repr__(self) -> str:
         return f"Session({self.step!r}, {'closed' if self.closed else 'open'})"
@@ -148,16 +157,22 @@ class Session:
         with self.changed:
             self.changed.notify_all()
 
-    def _lost(self, quorum_id: int, reason: str, held: Version = VOID) -> None:
+    def _lost(self, quorum_id: int, reason: str, held: Version = VOID, *, moves: bool = False) -> None:
+        moved: Round | None = None
         with self.lock:
             was = self.step.phase
+            open_ = self.movable if moves and may_move(self.step) else None
             abort = self.step.lost(quorum_id, reason, held)
             broke = self.step.broken and was is not Phase.BROKEN
             fenced = self.step.phase is Phase.FENCED and held <= self.step.base
             if broke and self.error is None:
                 self.error = CollectiveError(reason)
+            if broke and open_ is not None:
+                moved, self.movable = open_.move(MustAsk(reason, failed=True)), None
         if broke:
             self._broken(quorum_id, reason, abort=abort)
+            if moved is not None:
+                self.submit(moved)
         elif fenced:
             self.lanes.abort_user_lane(quorum_id)
 
@@ -232,6 +247,18 @@ class Session:
 
         return [*self.lanes.connection_fds(), *sockets.connections(controls)]
 
+    def _formed(self) -> None:
+        """A process group has formed (the thread that formed it)."""
+        self.death.update()
+        self.peer_ends.watch(self.lanes.quorum_id, self.lanes.connection_fds())
+
+    def _peer_ended(self, quorum_id: int) -> None:
+        """A peer has ended a connection of this quorum's group. Whoever waits in a collective learns it there."""
+        with self.lock:
+            idle = self.step.phase is Phase.OPEN
+        if idle:
+            self._lost(quorum_id, "a peer has ended its connection", moves=True)
+
     def _announce_busy(self) -> None:
         """Tell the others the longest of the pauses that are open, or that there is none."""
         step = self.step
@@ -287,7 +314,8 @@ class Session:
 
     def on_member_lost(self, quorum_id: int, lost: tuple[str, ...], held: Version = VOID) -> None:
         """Members of the quorum are gone; `held`: the state that all of them held when they said goodbye."""
-        self._lost(quorum_id, f"{'lost' if held == VOID else 'left by'} {', '.join(lost)}", held)
+        reason = f"{'lost' if held == VOID else 'left by'} {', '.join(lost)}"
+        self._lost(quorum_id, reason, held, moves=held == VOID)
         if held == VOID:
             return
         with self.lock:

@@ -29,6 +29,7 @@ class MemberRules:
     r15_stale: bool = True
     r16_parting: bool = True
     r17_shares: bool = True
+    r19_moves: bool = True
 
 
 @dataclass(frozen=True, slots=True)

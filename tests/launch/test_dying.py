@@ -7,17 +7,23 @@ import os
 import pathlib
 import re
 import signal
+import subprocess
 import threading
-from typing import TYPE_CHECKING
+import time
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, cast
 
 import pytest
 
+from ft_core.launch import dying
 from ft_core.witness import robust_mutex
 from tests.launch.job import Job, job
 from tests.launch.lingering import PATIENCE_S, THREAD, is_there, linger
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
+
+    from torch.distributed.elastic.multiprocessing.api import SubprocessContext
 
 pytestmark = [
     pytest.mark.process, pytest.mark.skipif(not robust_mutex.SUPPORTED, reason="no robust mutexes here"),
@@ -231,3 +237,28 @@ def test_a_group_that_is_given_up_leaves_nothing_behind(tmp_path: pathlib.Path) 
         assert running.run() == 1
         victims.check_that_nothing_is_left()
     assert running.count(r"rank 0 .* was ended by SIGKILL; given up") == 1
+
+
+class Hanging:
+    """A run's processes as `Dying` sees them: one that SIGKILL does not end, as if it hung in the kernel."""
+
+    def __init__(self, process: subprocess.Popen[bytes]) -> None:
+        self.subprocess_handlers = {0: SimpleNamespace(proc=process)}
+        self.closed: list[tuple[signal.Signals, int]] = []
+
+    def close(self, death_signal: signal.Signals, timeout: int) -> None:
+        self.closed.append((death_signal, timeout))
+
+
+def test_what_hangs_in_the_kernel_is_waited_for_within_its_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dying, "REAP_S", 0.3)
+    with subprocess.Popen(["sleep", "600"]) as process:
+        context, waits = Hanging(process), dying.Dying()
+        waits.take(cast("SubprocessContext", context))
+        assert waits.names().startswith(f"{process.pid}:")
+        begun = time.monotonic()
+        waits.close()
+        assert 0.3 <= time.monotonic() - begun < 2.0
+        assert context.closed == [(signal.SIGKILL, 0)]
+        assert waits.names() == ""
+        process.kill()

@@ -28,6 +28,7 @@ from ft_core.assignment import WorldSizeMode
 from ft_core.fence import FENCE_SLOTS
 from ft_core.group import Mismatch, Votes, merge_asks
 from ft_core.membership import QuorumIds, Room
+from ft_core.moving import may_move, why_not_here
 from ft_core.parting import hands_over
 from ft_core.pauses import Pauses, Wait
 from ft_core.quorum import VOID, Ask, Life, NotReady, Quorum, Rules, Version, View, decide
@@ -1186,6 +1187,10 @@ class Rank:
         """Which training-thread activity is current: a timer with an older one is void."""
         self.waiting_to_launch = self.waiting_for_heal = False
         self.asking = False
+        self.forward_until = 0.0
+        """When the forward pass that runs ends; 0: none runs."""
+        self.moving = False
+        """It asks in the middle of a step, which goes on in the next quorum."""
         self.kept: Kept | None = None
         self.pending: tuple[Gradients, int, int] | None = None
         """Gradients of a completed fence, their divisor, and the samples in them."""
@@ -1258,7 +1263,7 @@ class Rank:
         if group.done or self.asking:
             return
         self.token += 1
-        if self.back_at > self.world.now:  # the training thread is busy with what it announced
+        if self.back_at > self.world.now and not self.moving:  # the training thread is busy with what it announced
             self.world.at(self.back_at - self.world.now, self, self._ask_later, self.token)
             return
         self.waiting_to_launch = self.waiting_for_heal = False
@@ -1281,7 +1286,8 @@ class Rank:
             return
         self.asking = True
         self.open_ask = step.ask(Ask("", 0, **self._template()), decision)
-        self._maybe_pause()
+        if not self.moving:
+            self._maybe_pause()
         world = self.world
         wait = Wait(group.quorum_pauses, world.config.quorum_s, world.now)
         world.at(wait.at - world.now, self, self._ask_expires, self.token, wait, world.now)
@@ -1352,6 +1358,11 @@ class Rank:
             plan.target, ", heals" if plan.heals else "", " (finish)" if plan.finish else "",
         )  # fmt: skip
         world = self.world
+        if self.moving and (refusal := why_not_here(plan)):
+            self.step.break_(refusal)
+            self.moving = False
+            world.at(max(0.0, self.forward_until - world.now), self, self._ask_later, self.token)
+            return
         if self.group.number == world.config.unbuilt_group:
             world.at(world.between(0.001, 0.05), self, self._configure_failed, self.token, "no such address", True)
             return
@@ -1394,6 +1405,11 @@ class Rank:
             return
         plan = self.step.plan
         assert plan is not None
+        if self.moving:
+            self.moving = False
+            self.world.history.moved += 1
+            self.world.at(max(0.0, self.forward_until - self.world.now), self.group, self._launch, self.token)
+            return
         if self.step.heal is Heal.PENDING:
             self._start_heal()
         if self.step.heal is Heal.PENDING and (plan.heals_first or self.world.config.heals_before_forward):
@@ -1510,6 +1526,7 @@ class Rank:
         if "soft" in group.injected and not world.rng.randrange(len(group.ranks)):
             group.injected.discard("soft")
             self.step.fail_softly("a NaN was found")
+        self.forward_until = world.now + length
         world.at(length, group, self._launch, self.token)
 
     def _launch(self, token: int) -> None:
@@ -1519,6 +1536,7 @@ class Rank:
         if self.back_at > world.now:
             world.at(self.back_at - world.now, self, self._launch, token)
             return
+        self.forward_until = 0.0
         if step.heal is Heal.PENDING and step.phase is not Phase.BROKEN:
             self.waiting_to_launch = True
             return
@@ -1624,13 +1642,20 @@ class Rank:
 
     def lost(self, quorum_id: int, reason: str, held: Version = VOID) -> None:
         """A push from the lighthouse or from another rank of the group."""
+        moves = held == VOID and self.forward_until > 0.0 and (self.moving or may_move(self.step))
         if self.step.lost(quorum_id, reason, held):
-            self.world.say("%s aborts: %s", self.name, reason)
-            self._ask_at_once()
+            self.world.say("%s aborts%s: %s", self.name, ", and takes its attempt along" if moves else "", reason)
+            self._ask_at_once(moves=moves)
 
-    def _ask_at_once(self) -> None:
+    def peer_ended(self, ring: Ring) -> None:
+        """A connection of the process group was closed, and nothing is expected from it."""
+        if self.ring is ring and self.step.phase is Phase.OPEN and not self.group.done:
+            self.lost(ring.quorum.quorum_id, "a peer has ended its connection")
+
+    def _ask_at_once(self, *, moves: bool = False) -> None:
         """A broken rank aborts; if it is waiting it asks from inside should_commit, else when its forward ends."""
         self.leave_ring()
+        self.moving = moves
         self._vote_broken()
         if not self.asking:
             self.token += 1
@@ -1874,6 +1899,9 @@ class Ring:
             self.world.rings.pop((self.quorum.quorum_id, self.index), None)
         if hidden:
             return
+        for other in self.arrived.values() if self.up else ():
+            if other is not rank and self.world.connected(rank.group, other.group):
+                self.world.at(self.world.between(0.0005, 0.01), other, other.peer_ended, self)
         for op in self.ops[-2:]:
             if not op.started:
                 for other, _ in op.launched.values():

@@ -76,6 +76,8 @@ class History:
     """Commits without the share of a participant."""
     commits: int = 0
     finishes: int = 0
+    moved: int = 0
+    """Attempts that went on in the next quorum (R19)."""
     ended: int = 0
     """Rounds of data, counted per rank."""
     heals: int = 0
@@ -262,6 +264,8 @@ class History:
             holder = group.alive and not group.done and bool(group.ranks) and group is not rank.group
             if not holder or not self._descends(group.ranks[0], other):
                 continue
+            if any(rank.was_torn for rank in group.ranks):
+                continue  # one of its ranks holds another state, or none: the group's is worth nothing
             if group.excused_at >= published.at:
                 self.remainder["I3: rolled back after orphan_s"] += 1
             elif published.boot != world.boots or self.boot_of.get(rank.quorum_id) != world.boots:

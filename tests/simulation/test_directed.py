@@ -109,7 +109,8 @@ def test_a_pause_kills_no_survivor(seed: int) -> None:
     world = play(seed, *script, **situation)
     assert not [text for _, text, args in world.story if "gives up" in (text % args if args else text)]
     assert standstill(world, "a", 16.0, 30.0) < world.config.join_s + 1.0, "it goes on when the other one is back"
-    without = play(seed, *script, **situation, member_rules=MemberRules(pauses_extend=False))
+    waits = MemberRules(pauses_extend=False, r19_moves=False)  # with R19 the one that is paused asks all the same
+    without = play(seed, *script, **situation, member_rules=waits)
     assert "a:1" in [args[0] for *_, args in without.story if len(args) > 1 and "gives up" in str(args[1])]
 
 
@@ -175,3 +176,30 @@ def test_a_newcomer_that_wants_more_groups_stops_nobody(seed: int) -> None:
     assert standstill(world, "a", 3.0, 30.0) < 1.5
     without = play(seed, *comes, **situation, room_rules=Rules(min_by_majority=False))
     assert standstill(without, "a", 3.0, 30.0) > 5.0
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_death_during_forward_costs_no_attempt(seed: int) -> None:
+    """R19. The forward pass takes 1 to 3 s, so all are in it; without the rule it is made again."""
+    situation: dict[str, Any] = {"groups": 3, "forward_s": 2.0, "liveness_s": 0.2}
+    world = play(seed, (9.0, kill("c")), **situation)
+    without = play(seed, (9.0, kill("c")), **situation, member_rules=MemberRules(r19_moves=False))
+    before, after = (max(at for at in commits(w, "a") if at < 9.0) for w in (world, without))
+    assert before == after, "the runs are the same until the kill"
+    gap, longer = (min(at for at in commits(w, "a") if at > 9.0) - before for w in (world, without))
+    if world.history.moved == 2:  # else somebody had launched already
+        assert gap < 3.2
+        assert longer > gap + 0.5
+
+
+def test_attempts_move_in_most_runs_in_which_somebody_dies() -> None:
+    situation: dict[str, Any] = {"groups": 3, "forward_s": 2.0, "liveness_s": 0.2}
+    assert sum(play(seed, (9.0, kill("c")), **situation).history.moved for seed in SEEDS) >= len(SEEDS)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_an_attempt_does_not_move_where_somebody_needs_state(seed: int) -> None:
+    """A group that comes just when another dies is let in at the next boundary, and all commit together."""
+    situation: dict[str, Any] = {"groups": 3, "forward_s": 2.0, "liveness_s": 0.2}
+    world = play(seed, (9.0, kill("c")), (9.0, lambda world: world.spawn(2)), **situation)
+    assert commits(world, "c")[-1] > 9.0
