@@ -252,6 +252,7 @@ class Replica:
         """As by SIGKILL: connections close, nothing is said."""
         manager = self.manager
         manager._left = True
+        manager._pin()  # its threads live on, and must not ask for it
         cast("LoopbackControl", manager._session.control).connected = False
         manager._session.lanes.abort()
         self.cluster.lighthouse.cut(manager.replica_id)

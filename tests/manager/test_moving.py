@@ -56,8 +56,12 @@ def test_only_who_has_launched_something_computes_again(cluster: Cluster) -> Non
     here = together(2)
     slow, quick = Replica(0, at={(3, "forward"): both(here, until_moved)}), Replica(1)
 
+    def launched() -> bool:
+        step = quick.manager._step
+        return step.base.step == 3 and step.phase is Phase.LAUNCHED
+
     def dies(replica: Replica) -> None:
-        replica.cluster.lighthouse.wait_for(lambda: quick.manager._step.phase is Phase.LAUNCHED)
+        replica.cluster.lighthouse.wait_for(launched)
         crash(replica)
 
     cluster.run(slow, quick, Replica(2, at={(3, "forward"): both(here, dies)}))
@@ -130,4 +134,4 @@ def test_a_quorum_in_which_somebody_needs_state_is_left_again(cluster: Cluster) 
     cluster.check(steps=9, survivors=3)
     cluster.check_numbers()
     assert [r.vetoes for r in survivors] == [[3], [3]]
-    assert all("need state" in reason for reason in left)
+    assert any("need state" in reason for reason in left), "else: whoever left first ended it for the other"
