@@ -79,6 +79,7 @@ class Bucketer:
         self._manager, self._module, self._layout = manager, module, layout
         self._memory = memory = FlatGradients(layout, parameters, devices)
         self._buckets, self._views = memory.buckets, memory.views
+        self.parameters = memory.parameters
         self._bucket_count = len(memory.buckets)
         with torch.inference_mode(False):
             self._carriage = BufferCarriage(buffer_owners, layout, memory.buckets[-1].flat)

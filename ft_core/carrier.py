@@ -102,6 +102,11 @@ class Carrier(Protocol):
         """The parameters and the bucket plan; `layout.digest` is equal on all replicas that can train together."""
         ...
 
+    @property
+    def parameters(self) -> Sequence[Tensor]:
+        """Those that it reduces gradients of, in an order that is the same on all replicas."""
+        ...
+
     def flush(self) -> None:
         """Launch whatever the current attempt lacks, with zeros, fence included, and wait. Never raises.
 

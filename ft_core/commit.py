@@ -255,11 +255,11 @@ class Commit:
         session.watchdog.disarm()
 
     def _check_parity(self) -> None:
-        """Every parity_check_every commits, compare digests before this one is voted for; a difference is a veto."""
+        """Every parity_check_every commits, and when the fence shows a difference, compare digests before the vote."""
         session, step = self._session, self._step
         verdict = step.verdict
-        due = verdict is not None and verdict.outcome is Outcome.COMMIT and self._parity.due(step.base.step)
-        if not due or step.plan is None:
+        due = step.states_differ or self._parity.due(step.base.step)
+        if not due or step.plan is None or verdict is None or verdict.outcome is not Outcome.COMMIT:
             return
         try:
             mine = None if step.behind else digest(self._collect(), self._volatile())
@@ -269,6 +269,8 @@ class Commit:
         except Exception as error:  # noqa: BLE001 - the comparison is a collective: its failure breaks the quorum
             session.fail(error)
             return
+        if step.states_differ:
+            step.tolerates |= self._parity.tires(step.base.step, found)
         if not found.differing:
             return
         log.error("step %d is not committed: %s", step.base.step, found.text)

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from datetime import timedelta
 
     from ft_core.attempt import StepAttempt
+    from ft_core.carrier import Carrier
+    from ft_core.parity import ParityCheck
     from ft_core.session import Session
     from ft_core.step import Step
 
@@ -56,6 +58,8 @@ class DataPort:
     """Mixed into `Manager`."""
 
     _attempt: StepAttempt | None
+    _carriers: list[Carrier]
+    _parity: ParityCheck
     _session: Session
     _step: Step
     _data: DataListener | None = None
@@ -113,6 +117,7 @@ class DataPort:
             return
         self._start_quorum(room_id, allow_heal, shrink_only, timeout)
         self._divided = self._data is not None
+        self._step.sample = self._parity.sample(self._step.version.step, self._carriers)
         self._session.movable = None if self._divided else self._attempt
 
     def _tell_data(self, committed: bool, *, final: bool) -> None:

@@ -2,8 +2,12 @@
 
 How it works. A fence is FENCE_SLOTS float32 numbers that are summed with the gradients. `encode` writes one member's
 part, `decode` reads the sum. The slots hold the weight of its gradient in two digits, a 64-bit tag in four pieces, the
-number of members, their flags (some slots carry two: the second one counts from COUNTS on), and a bitmap of whose
-share of the step is in the sum, 16 members a slot.
+number of members, their flags (some slots carry two: the second one counts from COUNTS on), a digest of a part of the
+state, and a bitmap of whose share of the step is in the sum, 16 members a slot.
+
+Of the digest each of four bytes travels, and its square. All who sent one have the same byte if and only if their
+number times the sum of the squares is the square of the sum (Cauchy and Schwarz), so everybody, also who sent none,
+sees from the sums alone whether somebody differs.
 
 Invariant (R0): the sum is exact in float32, in whatever order it is made. Every slot of every member is an integer
 below 2**16, so for up to MAX_MEMBERS = 2**8 members every partial sum is an integer below 2**24, and float32 holds all
@@ -23,11 +27,13 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-FENCE_SLOTS = 32
+FENCE_SLOTS = 41
 (
     WEIGHT_LOW, WEIGHT_HIGH, FAILED, CHANGE, NO_LEASE, EXHAUSTED, READY, STOP, TAG0, TAG1, TAG2, TAG3, COUNT,
-    CONTRIBUTED, ENDS_AND_SOURCE, LAGS_AND_PASSED, SHARES,
-) = range(17)  # fmt: skip
+    CONTRIBUTED, ENDS_AND_SOURCE, LAGS_AND_PASSED, HOLDERS, SAMPLE,
+) = range(18)  # fmt: skip
+SQUARES = SAMPLE + 4
+SHARES = SQUARES + 4
 DIGIT = 1 << 16
 MAX_WEIGHT = DIGIT * DIGIT - 1
 COUNTS = 1 << 9
@@ -66,6 +72,10 @@ class FenceInput:
     """It does not hold the state the attempt builds on, and no heal is planned."""
     passed: bool = False
     """The last round of data ended at the state it holds."""
+    sample: int | None = None
+    """32-bit digest of a part of the state that the attempt builds on; None: it does not hold that."""
+    tolerates: bool = False
+    """States differ again and again, and it has given up healing them."""
 
 
 @dataclass(slots=True)
@@ -91,6 +101,8 @@ class FenceSum:
     sources_lost: int
     lagging: int
     passed: int
+    states_differ: bool
+    """Members hold different states under the same version, and nobody tolerates it."""
 
     def is_of(self, members: int, tag: int) -> bool:
         """Every one of `members` was in the attempt of this tag."""
@@ -104,7 +116,7 @@ def encode(said: FenceInput) -> list[float]:
     slots[:SHARES] = (
         weight % DIGIT, weight // DIGIT, said.failed, said.change, said.no_lease, said.out + COUNTS * said.trails,
         said.ready, said.stop, *pieces_of(said.tag), 1, weight > 0, said.ends + COUNTS * said.source_lost,
-        said.lags + COUNTS * said.passed,
+        said.lags + COUNTS * said.passed, (said.sample is not None) + COUNTS * said.tolerates, *_sampled(said.sample),
     )  # fmt: skip
     if rank >= 0:
         slots[SHARES + rank // BITS] = float(1 << rank % BITS)
@@ -126,8 +138,21 @@ def decode(sums: Sequence[float], members: int) -> FenceSum:
     return FenceSum(
         values[COUNT], values[TAG0 : TAG3 + 1], values[WEIGHT_LOW] + values[WEIGHT_HIGH] * DIGIT, values[CONTRIBUTED],
         shares, values[FAILED], values[CHANGE], values[NO_LEASE], out, trailing, values[READY], values[STOP], ends,
-        sources_lost, lagging, passed,
+        sources_lost, lagging, passed, _differ(values),
     )  # fmt: skip
+
+
+def _sampled(digest: int | None) -> tuple[int, ...]:
+    """The slots of a digest: its bytes, then their squares."""
+    if digest is None:
+        return (0,) * 8
+    a, b, c, d = digest & 0xFF, digest >> 8 & 0xFF, digest >> 16 & 0xFF, digest >> 24 & 0xFF
+    return a, b, c, d, a * a, b * b, c * c, d * d
+
+
+def _differ(values: Sequence[int]) -> bool:
+    tolerating, holders = divmod(values[HOLDERS], COUNTS)
+    return not tolerating and any(holders * values[SQUARES + i] != values[SAMPLE + i] ** 2 for i in range(4))
 
 
 @functools.lru_cache(maxsize=16)

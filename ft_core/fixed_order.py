@@ -79,7 +79,7 @@ class FixedOrderReducer:
     ) -> None:  # fmt: skip
         self._manager, self._module, self._layout, self._device = manager, module, layout, device
         self._buffer_owners = [(name, part) for name, part in module.named_modules() if part._buffers]
-        self._parameters = list(parameters)
+        self.parameters = self._parameters = list(parameters)
         self._max_count = max_count
         self._result = FlatGradients(layout, parameters, [device])
         self._pool: list[Partial] = []

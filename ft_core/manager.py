@@ -96,6 +96,7 @@ class Manager(DataPort, Collectives, Commit, Agreement, Weighted, Exhaustion, Le
         max_retries: more vetoed attempts in a row raise RuntimeError from should_commit; None: never.
         quorum_retries: how often a timed-out quorum is asked for again before the error is raised.
         parity_check_every: compare digests of the state every so many commits; 0: never. Costs one pass over the state.
+        parity_sample_steps: within so many commits each parameter is compared once, a few at each step; 0: never.
         time_overrides: single fields of the time budget by name, for example {"liveness_s": 1.0}.
         expected_replicas: how many groups the job is configured with; default FT_NUM_REPLICA_GROUPS.
         token: the job's secret; default FT_TOKEN.
@@ -139,6 +140,7 @@ class Manager(DataPort, Collectives, Commit, Agreement, Weighted, Exhaustion, Le
         quorum_retries: int | None = None,
         *,
         parity_check_every: int = 0,
+        parity_sample_steps: int = 1000,
         time_overrides: Mapping[str, float] | None = None,
         expected_replicas: int | None = None,
         token: str | None = None,
@@ -158,6 +160,7 @@ class Manager(DataPort, Collectives, Commit, Agreement, Weighted, Exhaustion, Le
                 quorum_retries=quorum_retries, parity_check_every=parity_check_every, time_overrides=time_overrides,
                 expected_replicas=expected_replicas, token=token, exit_on_drain=exit_on_drain,
                 quorum_in_commit=quorum_in_commit, on_exhausted=on_exhausted, room_id=room_id,
+                parity_sample_steps=parity_sample_steps,
             ),
             os.environ,
         )  # fmt: skip
@@ -165,8 +168,7 @@ class Manager(DataPort, Collectives, Commit, Agreement, Weighted, Exhaustion, Le
             raise ConfigError(f"pg must be an ft_core.process_group.ProcessGroup, got {type(pg).__name__}")
         if (load_state_dict is None) != (state_dict is None):
             raise ConfigError("pass both load_state_dict and state_dict, or neither and register_state_dict_fn later")
-        self._use_async = use_async_quorum
-        self._warm_up_wanted = warm_up
+        self._use_async, self._warm_up_wanted = use_async_quorum, warm_up
         self._live = LiveState()
         if load_state_dict is not None and state_dict is not None:
             self._live.register(DEFAULT_KEY, load_state_dict, state_dict)
@@ -189,7 +191,7 @@ class Manager(DataPort, Collectives, Commit, Agreement, Weighted, Exhaustion, Le
         self._store: Store | None = started.store
         self._store_address: str = started.store_address
         self._incarnation = started.incarnation
-        self._parity = ParityCheck(config.parity_check_every)
+        self._parity = ParityCheck(config.parity_check_every, config.parity_sample_steps)
         self._worker = QuorumWorker(self._session, self._healing, self._place)
         self._session.cancel_heal = self._healing.cancel
         self._session.kill = lambda _reason: drain.kill(told_first=config.world_size > 1)

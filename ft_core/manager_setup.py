@@ -67,6 +67,7 @@ class Arguments:
     max_retries: int | None
     quorum_retries: int | None
     parity_check_every: int
+    parity_sample_steps: int
     time_overrides: Mapping[str, float] | None
     expected_replicas: int | None
     token: str | None
@@ -96,6 +97,7 @@ class Config:
     expected: int
     init_sync: bool
     parity_check_every: int
+    parity_sample_steps: int
     quorum_retries: int
     incarnation_key: str
     """Of this start of the group, in its c10d store: its ranks must not find their predecessors."""
@@ -131,8 +133,11 @@ def resolve(arguments: Arguments, variables: Mapping[str, str]) -> Config:
     for setting, value in (("max_retries", a.max_retries), ("quorum_retries", a.quorum_retries)):
         if value is not None and value < 0:
             raise ConfigError(f"{setting}={value} must be 0 or more")
-    if a.parity_check_every < 0:
-        raise ConfigError(f"parity_check_every={a.parity_check_every} must be 0 (never) or a number of commits")
+    for setting, value in (
+        ("parity_check_every", a.parity_check_every), ("parity_sample_steps", a.parity_sample_steps),
+    ):  # fmt: skip
+        if value < 0:
+            raise ConfigError(f"{setting}={value} must be 0 (never) or a number of commits")
     on_exhausted = ON_EXHAUSTED[0] if a.on_exhausted is None else a.on_exhausted
     if on_exhausted not in ON_EXHAUSTED:
         raise ConfigError(f"on_exhausted={a.on_exhausted!r} must be one of {', '.join(map(repr, ON_EXHAUSTED))}")
@@ -176,7 +181,7 @@ def resolve(arguments: Arguments, variables: Mapping[str, str]) -> Config:
         tls=_certificates(variables),
         expected=expected,
         init_sync=a.init_sync,
-        parity_check_every=a.parity_check_every,
+        parity_check_every=a.parity_check_every, parity_sample_steps=a.parity_sample_steps,
         quorum_retries=a.quorum_retries if a.quorum_retries is not None else env.quorum_retries or 0,
         incarnation_key=f"ft_core/{name if a.replica_id or env.replica_id else 'group'}/{start_of_group}",
         exit_on_drain=a.exit_on_drain,
@@ -269,6 +274,7 @@ def describe(
     if config.step.mode is WorldSizeMode.FIXED_WITH_SPARES:
         settings["min_replica_size"] = config.step.min_replicas  # so many participate; else it only bounds the quorum
     settings["parity_check_every"] = config.parity_check_every
+    settings["parity_sample_steps"] = config.parity_sample_steps
     settings["pg"] = backend
     settings["require_all_contributions"] = step.whole_steps
     settings["number of models in DistributedDataParallel"] = len(carriers)

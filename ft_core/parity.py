@@ -5,12 +5,18 @@ not what forward changes) and the digests travel in one reduction with a slot of
 each, because a sum of digests could not be compared. All members see the same vector, so all name the same minority:
 those whose digest is not the most frequent one (of equally frequent ones, the lowest rank's is kept). The step is
 vetoed, the minority's state becomes VOID and it heals.
+
+Such a comparison is also made when the fence says that members differ in the part of their parameters that each step
+looks at (`state_sample`). Replicas that differ again soon after they were healed compute differently (other hardware,
+another library): healing does not help, so after TIRED_AFTER times within TIRED_STEPS commits they are told, once, and
+left alone.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections import Counter
+import logging
+from collections import Counter, deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -18,16 +24,21 @@ import torch
 
 from ft_core.checkpointing.memory import byte_view, checksum
 from ft_core.checkpointing.tree import tensors_in
+from ft_core.state_sample import StateSample
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping
+    from collections.abc import Collection, Mapping, Sequence
 
     from ft_core.assignment import Plan
+    from ft_core.carrier import Carrier
     from ft_core.lanes import Lanes
 
+log = logging.getLogger("ft_core")
 PIECES = 4
 SLOTS = PIECES + 1
 """Per member: its digest, and whether it sent one (a member that is behind has nothing to compare)."""
+TIRED_AFTER, TIRED_STEPS = 3, 1000
+"""So many differences that the fence showed, within so many commits, are not accidents."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,15 +53,45 @@ class Difference:
 class ParityCheck:
     """Decides when a check is due, and makes it."""
 
-    def __init__(self, every: int) -> None:
+    def __init__(self, every: int, sample_steps: int) -> None:
         self._every = every
+        self._sample_steps = sample_steps
+        self._sample: StateSample | None = None
+        self._differed: deque[int] = deque(maxlen=TIRED_AFTER)
 
     def __repr__(self) -> str:
-        return f"ParityCheck(every={self._every})"
+        return f"ParityCheck(every={self._every}, {self._sample!r})"
 
     def due(self, base_step: int) -> bool:
         """Whether the attempt that builds on `base_step` carries a check: the same on all members."""
         return self._every > 0 and base_step > 0 and base_step % self._every == 0
+
+    def sample(self, step: int, carriers: Sequence[Carrier]) -> int | None:
+        """Digest of the part of the parameters that `step` looks at; None: nothing is compared."""
+        if self._sample_steps <= 0 or step <= 0 or not carriers:
+            return None
+        if self._sample is None:
+            self._sample = StateSample([p for carrier in carriers for p in carrier.parameters], self._sample_steps)
+        return self._sample.take(step)
+
+    def tires(self, step: int, found: Difference) -> bool:
+        """The fence of `step` showed a difference; `found`: which. True: it is to be tolerated from now on."""
+        self._differed.append(step)
+        tired = len(self._differed) == TIRED_AFTER and step - self._differed[0] < TIRED_STEPS
+        if not found.differing:
+            log.error(
+                "step %d: the parameters of the replicas differ, and what a heal would bring does not: is the model in "
+                "what state_dict returns?", step
+            )  # fmt: skip
+        if tired:
+            log.error(
+                "the replicas' parameters differed %d times within %d steps although they were healed: they compute "
+                "differently (other hardware or library versions, randomness that is not seeded alike, a callback that "
+                "changes weights on some of them). They are not compared any more, and train on with different "
+                "weights. If that is known and wanted, pass parity_sample_steps=0 on all replicas",
+                TIRED_AFTER, step - self._differed[0] + 1,
+            )  # fmt: skip
+        return tired
 
     def compare(self, mine: int | None, plan: Plan, lanes: Lanes) -> Difference:
         """Exchange digests over the second lane; None: I do not hold the state to compare. Raises what it raises."""

@@ -68,19 +68,20 @@ class Step:
         self.unbuilt, self.unbuilt_here = "", False
         """Why this rank could not build the process group of its quorum; '' also where a push had ended that before."""
         self.leaving = self.drain_wanted = self.drain_agreed = self.stop_wanted = self.stop_agreed = False
-        self.exhausted = False
+        self.exhausted = self.tolerates = False
         self.trails = self.ends_round = False
         """Out of data, and: nobody applies commits here (`version` stays, a heal makes up for it); it ends for all."""
         self.rounds = 0
         """How often a round of data ended since this rank started."""
         self.round_ended: Version | None = None
         """The version at which the last round ended; the same on all members that hold a later one."""
-        self.everyone_out = self.source_lost = self._ends_now = self._passed = False
-        """The last fence said: every member is out of data; the source of the buffers is; the round ends with it."""
+        self.everyone_out = self.source_lost = self._ends_now = self._passed = self.states_differ = False
+        """The last fence said: all are out of data; the buffers' source is; the round ends; it ended; states differ."""
         self.source_shift = 0
         """The buffers' source is this many places behind the first participant: those before it are out of data."""
         self.weight: int | None = None
-        """Weight of this member's gradient; None: 1."""
+        self.sample: int | None = None
+        """Weight of this member's gradient, None: 1; digest of a part of its state when this step was opened."""
         self.user_ops = 0
         """User collectives launched in this quorum: part of the tag, so a skipped one cannot pair with a later one."""
         self.lease_acked_at = self.launched_at = now
@@ -96,10 +97,9 @@ class Step:
         self._error_sent = self._voted = False
         """The soft error was there when the fence's slots were taken; the latched verdict was told to the group:
         whatever fails from now on belongs to the next attempt."""
-        self._lost_since = ""
-        """Why the quorum cannot go on, heard since this rank voted."""
-        self._goes_on = False
-        """The ranks of this group agreed to stay in the quorum, and none of them has launched anything since."""
+        self._lost_since, self._goes_on = "", False
+        """Why the quorum cannot go on, heard since this rank voted. The ranks of this group agreed to stay in it, and
+        none of them has launched anything since."""
         self._early: dict[str, tuple[int, str]] = {}
         """Pushes about a quorum that is announced but not entered yet: newest id per kind."""
 
@@ -410,10 +410,8 @@ class Step:
     def tag(self) -> int:
         """64 bits over everything that has to be equal on all members of this attempt."""
         assert self.plan is not None
-        base = self.base
-        return tag_of(
-            base.step, base.epoch, self.base_lineage, self.plan.quorum_id, self.attempt, self.layout, self.user_ops
-        )
+        base, in_ = self.base, self.plan.quorum_id
+        return tag_of(base.step, base.epoch, self.base_lineage, in_, self.attempt, self.layout, self.user_ops)
 
     def slots(self, now: float) -> list[float]:
         """What this member puts into the fence."""
@@ -440,6 +438,8 @@ class Step:
                 source_lost=plan.replica_rank == self.source and not contributes,
                 lags=behind and heal is Heal.NONE and not plan.excluded,
                 passed=self.round_ended == self.base and not behind,
+                sample=None if behind else self.sample,
+                tolerates=self.tolerates,
             )
         )
 
@@ -468,7 +468,7 @@ class Step:
     def _judge(self, sums: Sequence[float], now: float) -> Verdict:
         assert self.plan is not None
         rules, n = self.settings.rules, self.plan.size
-        self.everyone_out = self.source_lost = self._ends_now = self._passed = False
+        self.everyone_out = self.source_lost = self._ends_now = self._passed = self.states_differ = False
 
         def verdict(outcome: Outcome, reason: str = "", **more: object) -> Verdict:
             assert self.plan is not None
@@ -484,6 +484,7 @@ class Step:
             if told.no_lease == n:
                 reason = f"no member has had a lease for autonomy_s={self.settings.autonomy_s:g} s: waiting for one"
                 return verdict(Outcome.VETO, reason, change=told.change > 0, lapsed=True)
+        self.states_differ = told.states_differ
         self.source_lost, self.everyone_out, self._passed = told.sources_lost > 0, told.out == n, told.passed > 0
         self._ends_now = (self.everyone_out or told.ends > 0) and not told.lagging
         lag_ends = told.lagging > 0 and (self.everyone_out or told.ends + told.stop > 0)
@@ -550,7 +551,7 @@ class Step:
         if verdict.change:
             self.ask_next = self.ask_next or self.change_wanted or "a member asked for a change of membership"
         self.attempt += 1
-        self.soft_error, self.verdict = "", None
+        self.soft_error, self.verdict, self.sample = "", None, None
         self.awaits_lease = verdict.lapsed and self.settings.rules.r3_waits
         self.phase, self.expects_user_op, self._op_launched = Phase.OPEN, self._op_launched, False
         self._goes_on = self._alike and not self.ask_next
@@ -574,8 +575,7 @@ class Step:
         """R5: the reduced gradients of the open attempt were fetched: this rank commits what it could not follow."""
         assert self.plan is plan_
         self.version, self.lineage = plan_.target, plan_.target_lineage
-        self.heal = Heal.NONE
-        self.own_failures = self.vetoes = 0
+        self.heal, self.own_failures, self.vetoes = Heal.NONE, 0, 0
 
     def divisor(self, verdict: Verdict) -> int:
         """What the sum of the gradients is divided by: what really went into it (R10), never what was planned."""

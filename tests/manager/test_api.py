@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 def arguments(**changes: Any) -> setup.Arguments:
     values: dict[str, Any] = dict.fromkeys(setup.Arguments.__dataclass_fields__)
     values |= {"world_size_mode": WorldSizeMode.DYNAMIC, "init_sync": True, "parity_check_every": 0}
+    values |= {"parity_sample_steps": 1000}
     return setup.Arguments(**(values | {"lighthouse_addr": "h:1", "hostname": "127.0.0.1"} | changes))
 
 
@@ -120,6 +121,7 @@ def test_times(env: dict[str, str], changes: dict[str, Any], field: str, value: 
         ({}, {"max_retries": -1}, ["max_retries=-1"]),
         ({}, {"quorum_retries": -1}, ["quorum_retries=-1"]),
         ({}, {"parity_check_every": -1}, ["parity_check_every=-1"]),
+        ({}, {"parity_sample_steps": -1}, ["parity_sample_steps=-1"]),
         ({}, {"timeout": 5}, ["timeout=5", "timedelta"]),
         ({}, {"timeout": timedelta(0)}, ["timeout=0.0"]),
         ({}, {"time_overrides": {"livenes_s": 1.0}}, ["livenes_s", "liveness_s"]),

@@ -45,6 +45,7 @@ OTHER: list[tuple[dict[str, Any], dict[str, Any], str, str]] = [
         "min_replica_size=1",
     ),
     ({"parity_check_every": 2}, {}, "parity_check_every=0", "parity_check_every=2"),
+    ({"parity_sample_steps": 0}, {}, "parity_sample_steps=1000", "parity_sample_steps=0"),
 ]  # fmt: skip
 
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import random
 import struct
 from dataclasses import fields
+from typing import Any
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -26,9 +28,11 @@ from ft_core.fence import (
 )
 from ft_core.settings import MAX_REPLICAS
 
-FLAGS = [field.name for field in fields(FenceInput) if field.name not in ("tag", "weight", "share_of")]
+NO_FLAGS = {"tag", "weight", "share_of", "sample", "tolerates"}
+FLAGS = [field.name for field in fields(FenceInput) if field.name not in NO_FLAGS]
 INPUTS = st.builds(
     FenceInput, tag=st.just(7), weight=st.integers(0, MAX_WEIGHT), share_of=st.integers(-1, 0),
+    sample=st.none() | st.sampled_from([0, 1, 256, 0xFFFF_FFFF]), tolerates=st.integers(0, 9).map(lambda n: n == 0),
     **{name: st.booleans() for name in FLAGS},
 )  # fmt: skip
 
@@ -60,6 +64,8 @@ def test_a_sum_says_how_many_said_what(members: list[FenceInput], seed: int) -> 
         failed=count["failed"], change=count["change"], no_lease=count["no_lease"], out=count["out"],
         trailing=count["trails"], ready=count["ready"], stop=count["stop"], ends=count["ends"],
         sources_lost=count["source_lost"], lagging=count["lags"], passed=count["passed"],
+        states_differ=not any(said.tolerates for said in members)
+        and len({said.sample for said in members} - {None}) > 1,
     )  # fmt: skip
     assert told.is_of(len(members), 7)
     assert not told.is_of(len(members) + 1, 7)
@@ -71,7 +77,8 @@ def test_the_largest_fence_is_exact() -> None:
     assert MAX_MEMBERS == MAX_REPLICAS == 256
     assert MAX_MEMBERS * (DIGIT - 1) < 1 << 24
     tag = (1 << 64) - 1
-    flags = dict.fromkeys(FLAGS, True)
+    flags: dict[str, Any] = dict.fromkeys(FLAGS, True)
+    flags |= {"sample": 0xFFFF_FFFF, "tolerates": True}
     rows = [encode(FenceInput(tag, MAX_WEIGHT, rank, **flags)) for rank in range(MAX_MEMBERS)]
     for row in rows:
         assert len(row) == FENCE_SLOTS
@@ -103,3 +110,13 @@ def test_a_tag_is_a_function_of_every_number_and_its_place() -> None:
     tags = {tag_of(1, 2, 3), tag_of(1, 3, 2), tag_of(1, 2, 4), tag_of(-1, 2, 3), tag_of(1, 2)}
     assert len(tags) == 5
     assert all(sum(piece << 16 * place for place, piece in enumerate(pieces_of(tag))) == tag for tag in tags)
+
+
+@pytest.mark.parametrize("members", [2, 3, 255, 256])
+def test_one_member_that_differs_by_one_bit_is_seen(members: int) -> None:
+    """Also where the others' mean is what it has, and in sums that float32 makes."""
+    for bit in range(32):
+        rows = [encode(FenceInput(1, sample=0xFFFF_FFFF)) for _ in range(members - 1)]
+        rows.append(encode(FenceInput(1, sample=0xFFFF_FFFF ^ (1 << bit))))
+        assert decode(summed(rows, random.Random(bit)), members).states_differ
+        assert not decode(summed(rows[:-1] + rows[:1], random.Random(bit)), members).states_differ
