@@ -118,7 +118,7 @@ class DataPort:
         self._start_quorum(room_id, allow_heal, shrink_only, timeout)
         self._divided = self._data is not None
         self._step.sample = self._parity.sample(self._step.version.step, self._carriers)
-        self._session.movable = None if self._divided else self._attempt
+        self._session.opened(None if self._divided else self._attempt)
 
     def _tell_data(self, committed: bool, *, final: bool) -> None:
         """What became of the attempt; a veto may still turn out to be a commit (R5) as long as it is not final."""

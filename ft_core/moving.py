@@ -21,8 +21,15 @@ if TYPE_CHECKING:
     from ft_core.step import Step
 
 
-def may_move(step: Step) -> bool:
+IN_TIME = 0.75
+"""Of `timeout`: an attempt that has been open for longer may be what the others gave up waiting for."""
+
+
+def may_move(step: Step, open_s: float, timeout_s: float) -> bool:
     """Whether the open attempt can go on in the next quorum, should this one end now.
+
+    Not if the others may have ended it because of this very rank, which has not come to its gradients for `open_s`
+    seconds: they would wait for it in the next quorum, too. `timeout_s` is how long a collective waits for a peer.
 
     A script that makes collectives of its own may make them whenever the quorum is new: all members then do, and one
     in the middle of a step does not. That one makes none shows in the first completed attempt of a quorum. The ranks
@@ -31,6 +38,7 @@ def may_move(step: Step) -> bool:
     return (
         step.settings.rules.r19_moves and step.phase is Phase.OPEN and step.attempt > 0 and step.user_ops == 0
         and step.settings.group_world_size == 1 and step.heal is Heal.NONE and not step.behind
+        and open_s < IN_TIME * timeout_s
         and not (step.ask_next or step.soft_error or step.awaits_lease or step.leaving or step.drain_wanted)
     )  # fmt: skip
 

@@ -81,6 +81,8 @@ class Session:
         """The reason that was logged last."""
         self.movable: StepAttempt | None = None
         """The attempt that is open, as long as nothing of it was launched and nobody was told who takes part in it."""
+        self._open_since = 0.0
+        """When that one was opened (monotonic s)."""
         self.submit: Callable[[Round], None]
         """Begins a round of asking (`QuorumWorker.submit`)."""
         self.works = UserWorks(self.fail_user_op)
@@ -161,7 +163,8 @@ class Session:
         moved: Round | None = None
         with self.lock:
             was = self.step.phase
-            open_ = self.movable if moves and may_move(self.step) else None
+            open_s = time.monotonic() - self._open_since
+            open_ = self.movable if moves and may_move(self.step, open_s, self.patience_s) else None
             abort = self.step.lost(quorum_id, reason, held)
             broke = self.step.broken and was is not Phase.BROKEN
             fenced = self.step.phase is Phase.FENCED and held <= self.step.base
@@ -246,6 +249,10 @@ class Session:
             return not self.control_ports.isdisjoint((connection.peer.port, connection.local.port))
 
         return [*self.lanes.connection_fds(), *sockets.connections(controls)]
+
+    def opened(self, attempt: StepAttempt | None) -> None:
+        """A step begins (training thread). `attempt`: goes on in the next quorum if this one ends meanwhile (R19)."""
+        self.movable, self._open_since = attempt, time.monotonic()
 
     def _formed(self) -> None:
         """A process group has formed (the thread that formed it)."""

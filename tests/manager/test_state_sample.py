@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import nn
 
 from ft_core.parity import TIRED_AFTER
-from ft_core.state_sample import MIN_BYTES, StateSample
+from ft_core.state_sample import StateSample, _windows
 from tests.manager.harness import Cluster, Replica, digest_of
 
 
@@ -27,23 +31,35 @@ def big(numel: int = 40_000) -> list[torch.Tensor]:
     ), torch.randn(777).to(torch.bfloat16)]  # fmt: skip
 
 
-@pytest.mark.parametrize("steps", [1, 7, 1000])
+@pytest.mark.parametrize("steps", [1, 7, 40, 1000])
 def test_every_byte_is_looked_at_within_one_pass(steps: int) -> None:
     parameters = big()
     sample = StateSample(parameters, steps)
-    size = sum(p.numel() * p.element_size() for p in parameters)
-    window = min(size, max(MIN_BYTES, -(-size // steps)))
-    passes = -(-size // window)
-    before = [sample.take(step) for step in range(1, passes + 1)]
-    assert before == [StateSample(big(), steps).take(step) for step in range(1, passes + 1)]
+
+    def digests() -> list[int | None]:
+        return [sample.take(step) for step in range(1, steps + 1)]
+
+    before = digests()
+    assert before == [StateSample(big(), steps).take(step) for step in range(1, steps + 1)]
     for parameter in parameters:
         flat = parameter.view(-1) if parameter.is_contiguous() else parameter.as_strided((parameter.numel(),), (1,))
         for at in {0, parameter.numel() // 2, parameter.numel() - 1} if parameter.numel() else ():
             kept = flat[at].clone()
             flat[at] += 1
-            assert [sample.take(step) for step in range(1, passes + 1)] != before
+            assert digests() != before
             flat[at] = kept
-    assert [sample.take(step) for step in range(1, passes + 1)] == before
+    assert digests() == before
+
+
+@given(st.lists(st.integers(0, 200_000), max_size=60), st.integers(1, 100))
+def test_windows_hold_all_bytes_once_and_are_no_more_than_asked_for(sizes: list[int], steps: int) -> None:
+    windows = _windows(sizes, steps)
+    assert len(windows) <= max(1, steps)
+    seen = [0] * len(sizes)
+    for index, start, size in itertools.chain.from_iterable(windows):
+        assert start == seen[index]
+        seen[index] += size
+    assert seen == sizes
 
 
 def test_equal_windows_of_different_steps_have_different_digests() -> None:

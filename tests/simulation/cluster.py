@@ -1187,8 +1187,8 @@ class Rank:
         """Which training-thread activity is current: a timer with an older one is void."""
         self.waiting_to_launch = self.waiting_for_heal = False
         self.asking = False
-        self.forward_until = 0.0
-        """When the forward pass that runs ends; 0: none runs."""
+        self.forward_from = self.forward_until = 0.0
+        """When the forward pass that runs began and ends; until 0: none runs."""
         self.moving = False
         """It asks in the middle of a step, which goes on in the next quorum."""
         self.kept: Kept | None = None
@@ -1526,7 +1526,7 @@ class Rank:
         if "soft" in group.injected and not world.rng.randrange(len(group.ranks)):
             group.injected.discard("soft")
             self.step.fail_softly("a NaN was found")
-        self.forward_until = world.now + length
+        self.forward_from, self.forward_until = world.now, world.now + length
         world.at(length, group, self._launch, self.token)
 
     def _launch(self, token: int) -> None:
@@ -1642,10 +1642,14 @@ class Rank:
 
     def lost(self, quorum_id: int, reason: str, held: Version = VOID) -> None:
         """A push from the lighthouse or from another rank of the group."""
-        moves = held == VOID and self.forward_until > 0.0 and (self.moving or may_move(self.step))
+        moves = held == VOID and self.forward_until > 0.0 and (self.moving or self._may_move())
         if self.step.lost(quorum_id, reason, held):
             self.world.say("%s aborts%s: %s", self.name, ", and takes its attempt along" if moves else "", reason)
             self._ask_at_once(moves=moves)
+
+    def _may_move(self) -> bool:
+        world = self.world
+        return may_move(self.step, world.now - self.forward_from, world.config.timeout_s)
 
     def peer_ended(self, ring: Ring) -> None:
         """A connection of the process group was closed, and nothing is expected from it."""
