@@ -262,8 +262,8 @@ class Session:
     def _peer_ended(self, quorum_id: int) -> None:
         """A peer has ended a connection of this quorum's group. Whoever waits in a collective learns it there."""
         with self.lock:
-            idle = self.step.phase is Phase.OPEN
-        if idle:
+            waits = self.step.phase is Phase.LAUNCHED
+        if not waits:
             self._lost(quorum_id, "a peer has ended its connection", moves=True)
 
     def _announce_busy(self) -> None:

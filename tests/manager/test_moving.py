@@ -70,6 +70,19 @@ def test_only_who_has_launched_something_computes_again(cluster: Cluster) -> Non
     assert (slow.vetoes, quick.vetoes) == ([], [3])
 
 
+def test_a_death_after_the_fence_costs_nothing(cluster: Cluster) -> None:
+    """The step is settled first; the next one asks, also where nobody pushes anything."""
+
+    def until_it_must_ask(replica: Replica) -> None:
+        replica.cluster.lighthouse.wait_for(lambda: bool(replica.manager._step.ask_next))
+
+    here = together(3)
+    survivors = [Replica(i, at={(3, "backward"): both(here, until_it_must_ask)}) for i in range(2)]
+    cluster.run(*survivors, Replica(2, at={(3, "backward"): both(here, crash)}))
+    cluster.check(steps=6, survivors=2)
+    assert [r.vetoes for r in survivors] == [[], []]
+
+
 def test_a_second_death_meanwhile(cluster: Cluster) -> None:
     """The attempt that moved once is the first of its quorum: it is lost, and nothing else."""
     here, there = together(4), together(3)

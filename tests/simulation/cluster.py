@@ -1653,7 +1653,7 @@ class Rank:
 
     def peer_ended(self, ring: Ring) -> None:
         """A connection of the process group was closed, and nothing is expected from it."""
-        if self.ring is ring and self.step.phase is Phase.OPEN and not self.group.done:
+        if self.ring is ring and self.step.phase is not Phase.LAUNCHED and not self.group.done:
             self.lost(ring.quorum.quorum_id, "a peer has ended its connection")
 
     def _ask_at_once(self, *, moves: bool = False) -> None:
