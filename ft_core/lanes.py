@@ -80,6 +80,7 @@ class Lanes:
             self._user_on_main = both
             self._check()
         self._form(self.main, f"{store_prefix}/0")
+        self.on_formed()
         if both:
             self.second()
 
@@ -108,7 +109,6 @@ class Lanes:
                 self._formed.notify_all()
         with self._lock:
             self._check()
-        self.on_formed()
 
     def _check(self) -> None:
         if self._aborted:
@@ -125,11 +125,12 @@ class Lanes:
         if not ready:
             self._form(group, f"{prefix}/1")
             self._second_ready = True
+            self.on_formed()
         return group
 
     def connection_fds(self) -> list[int]:
-        """Return the descriptors of both lanes' connections to peers."""
-        second = self._second
+        """Return the descriptors of both lanes' connections to the peers of this quorum, of which they tell."""
+        second = self._second if self._second_ready else None  # until then it is the last quorum's, which peers end
         return self.main.connection_fds() + (second.connection_fds() if second is not None else [])
 
     def sum(self, tensor: torch.Tensor, group: ProcessGroup) -> Work:

@@ -124,6 +124,27 @@ def test_a_script_with_collectives_of_its_own_loses_the_attempt(cluster: Cluster
     assert [r.vetoes for r in survivors] == [[3], [3]]
 
 
+def test_the_end_of_the_last_quorums_second_lane_is_no_news(cluster: Cluster) -> None:
+    """A member forms its second lane anew, and so ends the old one, while another is still computing."""
+    newcomer, idle = Replica(2, steps=9), threading.Event()
+    first, second = Replica(0, steps=9), Replica(1, steps=9)
+
+    def late(replica: Replica) -> None:
+        cluster.lighthouse.wait_for(lambda: first.manager._session.lanes._forming > 0)
+        idle.wait(0.2)  # the point: it would be told now
+        assert replica.manager._step.phase is Phase.OPEN
+        own_collective(replica)
+
+    for replica in (first, second):
+        replica.actions[0, "started"] = own_collective
+    first.actions |= {(2, "boundary"): cluster.joins(newcomer), (7, "started"): own_collective}
+    second.actions[7, "started"] = late
+    newcomer.actions[7, "started"] = own_collective
+    cluster.run(first, second)
+    cluster.check(steps=9, survivors=3)
+    assert [r.vetoes for r in (first, second)] == [[], []]
+
+
 def test_a_quorum_in_which_somebody_needs_state_is_left_again(cluster: Cluster) -> None:
     """A newcomer asks before the others do; state is given at their next boundary, and nobody trains without it."""
     again, here = Replica(3, steps=9), together(3)
