@@ -13,7 +13,7 @@ from torch.distributed.algorithms.join import Join, JoinHook
 from ft_core import OptimizerWrapper
 from ft_core.errors import ConfigError, QuorumTimeoutError
 from ft_core.join import JoinMember, joining_of
-from tests.manager.harness import Cluster, Replica, crash, crash_seen, sgd, with_batch_norm
+from tests.manager.harness import Cluster, Replica, both, crash, crash_seen, sgd, with_batch_norm
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -141,7 +141,12 @@ def test_the_death_of_a_replica_that_has_joined(cluster: Cluster, when: str) -> 
 
 
 def test_the_last_that_trains_dies_and_nothing_is_lost_that_another_holds(cluster: Cluster) -> None:
-    cluster.run(Joined(0, 2), Joined(1, 9, at={(6, "boundary"): crash_seen}))
+    joined = Joined(0, 2)
+
+    def holds_it_too(_: Replica) -> None:
+        cluster.lighthouse.wait_for(lambda: joined.manager.current_step() == 6)
+
+    cluster.run(joined, Joined(1, 9, at={(6, "boundary"): both(holds_it_too, crash_seen)}))
     cluster.check()
     assert one_end(cluster)[0] == 6, "the joined replica has every commit"
     trailing = [Joined(2, 2, members="m"), Joined(3, 9, members="m", at={(6, "boundary"): crash_seen})]
