@@ -135,7 +135,7 @@ class DistributedDataParallel(JoinMember, TorchDistributedDataParallel):
         watching, ratio = False, 1.0
         if torch.is_grad_enabled():
             if bucketer is not None:
-                notify(self)
+                notify(self, opens=True)
                 ratio = getattr(self._manager, "batch_ratio", 1.0)
                 sync = self.require_backward_grad_sync
                 self._check_frozen()

@@ -4,7 +4,11 @@ How it works. torch's context asks its members for a process group, and learns t
 who is still there. `JoinGroup` stands for that group, and answers on this machine: what it asks for is known from the
 fence. On the way out of the context torch asks "how many have not joined yet?" once per iteration; each time this
 replica takes part in one attempt with weight zero (`Manager.shadow_step`), and applies it if an OptimizerWrapper is
-among the members of the context. So hooks have nothing left to do, and their order does not matter.
+among the members of the context. So hooks have nothing left to do, and their order does not matter. As in torch's own
+example, the loop may do without zero_grad: the model's forward then opens the step.
+
+The group answers nothing but those questions. A member of the script's own may not reduce over it: the attempt in
+which its peers' tensors could meet is over, or not begun, when it calls, so it would get its own tensor back.
 
 Invariants: replicas that are in the context communicate through the Manager's attempts only. One replica, one context
 at a time. Threads: the training thread.
@@ -12,8 +16,9 @@ at a time. Threads: the training thread.
 
 from __future__ import annotations
 
+import enum
 import sys
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol, cast
 
 import torch
 import torch.distributed as dist
@@ -26,6 +31,7 @@ from ft_core.process_group.work import DoneWork
 if TYPE_CHECKING:
     from collections.abc import Callable
     from datetime import timedelta
+    from types import CodeType, FrameType
 
     from torch.distributed import Work
 
@@ -35,8 +41,42 @@ JOIN_DEVICE = torch.device("cpu")
 """Where torch makes the numbers it asks with: they never leave this process."""
 
 
+MAX_FRAMES = 8
+"""How many callers are looked at to find out who asks: torch's collectives have some wrappers."""
+
+
+class Question(enum.Enum):
+    """What torch's context uses an all_reduce for."""
+
+    HERE = "I have not joined; has anybody told us to terminate?"
+    COUNT = "how many have not joined?"
+    TERMINATE = "I terminate"
+
+
+_QUESTIONS: dict[CodeType, Question] = {
+    Join.notify_join_context.__code__: Question.HERE,
+    Join._get_num_nonjoined_procs.__code__: Question.COUNT,
+    Join._notify_procs_to_terminate.__code__: Question.TERMINATE,
+}
+
+
 class JoinManager(Protocol):
     """What joining needs of a `Manager`."""
+
+    replica_id: str
+
+    @property
+    def members(self) -> tuple[str, ...]:
+        """replica_id of each member of the quorum."""
+        ...
+
+    @property
+    def step_open(self) -> bool:
+        """A step was started and not voted on yet."""
+        ...
+
+    def start_quorum(self) -> None:
+        """Open the next step."""
 
     @property
     def all_exhausted(self) -> bool:
@@ -64,16 +104,50 @@ class JoinGroup(ProcessGroup):
     def __init__(self, joining: Joining) -> None:
         super().__init__()
         self._joining = joining
+        self._refused: Exception | None = None
+        """What a collective raised, while torch describes the group for its log."""
 
     def __repr__(self) -> str:
         return f"JoinGroup({self._joining!r})"
 
     def __eq__(self, other: object) -> bool:
-        # The context asks for its rank in the group, for messages only, and torch knows it only where there is a
-        # default group. A process that is "not in the group" has rank -1, whether there is one or not.
         if other is dist.GroupMember.NON_GROUP_MEMBER:
-            return _called_by_get_rank()
+            return self._not_in_group()
         return self is other
+
+    def __ne__(self, other: object) -> bool:
+        if other is not self and _caller(_is_set_up) is not None:
+            raise ConfigError(
+                f"Join: {'the default group' if other is None else repr(other)} is the join_process_group of another "
+                "member of this context. Those of a context with ft_core's model or optimizer all have to have "
+                "model.join_process_group, as only the Manager knows who is there. A ZeroRedundancyOptimizer belongs "
+                "into ft_core.Optimizer(manager, ...), which goes into Join in its place"
+            )
+        return not self == other
+
+    def _not_in_group(self) -> bool:
+        """Torch wants to know whether this process is outside the group: before it looks the group up in its tables.
+
+        The context asks for its rank in the group, for messages only, and torch knows it only where there is a default
+        group. A process that is not in the group has rank -1, whether there is one or not; `answer` mends it.
+        """
+        if self._refused is not None and _caller(_is_error_log) is not None:
+            refused, self._refused = self._refused, None
+            raise refused  # else torch, which describes the group for its log, ends in an error about that
+        if _caller(_is_get_rank) is None:
+            return False
+        if _caller(_is_set_up) is None:
+            raise UsageError(
+                "the group of a Join context (join_process_group) has no ranks that stay the same: it stands for "
+                "replicas that come and go, and cannot be given to a ZeroRedundancyOptimizer or another user of "
+                "process groups. Give them a group of the ranks of this replica group, for example the default group"
+            )
+        return True
+
+    def refuse(self, error: Exception) -> NoReturn:
+        """Raise it out of torch's collective, which would hide it where there is a default group."""
+        self._refused = error if dist.is_initialized() else None
+        raise error
 
     def __hash__(self) -> int:
         return id(self)
@@ -104,11 +178,25 @@ class JoinGroup(ProcessGroup):
         """Nothing is open."""
 
     def _launch(self, name: str, *arguments: Any) -> Work:
-        if name != "allreduce":
-            raise UsageError(f"the group of a Join context answers all_reduce only, not {name}")
+        asker = _caller(_asks)
+        if name != "allreduce" or asker is None:
+            self.refuse(
+                UsageError(
+                    f"{name} over the group of a Join context (join_process_group): it only tells torch who is still "
+                    "there; a replica that has joined makes no collectives of a member's own, and the result would be "
+                    "this replica's alone. Reduce after the context (manager.allreduce between optimizer.zero_grad() "
+                    "and optimizer.step()); how many batches all replicas committed: manager.batches_committed()"
+                )
+            )
+        question = _QUESTIONS[asker.f_code]
         (tensor,) = arguments[0]
         with torch.no_grad():
-            self._joining.answer(tensor)
+            try:
+                self._joining.answer(tensor, question)
+            except Exception as error:  # noqa: BLE001 - raised by this call
+                self.refuse(error)
+        if question is not Question.HERE:
+            cast("Join", asker.f_locals["self"])._rank = self._joining.rank  # known now; for torch's messages
         return DoneWork(arguments[0])
 
 
@@ -117,12 +205,12 @@ class Joining:
 
     def __init__(self, manager: JoinManager) -> None:
         self.group = JoinGroup(self)
-        self.notifying = False
-        """A member tells torch that it is there; else torch asks on the way out of the context."""
         self._manager = manager
         self._members: list[Joinable] = []
         self._apply: Callable[[], object] | None = None
         self._complete = False
+        self._inside = False
+        """This replica has not joined yet: what it does belongs to the context."""
         self._failed: Exception | None = None
 
     def __repr__(self) -> str:
@@ -149,6 +237,7 @@ class Joining:
                 "cannot know whose vote comes next. Step several optimizers after one vote (manager.should_commit)"
             )
         self._members.append(member)
+        self._inside = True
         self._apply = apply or self._apply
         return _Hook(self)
 
@@ -157,16 +246,37 @@ class Joining:
         self._complete = True
         return self.group
 
-    def answer(self, tensor: torch.Tensor) -> None:
+    @property
+    def rank(self) -> int:
+        """This replica's place in the quorum; 0 while there is none."""
+        members, me = self._manager.members, self._manager.replica_id
+        return members.index(me) if me in members else 0
+
+    def begin(self, member: Joinable, *, opens: bool) -> None:
+        """This replica is there. `opens`: a step begins here, if the loop has not opened it before.
+
+        Raises:
+            RuntimeError: torch's, with throw_on_early_termination: another replica is out of data.
+        """
+        opens = opens and self._inside and not self._manager.step_open
+        for speaker in self._members if opens else (member,):  # whoever it is that speaks for all
+            Join.notify_join_context(speaker)
+        if opens:
+            self._manager.start_quorum()
+
+    def answer(self, tensor: torch.Tensor, question: Question) -> None:
         """Overwrite the number torch asks with."""
         says_something = bool(tensor.any())
-        if self.notifying:
+        if question is Question.HERE:
             # "I am here" needs no answer. "Has anybody told us to terminate?": somebody who ended the round for all.
             if not says_something:
-                tensor.fill_(self._manager.all_exhausted)
-        elif says_something:  # "I terminate": the others know it from the fence
+                ended = self._manager.all_exhausted
+                self._inside = not ended
+                tensor.fill_(ended)
+        elif question is Question.TERMINATE:  # the others know it from the fence
             self.check()
-        else:  # "How many have not joined?"
+        else:
+            self._inside = False
             try:
                 tensor.fill_(0 if self._out_of_data() else 1)
             except Exception as error:  # noqa: BLE001 - raised by the hook that torch calls next
@@ -225,29 +335,33 @@ def joining_of(manager: object) -> Joining:
     return joining
 
 
-def notify(member: JoinMember) -> None:
-    """A step begins: tell the context, if there is one and this member is the one that speaks.
-
-    Raises:
-        RuntimeError: torch's, with throw_on_early_termination: another replica is out of data.
-    """
-    config = member._join_config
-    if not (config.enable and config.is_first_joinable):
-        return
-    joining = joining_of(member._join_manager())
-    joining.notifying = True
-    try:
-        Join.notify_join_context(member)
-    finally:
-        joining.notifying = False
+def notify(member: JoinMember, *, opens: bool = False) -> None:
+    """Tell the context, if there is one, that this replica is there; `opens`: as in `Joining.begin`, which raises."""
+    if member._join_config.enable:
+        joining_of(member._join_manager()).begin(member, opens=opens)
 
 
-def _called_by_get_rank() -> bool:
-    frame, depth = sys._getframe(2), 2
-    for _ in range(depth):
-        if frame.f_code is dist.get_rank.__code__:
-            return True
-        if frame.f_back is None:
-            return False
+def _caller(wanted: Callable[[FrameType], bool]) -> FrameType | None:
+    """The nearest frame above the caller's that is wanted, among MAX_FRAMES."""
+    frame: FrameType | None = sys._getframe(2)
+    for _ in range(MAX_FRAMES):
+        if frame is None or wanted(frame):
+            return frame
         frame = frame.f_back
-    return False
+    return None
+
+
+def _asks(frame: FrameType) -> bool:
+    return frame.f_code in _QUESTIONS
+
+
+def _is_get_rank(frame: FrameType) -> bool:
+    return frame.f_code is dist.get_rank.__code__
+
+
+def _is_set_up(frame: FrameType) -> bool:
+    return frame.f_code is Join._extract_dist_info.__code__
+
+
+def _is_error_log(frame: FrameType) -> bool:
+    return frame.f_code.co_name == "_get_msg_dict"

@@ -78,6 +78,7 @@ class WarmUp:
     _weights: BatchWeights
     _round: Any
     _shut_down: bool
+    _step_open: bool
     _warm_up_wanted = False
     _random_state: RandomState | None = None
     """Of before the warm-up that is under way."""
@@ -92,6 +93,11 @@ class WarmUp:
     def warming_up(self) -> bool:
         """This is a newcomer's first step, outside the quorum: nothing is committed until the next start_quorum."""
         return self._random_state is not None
+
+    @property
+    def step_open(self) -> bool:
+        """start_quorum was called, and should_commit not yet."""
+        return not self._undone if self.warming_up else self._step_open
 
     def _begin_warm_up(self, room_id: str) -> bool:
         """At a start_quorum: True if the attempt that is open now is a warm-up."""

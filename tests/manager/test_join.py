@@ -184,7 +184,7 @@ def test_early_termination_is_thrown_everywhere(cluster: Cluster, members: str) 
     replicas = [Joined(index, 3 + 2 * index, members=members, join=throw) for index in range(3)]
     cluster.run(*replicas)
     cluster.check()
-    assert str(replicas[0].raised) == "Rank -1 exhausted all inputs."
+    assert str(replicas[0].raised) == "Rank 0 exhausted all inputs."
     told = "Detected at least one rank that exhausted inputs. Throwing across all ranks."
     assert [str(r.raised) for r in replicas[1:]] == [told, told]
     assert one_end(cluster)[0] == (3 if members == "m" else 4)
