@@ -12,39 +12,87 @@ import os
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from ft_core.checkpointing import CheckpointTransport as CheckpointTransport
+    from ft_core.checkpointing import HTTPTransport as HTTPTransport
+    from ft_core.checkpointing import PGTransport as PGTransport
+    from ft_core.coordination import LighthouseClient as LighthouseClient
+    from ft_core.coordination import LighthouseServer as LighthouseServer
+    from ft_core.coordination import ManagerClient as ManagerClient
+    from ft_core.coordination import ManagerServer as ManagerServer
+    from ft_core.coordination import Quorum as Quorum
+    from ft_core.coordination import QuorumMember as QuorumMember
     from ft_core.data import DistributedSampler as DistributedSampler
     from ft_core.data import ElasticDataLoader as ElasticDataLoader
     from ft_core.data import ElasticSampler as ElasticSampler
     from ft_core.ddp import DistributedDataParallel as DistributedDataParallel
     from ft_core.ddp import PureDistributedDataParallel as PureDistributedDataParallel
+    from ft_core.futures import context_timeout as context_timeout
+    from ft_core.futures import future_timeout as future_timeout
+    from ft_core.futures import future_wait as future_wait
     from ft_core.local_sgd import DiLoCo as DiLoCo
     from ft_core.local_sgd import LocalSGD as LocalSGD
     from ft_core.manager import Manager as Manager
     from ft_core.manager import WorldSizeMode as WorldSizeMode
     from ft_core.optim import Optimizer as Optimizer
     from ft_core.optim import OptimizerWrapper as OptimizerWrapper
+    from ft_core.process_group import ErrorSwallowingProcessGroupWrapper as ErrorSwallowingProcessGroupWrapper
+    from ft_core.process_group import FakeProcessGroupWrapper as FakeProcessGroupWrapper
+    from ft_core.process_group import ManagedProcessGroup as ManagedProcessGroup
+    from ft_core.process_group import ProcessGroup as ProcessGroup
+    from ft_core.process_group import ProcessGroupAccelerator as ProcessGroupAccelerator
+    from ft_core.process_group import ProcessGroupBabyAccelerator as ProcessGroupBabyAccelerator
+    from ft_core.process_group import ProcessGroupBabyGloo as ProcessGroupBabyGloo
     from ft_core.process_group import ProcessGroupBabyNCCL as ProcessGroupBabyNCCL
+    from ft_core.process_group import ProcessGroupBabyXCCL as ProcessGroupBabyXCCL
+    from ft_core.process_group import ProcessGroupDummy as ProcessGroupDummy
     from ft_core.process_group import ProcessGroupGloo as ProcessGroupGloo
     from ft_core.process_group import ProcessGroupNCCL as ProcessGroupNCCL
+    from ft_core.process_group import ProcessGroupWrapper as ProcessGroupWrapper
+    from ft_core.process_group import ProcessGroupXCCL as ProcessGroupXCCL
+    from ft_core.process_group import create_store_client as create_store_client
     from ft_core.trajectory import FixedOrderDataParallel as FixedOrderDataParallel
 
 __version__ = "0.1.0"
 _HOME = {
-    "DistributedDataParallel": "ft_core.ddp",
-    "PureDistributedDataParallel": "ft_core.ddp",
+    "CheckpointTransport": "ft_core.checkpointing",
+    "HTTPTransport": "ft_core.checkpointing",
+    "PGTransport": "ft_core.checkpointing",
+    "LighthouseClient": "ft_core.coordination",
+    "LighthouseServer": "ft_core.coordination",
+    "ManagerClient": "ft_core.coordination",
+    "ManagerServer": "ft_core.coordination",
+    "Quorum": "ft_core.coordination",
+    "QuorumMember": "ft_core.coordination",
     "DistributedSampler": "ft_core.data",
     "ElasticDataLoader": "ft_core.data",
     "ElasticSampler": "ft_core.data",
-    "FixedOrderDataParallel": "ft_core.trajectory",
+    "DistributedDataParallel": "ft_core.ddp",
+    "PureDistributedDataParallel": "ft_core.ddp",
+    "context_timeout": "ft_core.futures",
+    "future_timeout": "ft_core.futures",
+    "future_wait": "ft_core.futures",
     "DiLoCo": "ft_core.local_sgd",
     "LocalSGD": "ft_core.local_sgd",
     "Manager": "ft_core.manager",
     "WorldSizeMode": "ft_core.manager",
     "Optimizer": "ft_core.optim",
     "OptimizerWrapper": "ft_core.optim",
+    "ErrorSwallowingProcessGroupWrapper": "ft_core.process_group",
+    "FakeProcessGroupWrapper": "ft_core.process_group",
+    "ManagedProcessGroup": "ft_core.process_group",
+    "ProcessGroup": "ft_core.process_group",
+    "ProcessGroupAccelerator": "ft_core.process_group",
+    "ProcessGroupBabyAccelerator": "ft_core.process_group",
+    "ProcessGroupBabyGloo": "ft_core.process_group",
     "ProcessGroupBabyNCCL": "ft_core.process_group",
+    "ProcessGroupBabyXCCL": "ft_core.process_group",
+    "ProcessGroupDummy": "ft_core.process_group",
     "ProcessGroupGloo": "ft_core.process_group",
     "ProcessGroupNCCL": "ft_core.process_group",
+    "ProcessGroupWrapper": "ft_core.process_group",
+    "ProcessGroupXCCL": "ft_core.process_group",
+    "create_store_client": "ft_core.process_group",
+    "FixedOrderDataParallel": "ft_core.trajectory",
 }
 __all__ = [*_HOME, "__version__"]
 

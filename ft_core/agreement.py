@@ -63,6 +63,16 @@ class Agreement:
             return None
         return self._step.participants.index(plan.replica_rank)
 
+    @property
+    def _participating_replica_world_size(self) -> int:
+        """`num_participants`, by the name that an example of the reference implementation prints."""
+        return self.num_participants()
+
+    @property
+    def _participating_replica_rank(self) -> int | None:
+        """`participating_rank`, likewise."""
+        return self.participating_rank()
+
     def is_participating(self) -> bool:
         """Whether this replica's gradients count in this attempt. Waits for the quorum."""
         self.wait_quorum()

@@ -210,7 +210,9 @@ class Environment:
 
     @staticmethod
     def read(env: Mapping[str, str]) -> Environment:
-        """Read FT_*, then TORCHFT_* where FT_* is silent. Warns once about an FT_ name nobody knows.
+        """Read FT_*, and where it is silent the reference implementation's (TORCHFT_*, REPLICA_GROUP_ID, ...).
+
+        Warns once about an FT_ name nobody knows.
 
         Raises:
             ConfigError: a value is not of its type; the message names the variable and the value.
@@ -247,8 +249,8 @@ class Environment:
         return Environment(
             lighthouse=string("FT_LIGHTHOUSE", "TORCHFT_LIGHTHOUSE"),
             replica_id=string("FT_REPLICA_ID"),
-            replica_group=whole("FT_REPLICA_GROUP"),
-            num_replica_groups=whole("FT_NUM_REPLICA_GROUPS"),
+            replica_group=whole("FT_REPLICA_GROUP", "REPLICA_GROUP_ID"),
+            num_replica_groups=whole("FT_NUM_REPLICA_GROUPS", "NUM_REPLICA_GROUPS"),
             min_replicas=whole("FT_MIN_REPLICAS"),
             timeout_s=number("FT_TIMEOUT_S", "TORCHFT_TIMEOUT_SEC"),
             quorum_s=number("FT_QUORUM_S", "TORCHFT_QUORUM_TIMEOUT_SEC"),

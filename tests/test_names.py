@@ -21,8 +21,9 @@ NAMES = {
     "ft_core.manager": "Manager WorldSizeMode",
     "ft_core.optim": "Optimizer OptimizerWrapper",
     "ft_core.process_group": "ErrorSwallowingProcessGroupWrapper FakeProcessGroupWrapper ManagedProcessGroup "
-    "ProcessGroup ProcessGroupBabyGloo ProcessGroupBabyNCCL ProcessGroupDummy ProcessGroupGloo ProcessGroupNCCL "
-    "ProcessGroupWrapper ProcessGroupXCCL create_store_client",
+    "ProcessGroup ProcessGroupAccelerator ProcessGroupBabyAccelerator ProcessGroupBabyGloo ProcessGroupBabyNCCL "
+    "ProcessGroupBabyXCCL ProcessGroupDummy ProcessGroupGloo ProcessGroupNCCL ProcessGroupWrapper ProcessGroupXCCL "
+    "create_store_client",
 }
 MANAGER = (
     "pg load_state_dict state_dict min_replica_size use_async_quorum timeout quorum_timeout connect_timeout rank "
@@ -31,14 +32,22 @@ MANAGER = (
 )
 LATER = {
     "ft_core.local_sgd": "DiLoCo LocalSGD",
-    "ft_core.checkpointing": "PGTransport",
-    "ft_core.process_group": "ProcessGroupBabyGloo ProcessGroupBabyNCCL ProcessGroupNCCL ProcessGroupXCCL",
+    "ft_core.process_group": "ProcessGroupAccelerator ProcessGroupBabyAccelerator ProcessGroupBabyGloo "
+    "ProcessGroupBabyNCCL ProcessGroupBabyXCCL ProcessGroupNCCL ProcessGroupXCCL",
 }
 
 
 @pytest.mark.parametrize(("module", "name"), [(m, n) for m, names in NAMES.items() for n in names.split()])
 def test_it_can_be_imported(module: str, name: str) -> None:
     assert callable(getattr(importlib.import_module(module), name))
+
+
+@pytest.mark.parametrize(("module", "name"), [(m, n) for m, names in NAMES.items() for n in names.split()])
+def test_it_is_at_the_top_level_too(module: str, name: str) -> None:
+    import ft_core
+
+    assert getattr(ft_core, name) is getattr(importlib.import_module(module), name)
+    assert name in ft_core.__all__
 
 
 @pytest.mark.parametrize(("module", "name"), [(m, n) for m, names in LATER.items() for n in names.split()])

@@ -27,6 +27,7 @@ class DistributedSampler(torch_distributed.DistributedSampler[T_co]):
         num_replica_groups: how many replica groups the job has when complete.
         group_rank: this process' rank inside its replica group.
         num_replicas: how many ranks one replica group has.
+        replica_group_id: what the examples of the reference implementation call replica_rank.
         kwargs: `shuffle`, `seed`, `drop_last` of `torch.utils.data.DistributedSampler`.
 
     Raises:
@@ -36,16 +37,26 @@ class DistributedSampler(torch_distributed.DistributedSampler[T_co]):
     def __init__(
         self,
         dataset: Dataset[T_co],
-        replica_rank: int,
-        num_replica_groups: int,
+        replica_rank: int | None = None,
+        num_replica_groups: int | None = None,
         group_rank: int = 0,
         num_replicas: int = 1,
+        *,
+        replica_group_id: int | None = None,
         **kwargs: Any,
     ) -> None:
+        if replica_group_id is not None:
+            if replica_rank is not None:
+                raise ConfigError(
+                    f"replica_rank={replica_rank!r} and replica_group_id={replica_group_id!r} are the same: pass one"
+                )
+            replica_rank = replica_group_id
         _check_rank("replica_rank", replica_rank, "num_replica_groups", num_replica_groups)
         _check_rank("group_rank", group_rank, "num_replicas", num_replicas)
         if "rank" in kwargs:
             raise ConfigError("rank is computed from replica_rank and group_rank; pass those instead of rank")
+        assert replica_rank is not None
+        assert num_replica_groups is not None
         self.global_rank = group_rank + num_replicas * replica_rank
         self.global_world_size = num_replicas * num_replica_groups
         super().__init__(dataset, num_replicas=self.global_world_size, rank=self.global_rank, **kwargs)

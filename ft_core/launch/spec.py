@@ -124,12 +124,13 @@ class JobSpec:
             "FT_LIGHTHOUSE": lighthouse,
             "FT_REPLICA_ID": self.group_name(number),
             "FT_REPLICA_GROUP": str(number),
+            "REPLICA_GROUP_ID": str(number),  # what scripts written for the reference implementation shard by
             "FT_MIN_REPLICAS": str(self.min_replicas),
             "FT_HOSTNAME": self.host,
             "TORCHELASTIC_MAX_RESTARTS": str(self.restarts.max_restarts),
         }
         if total:
-            env["FT_NUM_REPLICA_GROUPS"] = str(total)
+            env["FT_NUM_REPLICA_GROUPS"] = env["NUM_REPLICA_GROUPS"] = str(total)
         if self.token:
             env["FT_TOKEN"] = self.token
         if self.timeout_s is not None:

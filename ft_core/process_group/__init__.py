@@ -10,8 +10,11 @@ from ft_core.process_group.sockets import fds_on_port
 from ft_core.process_group.store import create_store_client, open_store, warm_store
 from ft_core.process_group.swallowing import ErrorSwallowingProcessGroupWrapper
 from ft_core.process_group.unavailable import (
+    ProcessGroupAccelerator,
+    ProcessGroupBabyAccelerator,
     ProcessGroupBabyGloo,
     ProcessGroupBabyNCCL,
+    ProcessGroupBabyXCCL,
     ProcessGroupNCCL,
     ProcessGroupXCCL,
 )
@@ -30,6 +33,9 @@ __all__ = [
     "ProcessGroupXCCL",
     "ProcessGroupBabyGloo",
     "ProcessGroupBabyNCCL",
+    "ProcessGroupBabyXCCL",
+    "ProcessGroupAccelerator",
+    "ProcessGroupBabyAccelerator",
     "DoneWork",
     "create_store_client",
     "open_store",

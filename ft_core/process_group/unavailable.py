@@ -41,3 +41,21 @@ class ProcessGroupBabyNCCL(_Unavailable):
     """NCCL in a child process that can be killed."""
 
     _needs = "NVIDIA GPUs and the child-process groups of a later release of ft_core"
+
+
+class ProcessGroupBabyXCCL(_Unavailable):
+    """XCCL in a child process that can be killed."""
+
+    _needs = "Intel GPUs and the child-process groups of a later release of ft_core"
+
+
+class ProcessGroupAccelerator(_Unavailable):
+    """The collectives of whatever accelerator this machine has, between the replicas."""
+
+    _needs = "an accelerator and a later release of ft_core"
+
+
+class ProcessGroupBabyAccelerator(_Unavailable):
+    """The same in a child process that can be killed."""
+
+    _needs = "an accelerator and the child-process groups of a later release of ft_core"

@@ -30,6 +30,14 @@ def test_global_rank_and_world() -> None:
     assert isinstance(sampler, TorchSampler)
 
 
+def test_the_name_in_the_reference_implementations_examples() -> None:
+    assert DistributedSampler(Numbers(100), replica_group_id=3, num_replica_groups=4).global_rank == 3
+    with pytest.raises(ConfigError, match=r"replica_rank=1 and replica_group_id=1 .*pass one"):
+        DistributedSampler(Numbers(100), 1, 4, replica_group_id=1)
+    with pytest.raises(ConfigError, match="replica_rank must be an int, got None"):
+        DistributedSampler(Numbers(100), num_replica_groups=4)
+
+
 @pytest.mark.parametrize(("groups", "ranks"), [(1, 1), (3, 1), (2, 3)])
 def test_all_ranks_together_read_everything_once(groups: int, ranks: int) -> None:
     seen: list[int] = []

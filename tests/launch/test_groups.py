@@ -97,9 +97,11 @@ def gone(pid: int) -> bool:
 
 
 def test_a_group_that_ends_well(write: Any, states: dict[str, list[str]]) -> None:
-    script = write("print('hello from', os.environ['FT_REPLICA_GROUP'])")
+    shard = "os.environ['REPLICA_GROUP_ID'], 'of', os.environ['NUM_REPLICA_GROUPS']"
+    script = write(f"print('hello from', os.environ['FT_REPLICA_GROUP'])\nprint('shard', {shard})")
     with job(script, "--replicas", "2") as running:
         assert running.run() == 0
+    assert "[replica-1/0] shard 1 of 2" in running.lines.all, "for scripts of the reference implementation"
     assert states == {"replica-0": ["INIT", "HEALTHY", "SUCCEEDED"], "replica-1": ["INIT", "HEALTHY", "SUCCEEDED"]}
     assert "[replica-1/0] hello from 1" in running.lines.all
     assert "ftrun: [replica-1] finished" in running.lines.all

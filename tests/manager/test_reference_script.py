@@ -72,15 +72,88 @@ while manager.current_step() < 40:
 """
 
 
-def test_only_the_imports_change(tmp_path: pathlib.Path) -> None:
-    script = tmp_path / "train_ddp.py"
-    script.write_text(SCRIPT)
+PROACTIVE = """
+import os, sys, time
+from datetime import timedelta
+import torch
+from torch import nn, optim
+from torch.distributed.elastic.multiprocessing.errors import record
+from torchdata.stateful_dataloader import StatefulDataLoader
+from ft_core import (
+    DistributedDataParallel, DistributedSampler, Manager, Optimizer, ProcessGroupGloo, ProcessGroupNCCL,
+)
+from ft_core.checkpointing.pg_transport import PGTransport
+
+@record
+def main():
+    group = int(os.environ.get("REPLICA_GROUP_ID", 0))
+    groups = int(os.environ.get("NUM_REPLICA_GROUPS", 2))
+    torch.manual_seed(group)
+    data = torch.utils.data.TensorDataset(torch.randn(512, 8), torch.randint(0, 4, (512,)))
+    sampler = DistributedSampler(
+        data, replica_group_id=group, num_replica_groups=groups, group_rank=0, num_replicas=1, shuffle=True
+    )
+    loader = StatefulDataLoader(data, batch_size=8, num_workers=0, sampler=sampler)
+    pg = ProcessGroupNCCL(timeout=timedelta(seconds=120)) if torch.cuda.is_available() else ProcessGroupGloo(
+        timeout=timedelta(seconds=120))
+    transport = PGTransport(pg, timeout=timedelta(seconds=10), device="cpu")
+    manager = Manager(
+        pg=pg, min_replica_size=1,
+        load_state_dict=lambda s: (m.load_state_dict(s["model"]), optimizer.load_state_dict(s["optim"])),
+        state_dict=lambda: {"model": m.state_dict(), "optim": optimizer.state_dict()},
+        replica_id=f"train_ddp_{group}", timeout=timedelta(seconds=30), checkpoint_transport=transport,
+    )
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.useless = nn.Embedding(1000, 4)
+            self.classifier = nn.Linear(8, 4)
+
+        def forward(self, x):
+            x = self.classifier(x)
+            x += self.useless.weight[0]
+            return x
+
+    m = DistributedDataParallel(manager, Net())
+    optimizer = Optimizer(manager, optim.AdamW(m.parameters()))
+    prof = torch.profiler.profile(schedule=torch.profiler.schedule(wait=5, warmup=1, active=2, repeat=1))
+    prof.start()
+    while True:
+        for inputs, labels in loader:
+            prof.step()
+            optimizer.zero_grad()
+            loss = nn.CrossEntropyLoss()(m(inputs), labels)
+            loss.backward()
+            if manager.current_step() == 3:
+                if group == 0:
+                    print("left at 3", flush=True)
+                    manager.shutdown()
+                    exit(0)
+            test_tensor = torch.tensor([1.0])
+            size, rank = manager._participating_replica_world_size, manager._participating_replica_rank
+            print("at", manager.current_step(), "size", size, "rank", rank, flush=True)
+            manager.allreduce(test_tensor)
+            optimizer.step()
+            if manager.current_step() >= 10:
+                prof.stop()
+                exit()
+
+if __name__ == "__main__":
+    main()
+"""
+
+
+def run(script: str, tmp_path: pathlib.Path, **variables: str) -> list[tuple[str, str]]:
+    """(stdout, stderr) of two groups, started as torchx's component of the reference implementation starts them."""
+    path = tmp_path / "train.py"
+    path.write_text(script)
     with Cluster() as cluster:
         base = {k: v for k, v in os.environ.items() if not k.startswith("FT_")}
-        base |= {"TORCHFT_LIGHTHOUSE": f"http://127.0.0.1:{cluster.port}", "OMP_NUM_THREADS": "1"}
+        base |= {"TORCHFT_LIGHTHOUSE": f"http://127.0.0.1:{cluster.port}", "OMP_NUM_THREADS": "1"} | variables
         runs = [
             subprocess.Popen(
-                [sys.executable, str(script)], env=base | {"REPLICA_GROUP_ID": str(group)}, text=True,
+                [sys.executable, str(path)], env=base | {"REPLICA_GROUP_ID": str(group)}, text=True,
                 stdout=subprocess.PIPE, stderr=subprocess.PIPE,
             )
             for group in range(2)
@@ -91,5 +164,22 @@ def test_only_the_imports_change(tmp_path: pathlib.Path) -> None:
             for run in runs:
                 run.kill()
         assert [run.returncode for run in runs] == [0, 0], "\n".join(err[-2000:] for _, err in outputs)
-        sums = {line for out, _ in outputs for line in out.splitlines() if line.startswith("sum")}
-        assert len(sums) == 1, sums
+    return outputs
+
+
+def test_only_the_imports_change(tmp_path: pathlib.Path) -> None:
+    outputs = run(SCRIPT, tmp_path)
+    sums = {line for out, _ in outputs for line in out.splitlines() if line.startswith("sum")}
+    assert len(sums) == 1, sums
+
+
+def test_the_example_in_which_a_group_goes_in_the_middle_of_a_step(tmp_path: pathlib.Path) -> None:
+    first, second = run(PROACTIVE, tmp_path, NUM_REPLICA_GROUPS="2")
+    assert first[0].splitlines()[-1] == "left at 3"
+    assert [line for line in first[0].splitlines() if line.startswith("at")] == [
+        f"at {n} size 2 rank 0" for n in range(3)
+    ]
+    steps = [line for line in second[0].splitlines() if line.startswith("at")]
+    assert steps[:3] == [f"at {n} size 2 rank 1" for n in range(3)]
+    assert steps[-7:] == [f"at {n} size 1 rank 0" for n in range(3, 10)]
+    assert [err.count("PGTransport: ") for _, err in (first, second)] == [1, 1], "told once"
