@@ -12,13 +12,13 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, TypeVar, cast
 
 import torch
-from torch.distributed import ReduceOp, Work
+from torch.distributed import ReduceOp
 
 from ft_core.errors import ConfigError, UsageError
 from ft_core.futures import future_timeout
 from ft_core.lanes import sum_options
 from ft_core.reductions import name_of, neutral_element
-from ft_core.work import ManagedWork, finished_work
+from ft_core.work import ManagedWork, managed_work
 
 if TYPE_CHECKING:
     from torch.futures import Future
@@ -44,7 +44,7 @@ class Collectives:
 
     def allreduce(
         self, tensor: torch.Tensor, should_quantize: bool = False, reduce_op: ReduceOp.RedOpType = ReduceOp.AVG
-    ) -> Work:
+    ) -> ManagedWork:
         """Reduce `tensor` in place over the participants of the quorum; AVG divides by their number.
 
         Errors are recorded and veto the step, never raised; after one the tensor's content is undefined. Members
@@ -54,7 +54,8 @@ class Collectives:
         that are still under way; one that failed breaks the attempt.
 
         Returns:
-            A Work; `wait()` returns when the tensor is ready, `get_future()` resolves to it.
+            A Work; `wait()` returns the tensor when it is ready, `get_future()` resolves to it. In a backward pass it
+            is a `torch.futures.Future` as well, so that a communication hook of torch's DDP may return it.
 
         Raises:
             ConfigError: an operation that is not defined for the dtype (AVG of integers, MAX of complex numbers), or
@@ -71,7 +72,7 @@ class Collectives:
         with session.lock:
             if not usable or not step.launching_user_op():
                 step.user_op_lost()
-                return finished_work(tensor)
+                return managed_work(None, tensor)
         try:
             average = name == "AVG"
             scale = attempt.whole_scale if average else float(attempt.contributes)
@@ -88,8 +89,8 @@ class Collectives:
                 attempt.averaged.append(tensor)
         except Exception as error:  # noqa: BLE001 - recorded in the step, spent at the commit
             session.fail_user_op(error)
-            return finished_work(tensor)
-        return ManagedWork(work, tensor, session.fail_user_op)
+            return managed_work(None, tensor)
+        return managed_work(work, tensor, session.fail_user_op)
 
     def wrap_future(self, fut: Future[T], default: T, timeout: timedelta | None = None) -> Future[T]:
         """Return a future that never fails: an error, or `timeout`, is reported and `default` is its value.

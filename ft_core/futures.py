@@ -152,7 +152,7 @@ def _seconds(timeout: timedelta) -> float:
     return timeout.total_seconds()
 
 
-def _devices() -> list[int | str | torch.device] | None:
+def devices_of_futures() -> list[int | str | torch.device] | None:
     """Devices whose tensors a new future may carry: torch refuses a result on a device that was not named."""
     if not torch.cuda.is_initialized():
         return None
@@ -171,7 +171,7 @@ def future_timeout(fut: Future[T], timeout: timedelta) -> Future[T]:
         UsageError: too many timeouts are open (`MAX_DEADLINES`).
     """
     delay_s = _seconds(timeout)
-    timed: Future[T] = Future(devices=_devices())
+    timed: Future[T] = Future(devices=devices_of_futures())
     timer = _timer
     deadline: _Deadline | None = None
 

@@ -406,14 +406,14 @@ def test_allreduce_operations(cluster: Cluster) -> None:
             manager.allreduce(total, reduce_op=ReduceOp.SUM),
             manager.allreduce(most, reduce_op=ReduceOp.MAX),
         ]
-        assert works[0].wait()
+        assert works[0].wait() is average
         assert works[0].is_completed()
-        assert works[1].get_future().wait()[0] is total
+        assert works[1].get_future().wait() is total
         works[2].wait()
-        assert works[2].wait()
+        assert works[2].wait() is most
         via_future = manager.allreduce(torch.full((1,), mine))
-        assert via_future.value().item() == 2.0  # type: ignore[attr-defined]
-        assert via_future.done()  # type: ignore[attr-defined]
+        assert via_future.value().item() == 2.0
+        assert via_future.done()
         return [average.tolist(), total.tolist(), most.tolist()]
 
     cluster.run(*[Replica(i, setup=bare, loop=step_with(act)) for i in range(3)])
