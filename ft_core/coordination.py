@@ -11,19 +11,22 @@ from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Mapping
 from datetime import timedelta
+from typing import Any
 
 from ft_core.client import LeaseSettings, Peers
 from ft_core.control import RankControl
 from ft_core.errors import ConfigError, LighthouseError, QuorumTimeoutError
+from ft_core.group_ranks import ANY_GROUP
 from ft_core.group_server import GroupServer
 from ft_core.lighthouse import LighthouseServer
-from ft_core.lighthouse_client import LighthouseClient, Quorum, QuorumMember, public_quorum
+from ft_core.lighthouse_client import LighthouseClient, Quorum, QuorumMember, data_as_text, public_quorum
 from ft_core.membership import Hello
 from ft_core.quorum import VOID, Ask, Version
 from ft_core.quorum import Quorum as PureQuorum
 from ft_core.rpc import join_host, reachable_host, split_bind
-from ft_core.settings import TimeBudget
+from ft_core.settings import TimeBudget, whole_number
 from ft_core.step import Outcome, Verdict
 
 __all__ = [
@@ -171,7 +174,8 @@ class ManagerClient:
     Args:
         addr: `ManagerServer.address()`.
         connect_timeout: how long the constructor waits for it.
-        replica_id, group_rank, world_size: of this rank; as given to the server.
+        replica_id, world_size: of the group, as given to the server, which then checks them; '': whatever it serves.
+        group_rank: of this rank; None: RANK, else 0.
         store_address, heal_address: handed to the other groups (that of rank 0, one per rank).
         token: the job's secret; None: FT_TOKEN.
 
@@ -185,14 +189,15 @@ class ManagerClient:
         connect_timeout: timedelta = timedelta(seconds=60),
         *,
         replica_id: str = "",
-        group_rank: int = 0,
+        group_rank: int | None = None,
         world_size: int = 1,
         store_address: str = "",
         heal_address: str = "",
         token: str | None = None,
     ) -> None:
-        if not replica_id:
-            raise ConfigError("replica_id='' of ManagerClient: pass that of its ManagerServer")
+        replica_id = replica_id or ANY_GROUP
+        if group_rank is None:
+            group_rank = whole_number(os.environ, "RANK", 0)
         self._template = Ask(
             replica_id, 0, group_world_size=world_size, store_address=store_address,
             heal_addresses=(heal_address,) if heal_address else (),
@@ -218,7 +223,13 @@ class ManagerClient:
         return f"ManagerClient(rank={self._rank}, {self._control!r})"
 
     def quorum(
-        self, step: int, timeout: timedelta, *, shrink_only: bool = False, failed: bool = False, data: str = ""
+        self,
+        step: int,
+        timeout: timedelta,
+        *,
+        shrink_only: bool = False,
+        failed: bool = False,
+        data: str | Mapping[str, Any] | None = None,
     ) -> Quorum:
         """Ask for the next quorum together with the other ranks of the group, and wait for it.
 
@@ -227,7 +238,7 @@ class ManagerClient:
             timeout: how long to wait.
             shrink_only: only members of the current quorum may be in the next one.
             failed: the collectives of the current quorum broke under this rank.
-            data: free text handed to the other groups (that of rank 0).
+            data: free text, or a dict that JSON can hold, handed to the other groups (that of rank 0).
 
         Raises:
             QuorumTimeoutError: none formed in time; the message carries the reason.
@@ -237,7 +248,7 @@ class ManagerClient:
         ask = Ask(
             self._template.replica_id, self._seq, Version(step, 0), quorum_id=self._quorum_id, failed=failed,
             group_world_size=self._template.group_world_size, store_address=self._template.store_address,
-            heal_addresses=self._template.heal_addresses, shrink_only=shrink_only, data=data,
+            heal_addresses=self._template.heal_addresses, shrink_only=shrink_only, data=data_as_text(data),
         )  # fmt: skip
         self._control.ask(ask)
         quorum = self._handler.wait(self._seq, timeout.total_seconds())

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from ft_core import wire
@@ -18,8 +18,11 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
 
     from ft_core.client import LeaseSettings
-    from ft_core.quorum import Quorum
+    from ft_core.quorum import Ask, Quorum
     from ft_core.serving import Stream
+
+ANY_GROUP = "*"
+"""What a rank calls its group that was given nothing but the address of its server."""
 
 
 @dataclass
@@ -50,9 +53,10 @@ async def read_join(stream: Stream, within_s: float) -> wire.Join | Exception | 
 
 def unwanted(join: wire.Join, mine: str, world_size: int, ranks: Mapping[int, Rank]) -> Exception | None:
     """Why a caller is not taken for a rank of the group `mine` of `world_size` ranks; None: it is."""
-    if join.replica_id != mine:
+    knows = join.replica_id != ANY_GROUP
+    if knows and join.replica_id != mine:
         return RefusedError(f"this is the group server of {mine}, not of {join.replica_id}: the ranks use two stores")
-    if join.world_size != world_size:
+    if knows and join.world_size != world_size:
         return ConfigError(
             f"group rank {join.rank} of {mine} has world_size={join.world_size}, rank 0 has {world_size}"
         )
@@ -62,6 +66,14 @@ def unwanted(join: wire.Join, mine: str, world_size: int, ranks: Mapping[int, Ra
     if rank.stream is not None and rank.incarnation not in (0, join.incarnation):
         return ConfigError(f"two processes of {mine} call themselves group rank {join.rank} (RANK)")
     return None
+
+
+def named(said: wire.RankAsk, mine: str, world_size: int) -> tuple[Ask, str | None]:
+    """A rank's ask and room. It need not know what its group is called and how many ranks it has."""
+    ask = said.ask
+    if ask.replica_id == ANY_GROUP:
+        ask = replace(ask, replica_id=mine, group_world_size=world_size)
+    return ask, said.room or None
 
 
 def not_asked(mine: str, absent: Collection[int], ranks: Mapping[int, Rank], paused_s: float) -> str:

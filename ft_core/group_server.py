@@ -28,7 +28,7 @@ from ft_core import wire
 from ft_core.client import LeaseClient, LeaseHandler, LeaseSettings
 from ft_core.errors import ConfigError, FaultToleranceError, ProtocolError
 from ft_core.group import Mismatch, Votes, merge_asks
-from ft_core.group_ranks import Rank, group_tls, never_came, not_asked, read_join, unwanted
+from ft_core.group_ranks import Rank, group_tls, named, never_came, not_asked, read_join, unwanted
 from ft_core.lease_handler import deliver
 from ft_core.membership import Left, Progress
 from ft_core.pauses import GroupPauses
@@ -410,7 +410,7 @@ class GroupServer:
                     stream.send(wire.encode_push(wire.Acked(message.clock_s, age_s)))
                     self._on_rank_progress(number, message.progress)
                 case wire.RankAsk():
-                    self._on_ask(number, message.ask, message.room or None)
+                    self._on_ask(number, *named(message, self.settings.replica_id, self._world_size))
                 case Verdict():
                     self._on_vote(number, message)
                 case wire.Broken():

@@ -6,17 +6,19 @@ the error that names it.
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import threading
 import time
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ft_core import wire
 from ft_core.certificates import Diagnosis
 from ft_core.errors import (
+    ConfigError,
     FaultToleranceError,
     JobFinishedError,
     LighthouseError,
@@ -30,7 +32,7 @@ from ft_core.settings import DEFAULT_ROOM, PROTOCOL_VERSION, parse_address
 from ft_core.wire import pb
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
+    from collections.abc import Collection, Mapping
 
     from ft_core.quorum import Quorum as PureQuorum
 
@@ -40,6 +42,8 @@ ROOMS_S = timedelta(seconds=5)
 """How long `rooms` waits to reach the lighthouse, and again for its answer."""
 TOOL_S = 5.0
 """How long a tool's call may take."""
+_JSON, _TEXT = "json:", "text:"
+"""What `data` begins with that is a dict; and with that is a text which begins like one of these."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +56,7 @@ class QuorumMember:
     step: int
     world_size: int
     shrink_only: bool
-    data: str | None = None
+    data: str | dict[str, Any] | None = None
 
 
 @dataclass(frozen=True)
@@ -64,12 +68,44 @@ class Quorum:
     created: float
 
 
+def data_as_text(data: str | Mapping[str, Any] | None) -> str:
+    """How `data` travels. Raises ConfigError for a dict that would not arrive as it was given."""
+    if data is None:
+        return ""
+    if isinstance(data, str):
+        return _TEXT + data if data.startswith((_JSON, _TEXT)) else data
+    try:
+        text = json.dumps(data, allow_nan=False)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"data={data!r} cannot be sent: {error}; pass text, or a dict that JSON can hold") from None
+    if json.loads(text) != data:
+        raise ConfigError(
+            f"data={data!r} would arrive as {json.loads(text)!r}: JSON has text as keys, and lists for tuples"
+        )
+    return _JSON + text
+
+
+def data_of_text(text: str) -> str | dict[str, Any] | None:
+    """The other way round. Raises ProtocolError if it is not what `data_as_text` makes."""
+    if text.startswith(_TEXT):
+        return text.removeprefix(_TEXT)
+    if not text.startswith(_JSON):
+        return text or None
+    try:
+        data = json.loads(text.removeprefix(_JSON))
+    except ValueError as error:
+        raise ProtocolError(f"a member's data is no JSON: {error}") from None
+    if not isinstance(data, dict):
+        raise ProtocolError(f"a member's data is a {type(data).__name__}, not a dict")
+    return data
+
+
 def public_quorum(quorum: PureQuorum) -> Quorum:
     """The quorum in the form that users of the unary calls know."""
     members = [
         QuorumMember(
             m.replica_id, m.address, m.store_address, max(m.version.step, 0), m.group_world_size, m.shrink_only,
-            m.data or None,
+            data_of_text(m.data),
         )
         for m in quorum.members
     ]  # fmt: skip
@@ -149,17 +185,19 @@ class LighthouseClient:
         step: int = 0,
         world_size: int = 0,
         shrink_only: bool = False,
-        data: str | None = None,
+        data: str | Mapping[str, Any] | None = None,
     ) -> Quorum:
-        """Ask to be in the next quorum and wait for it.
+        """Ask to be in the next quorum and wait for it. `data`: text, or a dict that JSON can hold, for the others.
 
         Raises:
+            ConfigError: `data` is a dict that JSON cannot hold.
             QuorumTimeoutError: none formed within `timeout`; the message carries the lighthouse's reason.
             RefusedError, JobFinishedError, ProtocolError, LighthouseError: the lighthouse refused or is not there.
         """
         request = pb.QuorumRequest(
             protocol_version=PROTOCOL_VERSION, room=self.room, replica_id=replica_id, address=address,
-            store_address=store_address, step=step, world_size=world_size, shrink_only=shrink_only, data=data or "",
+            store_address=store_address, step=step, world_size=world_size, shrink_only=shrink_only,
+            data=data_as_text(data),
         )  # fmt: skip
         try:
             answer = self._call("Quorum", wire.encode_unary(request), timeout.total_seconds() + QUORUM_ANSWER_S)

@@ -28,7 +28,7 @@ from ft_core.process_group import ProcessGroup, create_store_client, open_store
 from ft_core.quorum import Ask
 from ft_core.room_layout import setting_lines
 from ft_core.session import Session
-from ft_core.settings import MAX_REPLICAS, Environment, TimeBudget, parse_address
+from ft_core.settings import MAX_REPLICAS, Environment, TimeBudget, parse_address, whole_number
 from ft_core.step import Step, StepSettings, fold_lineage
 
 if TYPE_CHECKING:
@@ -122,8 +122,8 @@ def resolve(arguments: Arguments, variables: Mapping[str, str]) -> Config:
     """Merge arguments, environment and defaults. Raises ConfigError naming the setting, the value and what to do."""
     env = Environment.read(variables)
     a = arguments
-    rank = a.rank if a.rank is not None else _whole(variables, "RANK", 0)
-    world_size = a.world_size if a.world_size is not None else _whole(variables, "WORLD_SIZE", 1)
+    rank = a.rank if a.rank is not None else whole_number(variables, "RANK", 0)
+    world_size = a.world_size if a.world_size is not None else whole_number(variables, "WORLD_SIZE", 1)
     if world_size < 1 or not 0 <= rank < world_size:
         raise ConfigError(f"rank={rank} and world_size={world_size}: need 0 <= rank < world_size (inside the group)")
     min_replicas = a.min_replica_size if a.min_replica_size is not None else env.min_replicas
@@ -303,19 +303,9 @@ def _budget(a: Arguments, env: Environment) -> TimeBudget:
     )
 
 
-def _whole(variables: Mapping[str, str], name: str, default: int) -> int:
-    text = variables.get(name)
-    if not text:
-        return default
-    try:
-        return int(text)
-    except ValueError:
-        raise ConfigError(f"{name}={text!r} is not a whole number") from None
-
-
 def _store_place(a: Arguments, variables: Mapping[str, str], world_size: int) -> tuple[str, int] | None:
     address = a.store_addr or variables.get("MASTER_ADDR")
-    port = a.store_port if a.store_port is not None else _whole(variables, "MASTER_PORT", 0)
+    port = a.store_port if a.store_port is not None else whole_number(variables, "MASTER_PORT", 0)
     if address and port:
         return address, port
     if world_size > 1:

@@ -264,6 +264,17 @@ class Environment:
         )
 
 
+def whole_number(variables: Mapping[str, str], name: str, default: int) -> int:
+    """What a variable says, or the default. Raises ConfigError if it is none."""
+    text = variables.get(name)
+    if not text:
+        return default
+    try:
+        return int(text)
+    except ValueError:
+        raise ConfigError(f"{name}={text!r} is not a whole number") from None
+
+
 def room_of_run(nth: int) -> str:
     """Of the nth training run (from 0) of one job: each has a room, as a finished one stays closed for latecomers."""
     return DEFAULT_ROOM if nth == 0 else f"{DEFAULT_ROOM}.{nth + 1}"

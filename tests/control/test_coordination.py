@@ -188,6 +188,36 @@ def test_a_group_through_manager_server_and_clients(lighthouse: LighthouseServer
     server.shutdown()
 
 
+def test_a_manager_client_needs_nothing_but_the_address(
+    lighthouse: LighthouseServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = ManagerServer("g:1", lighthouse.address(), "127.0.0.1", "[::]:0", "store:1", 2, connect_timeout=SOON)
+    ranks = [ManagerClient(server.address(), SOON)]
+    monkeypatch.setenv("RANK", "1")
+    ranks.append(ManagerClient(server.address(), connect_timeout=SOON))
+    with ThreadPoolExecutor(2) as threads:
+        first, second = threads.map(lambda rank: rank.quorum(7, SOON, data={"n": [1]}), ranks)
+        assert (
+            list(threads.map(lambda pair: pair[1].should_commit(pair[0], 7, True, SOON), enumerate(ranks)))
+            == [True] * 2
+        )
+    assert first == second
+    (member,) = first.participants
+    assert (member.replica_id, member.world_size, member.step, member.data) == ("g:1", 2, 7, {"n": [1]})
+    for rank in ranks:
+        rank.shutdown()
+    server.shutdown()
+
+
+def test_data_is_text_or_a_dict(client: LighthouseClient) -> None:
+    for data in ({"my_data": 1234, "deep": {"a": [None, 1.5, True]}}, {}, "d", "json:{}", "text:json:", None):
+        (member,) = client.quorum("a", SOON, data=data).participants
+        assert member.data == data
+    for wrong, why in (({1: 2}, "JSON has text as keys"), ({"a": {1, 2}}, "cannot be sent"), ({"a": (1,)}, "lists")):
+        with pytest.raises(ConfigError, match=why):
+            client.quorum("a", SOON, data=wrong)  # type: ignore[arg-type]
+
+
 def test_a_manager_server_without_a_lighthouse_says_so() -> None:
     with pytest.raises(LighthouseError, match="lighthouse_addr"):
         ManagerServer("g:1", "127.0.0.1:1", connect_timeout=timedelta(seconds=0.3))
