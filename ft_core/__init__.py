@@ -29,12 +29,14 @@ if TYPE_CHECKING:
     from ft_core.futures import context_timeout as context_timeout
     from ft_core.futures import future_timeout as future_timeout
     from ft_core.futures import future_wait as future_wait
+    from ft_core.futures import stream_timeout as stream_timeout
     from ft_core.local_sgd import DiLoCo as DiLoCo
     from ft_core.local_sgd import LocalSGD as LocalSGD
     from ft_core.manager import Manager as Manager
     from ft_core.manager import WorldSizeMode as WorldSizeMode
     from ft_core.optim import Optimizer as Optimizer
     from ft_core.optim import OptimizerWrapper as OptimizerWrapper
+    from ft_core.parameter_server import ParameterServer as ParameterServer
     from ft_core.process_group import ErrorSwallowingProcessGroupWrapper as ErrorSwallowingProcessGroupWrapper
     from ft_core.process_group import FakeProcessGroupWrapper as FakeProcessGroupWrapper
     from ft_core.process_group import ManagedProcessGroup as ManagedProcessGroup
@@ -71,12 +73,14 @@ _HOME = {
     "context_timeout": "ft_core.futures",
     "future_timeout": "ft_core.futures",
     "future_wait": "ft_core.futures",
+    "stream_timeout": "ft_core.futures",
     "DiLoCo": "ft_core.local_sgd",
     "LocalSGD": "ft_core.local_sgd",
     "Manager": "ft_core.manager",
     "WorldSizeMode": "ft_core.manager",
     "Optimizer": "ft_core.optim",
     "OptimizerWrapper": "ft_core.optim",
+    "ParameterServer": "ft_core.parameter_server",
     "ErrorSwallowingProcessGroupWrapper": "ft_core.process_group",
     "FakeProcessGroupWrapper": "ft_core.process_group",
     "ManagedProcessGroup": "ft_core.process_group",

@@ -12,6 +12,7 @@ import logging
 import os
 import threading
 import time
+from collections import deque
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, TypeVar
@@ -24,7 +25,7 @@ from ft_core.errors import ConfigError, PeerError, UsageError
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-__all__ = ["FutureTimeoutError", "context_timeout", "future_timeout", "future_wait"]
+__all__ = ["FutureTimeoutError", "context_timeout", "future_timeout", "future_wait", "stream_timeout"]
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
@@ -224,3 +225,34 @@ def context_timeout(callback: Callable[[], None], timeout: timedelta) -> Iterato
         yield
     finally:
         timer.cancel(deadline)
+
+
+_looked_at: deque[torch.Event] = deque()
+"""Events of `stream_timeout` whose time is over: freed by its next caller, because that can block, and the timer's
+thread has the other deadlines to serve."""
+
+
+def stream_timeout(callback: Callable[[], None], timeout: timedelta) -> None:
+    """Call `callback` if what the accelerator's current stream has been given so far is not done after `timeout`.
+
+    Returns at once. `callback` runs on the timer's thread, at most once. On a machine without an accelerator nothing is
+    ever pending, so it is not called.
+
+    Raises:
+        ConfigError: `timeout` is not a timedelta.
+        UsageError: too many timeouts are open (`MAX_DEADLINES`).
+    """
+    delay_s = _seconds(timeout)
+    _looked_at.clear()
+    if not torch.accelerator.is_available():
+        return
+    event = torch.Event()
+    event.record()
+
+    def look() -> None:
+        done = event.query()
+        _looked_at.append(event)
+        if not done:
+            callback()
+
+    _timer.schedule(delay_s, look)

@@ -18,7 +18,7 @@ from torch.futures import Future
 
 from ft_core import futures
 from ft_core.errors import ConfigError, PeerError, UsageError
-from ft_core.futures import FutureTimeoutError, context_timeout, future_timeout, future_wait
+from ft_core.futures import FutureTimeoutError, context_timeout, future_timeout, future_wait, stream_timeout
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -274,3 +274,27 @@ def test_a_forked_child_has_a_timer_of_its_own() -> None:
         _, status = os.waitpid(pid, 0)
     assert time.monotonic() < give_up
     assert os.waitstatus_to_exitcode(status) == 0
+
+
+class TestStreamTimeout:
+    @pytest.mark.skipif(torch.accelerator.is_available(), reason="of machines without an accelerator")
+    def test_nothing_is_pending_without_an_accelerator(self) -> None:
+        late = threading.Event()
+        stream_timeout(late.set, timedelta(0))
+        assert not late.wait(0.05)
+
+    def test_what_is_no_timedelta(self) -> None:
+        with pytest.raises(ConfigError, match=r"timeout must be a datetime\.timedelta, got 5"):
+            stream_timeout(lambda: None, 5)  # type: ignore[arg-type]
+
+    @pytest.mark.gpu
+    @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+    def test_a_stream_that_is_late_and_one_that_is_not(self) -> None:
+        late = threading.Event()
+        torch.cuda.synchronize()
+        stream_timeout(late.set, timedelta(0))
+        assert not late.wait(0.2), "nothing was pending"
+        torch.cuda._sleep(2_000_000_000)
+        stream_timeout(late.set, SOON)
+        assert late.wait(WAIT_S)
+        torch.cuda.synchronize()

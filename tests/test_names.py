@@ -16,10 +16,11 @@ NAMES = {
     "ft_core.coordination": "LighthouseClient LighthouseServer ManagerClient ManagerServer Quorum QuorumMember",
     "ft_core.data": "DistributedSampler",
     "ft_core.ddp": "DistributedDataParallel PureDistributedDataParallel",
-    "ft_core.futures": "context_timeout future_timeout future_wait",
+    "ft_core.futures": "context_timeout future_timeout future_wait stream_timeout",
     "ft_core.local_sgd": "DiLoCo LocalSGD",
     "ft_core.manager": "Manager WorldSizeMode",
     "ft_core.optim": "Optimizer OptimizerWrapper",
+    "ft_core.parameter_server": "ParameterServer",
     "ft_core.process_group": "ErrorSwallowingProcessGroupWrapper FakeProcessGroupWrapper ManagedProcessGroup "
     "ProcessGroup ProcessGroupAccelerator ProcessGroupBabyAccelerator ProcessGroupBabyGloo ProcessGroupBabyNCCL "
     "ProcessGroupBabyXCCL ProcessGroupDummy ProcessGroupGloo ProcessGroupNCCL ProcessGroupWrapper ProcessGroupXCCL "

@@ -162,10 +162,10 @@ def create_store_client(store_addr: str, timeout: timedelta) -> Store:
     return PrefixStore(prefix, client.store)
 
 
-def open_store(host: str, timeout: timedelta = STORE_TIMEOUT) -> TCPStore:
-    """Open a store of this process's own on a free port of `host`; `timeout` is that of its operations."""
+def open_store(host: str, timeout: timedelta = STORE_TIMEOUT, *, port: int = 0) -> TCPStore:
+    """Open a store of this process's own on `port` of `host` (0: a free one); `timeout` is that of its operations."""
     host_names.stop_asking()
-    return TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=timeout)
+    return TCPStore(host, port, is_master=True, wait_for_workers=False, timeout=timeout)
 
 
 def warm_store(store_addr: str, timeout: timedelta, connections: int = 1) -> None:

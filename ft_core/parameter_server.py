@@ -1,0 +1,221 @@
+"""A parameter server over process groups that can fail: each client is in a group of two with the server.
+
+How it works. A client asks the server by HTTP for a session, and is told where in the server's c10d store the two of
+them meet. Both configure a new group there, the server as rank 0, the client as rank 1, and the server calls `forward`
+with it, on a thread of its own. When `forward` returns or raises, the server's end of the group is shut down, so that
+the client's collectives fail instead of waiting, and it opens a new session. Nothing of one session outlives it.
+
+With FT_TOKEN set, a session is given only to those who know it. The group's own connections know no tokens, and Gloo
+ends the process that receives more bytes than its tensor has: clients are trusted, as the ranks of a job are.
+Threads: one accepts, one per session. Invariant: at most MAX_SESSIONS at a time.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import socket
+import threading
+import urllib.error
+import urllib.request
+import uuid
+from abc import ABC, abstractmethod
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from urllib.parse import urlsplit
+
+from ft_core.checkpointing import auth
+from ft_core.errors import CollectiveError, ConfigError
+from ft_core.net import advertised_host
+from ft_core.process_group import ProcessGroup, open_store
+
+__all__ = ["ParameterServer"]
+
+log = logging.getLogger("ft_core")
+MAX_SESSIONS = 256
+"""Clients at a time; the next one is told to come back."""
+ASK_S = 60.0
+"""How long a client waits for the server's answer, and the server for a request."""
+PATH = "/new_session"
+MAX_ANSWER_BYTES = 1 << 16
+
+
+class ParameterServer(ABC):
+    """Serves `forward` to every client that opens a session. The constructor starts it.
+
+    Args:
+        port: to listen on for new sessions; 0: any free one.
+        store_port: of the c10d store in which groups form; 0: any free one.
+        hostname: what clients reach this machine by; None: FT_HOSTNAME, FT_INTERFACE, else the address of the default
+            route.
+
+    Raises:
+        ConfigError: a port is taken, or the host is not this machine.
+    """
+
+    def __init__(self, port: int, store_port: int = 0, *, hostname: str | None = None) -> None:
+        self._host = advertised_host(hostname or os.environ.get("FT_HOSTNAME"), os.environ.get("FT_INTERFACE"))
+        self._token = os.environ.get("FT_TOKEN", "")
+        self._lock = threading.Lock()
+        self._groups: dict[str, ProcessGroup] = {}
+        """Of the sessions that are open."""
+        self._closed = False
+        try:
+            self._server = _Server((self._host, port), self)
+        except OSError as error:
+            raise ConfigError(f"port={port}: cannot listen on {self._host}: {error}; name another one, or 0") from None
+        try:
+            self.store = open_store(self._host, port=store_port)
+        except Exception as error:
+            self._server.server_close()
+            raise ConfigError(
+                f"store_port={store_port}: no store can listen on {self._host}: {error}; name another one, or 0"
+            ) from error
+        threading.Thread(target=self._server.serve_forever, name="ft-parameter-server", daemon=True).start()
+        log.info("a parameter server listens at %s", self.address())
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.address()}, {len(self._groups)} sessions)"
+
+    def address(self) -> str:
+        """http://host:port/new_session, for `new_session`."""
+        return f"http://{_bracketed(self._host)}:{self._server.server_address[1]}{PATH}"
+
+    @classmethod
+    @abstractmethod
+    def new_process_group(cls) -> ProcessGroup:
+        """A new group that is not configured: for the server's end, and the client's."""
+
+    @abstractmethod
+    def forward(self, session_id: str, pg: ProcessGroup) -> None:
+        """Serve one session, on a thread of its own: loop here for several operations.
+
+        Args:
+            session_id: unlike any other.
+            pg: of the server (rank 0) and the client (rank 1). It is shut down when this returns or raises.
+        """
+
+    @classmethod
+    def new_session(cls, address: str) -> ProcessGroup:
+        """Open a session at a server's `address()`. Returns the group: this client is rank 1, the server rank 0.
+
+        Shut the group down when it is no longer needed.
+
+        Raises:
+            CollectiveError: the server is not there, refuses, or the group did not form.
+        """
+        request = urllib.request.Request(address)
+        token = os.environ.get("FT_TOKEN", "")
+        if token:
+            request.add_header("Authorization", auth.sign(token, "GET", urlsplit(address).path))
+        try:
+            with urllib.request.urlopen(request, timeout=ASK_S) as answer:
+                session = json.loads(answer.read(MAX_ANSWER_BYTES))
+            where, session_id = str(session["store_addr"]), str(session["session_id"])
+        except (OSError, ValueError, KeyError, TypeError) as error:  # urllib's own errors are OSErrors
+            raise CollectiveError(f"no session at {address!r}: {error}") from error
+        pg = cls.new_process_group()
+        try:
+            pg.configure(where, replica_id=session_id, rank=1, world_size=2)
+        except BaseException:
+            pg.shutdown()
+            raise
+        return pg
+
+    def shutdown(self) -> None:
+        """End all sessions and stop listening. Idempotent."""
+        with self._lock:
+            closed, self._closed = self._closed, True
+            groups = list(self._groups.values())
+        if closed:
+            return
+        self._server.shutdown()
+        self._server.server_close()
+        for group in groups:
+            group.shutdown()
+
+    def _admit(self) -> tuple[str, ProcessGroup] | None:
+        """A new session, unless there are too many."""
+        session_id, group = str(uuid.uuid4()), self.new_process_group()
+        with self._lock:
+            if not self._closed and len(self._groups) < MAX_SESSIONS:
+                self._groups[session_id] = group
+                return session_id, group
+        group.shutdown()
+        return None
+
+    def _store_address(self, session_id: str) -> str:
+        return f"{_bracketed(self._host)}:{self.store.port}/session/{session_id}"
+
+    def _serve(self, session_id: str, group: ProcessGroup) -> None:
+        try:
+            group.configure(self._store_address(session_id), replica_id=session_id, rank=0, world_size=2)
+            self.forward(session_id, group)
+        except Exception as error:
+            if self._closed:
+                log.info("session %s ended with the parameter server: %s", session_id, error)
+            else:
+                log.exception("session %s failed; its client has to open another one", session_id)
+        finally:
+            with self._lock:
+                del self._groups[session_id]
+            group.shutdown()
+
+    def _allows(self, header: str | None) -> bool:
+        return not self._token or auth.verify(self._token, "GET", PATH, header)
+
+
+class _Server(ThreadingHTTPServer):
+    """Listens for new sessions."""
+
+    daemon_threads = True
+
+    def __init__(self, address: tuple[str, int], owner: ParameterServer) -> None:
+        self.owner = owner
+        self.address_family = socket.getaddrinfo(*address, type=socket.SOCK_STREAM)[0][0]
+        super().__init__(address, _Handler)
+
+
+class _Handler(BaseHTTPRequestHandler):
+    """One request, then the session on the same thread."""
+
+    timeout = ASK_S
+    server: _Server
+
+    def do_GET(self) -> None:
+        """Answer, hang up, and serve the session."""
+        owner = self.server.owner
+        if self.path != PATH:
+            self.send_error(HTTPStatus.NOT_FOUND, f"only {PATH} is served here")
+            return
+        if not owner._allows(self.headers.get("Authorization")):
+            self.send_error(HTTPStatus.UNAUTHORIZED, "the token differs (FT_TOKEN)")
+            return
+        admitted = owner._admit()
+        if admitted is None:
+            self.send_error(HTTPStatus.SERVICE_UNAVAILABLE, f"{MAX_SESSIONS} sessions are open, or the server ends")
+            return
+        session_id, group = admitted
+        told = {"session_id": session_id, "store_addr": owner._store_address(session_id)}
+        body = json.dumps(told).encode() + b"\n"
+        try:
+            self.send_response(HTTPStatus.OK)
+            self.send_header("Content-Type", "application/json")
+            self.send_header("Content-Length", str(len(body)))
+            self.send_header("Connection", "close")
+            self.end_headers()
+            self.wfile.write(body)
+            self.wfile.flush()
+        except OSError as error:  # it has gone: the group will not form, and says so
+            log.info("session %s: the client went before it was answered: %s", session_id, error)
+        self.close_connection = True
+        owner._serve(session_id, group)
+
+    def log_message(self, format: str, *args: object) -> None:
+        """To the library's log instead of the terminal."""
+        log.debug("parameter server: %s", format % args)
+
+
+def _bracketed(host: str) -> str:
+    return f"[{host}]" if ":" in host else host
