@@ -27,14 +27,9 @@ EXAMPLES = """examples:
 
 
 TORCHRUNS = {
-    "--standalone": "leave it out; without --lighthouse ftrun embeds one",
-    "--node-rank": "leave it out; the hosts of a group number themselves where they meet (--rdzv-endpoint)",
     "--group-rank": "leave it out; the hosts of a group number themselves where they meet (--rdzv-endpoint)",
-    "--master-addr": "leave it out; a group that spans hosts meets at --rdzv-endpoint host:port",
-    "--master-port": "leave it out; a group that spans hosts meets at --rdzv-endpoint host:port",
-    "--role": "use --name",
     **dict.fromkeys(
-        ("--rdzv-conf", "--start-method", "--run-path", "--local-ranks-filter", "--logs-specs", "--event-log-handler",
+        ("--run-path", "--local-ranks-filter", "--logs-specs",
          "--log-line-prefix-template", "--numa-binding", "--virtual-local-rank", "--signals-to-handle",
          "--duplicate-stdout-filters", "--duplicate-stderr-filters"),
         "leave it out; ftrun has nothing like it",
@@ -125,7 +120,13 @@ def parser() -> argparse.ArgumentParser:
     option(control, "--timeout", type=float, metavar="S", help="FT_TIMEOUT_S: how long a silent peer is waited for")
     option(control, "--nnodes", default="1", metavar="N", help="hosts that one group spans; only with --replica")
     option(control, "--rdzv-endpoint", metavar="HOST:PORT", help="where the hosts of one group meet (its first host)")
-    option(control, "--rdzv-backend", choices=("c10d",), default="c10d", help=argparse.SUPPRESS)
+    option(control, "--rdzv-backend", choices=("c10d", "static"), default="c10d", help=argparse.SUPPRESS)
+    # torchrun's, for command lines that have them: on one host they say what is so anyway (options._check_torchruns)
+    option(control, "--standalone", action="store_true", help=argparse.SUPPRESS)
+    option(control, "--node-rank", help=argparse.SUPPRESS)
+    for harmless in ("--master-addr", "--master-port", "--role", "--rdzv-conf", "--start-method",
+                     "--event-log-handler"):  # fmt: skip
+        option(control, harmless, help=argparse.SUPPRESS)
     option(control, "--run-id", "--rdzv-id", metavar="ID", help="name of this run (TORCHELASTIC_RUN_ID)")
 
     restart = out.add_argument_group("restarts")

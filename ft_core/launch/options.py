@@ -58,6 +58,7 @@ def parse(argv: Sequence[str], environ: Mapping[str, str]) -> JobSpec:
     total, whole = _total(a, env, first, groups, most)
     min_replicas = _min_replicas(a, env, most if whole else total)
     _check_control(a, env, lighthouse, whole)
+    _check_torchruns(a)
     _check_nodes(a, lighthouse)
     settings = RestartSettings(max_restarts=a.max_restarts, window_s=a.restart_window, crash_loop=a.crash_loop)
     _check_times(a, env, settings)
@@ -219,6 +220,26 @@ def _check_nodes(a: argparse.Namespace, lighthouse: str) -> None:
         raise ConfigError(
             f"--nnodes {a.nnodes}: every host would embed a lighthouse of its own; name one with --lighthouse host:port"
         )
+
+
+def _check_torchruns(a: argparse.Namespace) -> None:
+    """Options of torchrun's that would mean something if there were more than this host."""
+    if a.standalone and (a.lighthouse or a.nnodes != "1"):
+        other = f"--lighthouse {a.lighthouse}" if a.lighthouse else f"--nnodes {a.nnodes}"
+        raise ConfigError(f"--standalone says that the job is on this host alone: leave it out, or {other}")
+    if a.nnodes == "1":
+        if a.node_rank not in (None, "0"):
+            raise ConfigError(f"--node-rank {a.node_rank}: with --nnodes 1 there is only host 0; leave it out")
+        return
+    for option, value in (("--node-rank", a.node_rank), ("--master-addr", a.master_addr),
+                          ("--master-port", a.master_port)):  # fmt: skip
+        if value is not None:
+            raise ConfigError(
+                f"{option} {value} is torchrun's: leave it out; the hosts of a group meet at --rdzv-endpoint host:port "
+                "and number themselves there"
+            )
+    if a.rdzv_backend != "c10d":
+        raise ConfigError(f"--rdzv-backend {a.rdzv_backend}: with --nnodes {a.nnodes} only c10d is there")
 
 
 def _check_times(a: argparse.Namespace, env: Environment, settings: RestartSettings) -> None:

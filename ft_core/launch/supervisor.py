@@ -405,7 +405,8 @@ class Supervisor:
         def handle(number: int, _frame: FrameType | None) -> None:
             self._events.put(("signal", number))  # SimpleQueue.put is reentrant: it may interrupt anything here
 
-        for number in DRAIN_SIGNALS:
+        here = threading.current_thread() is threading.main_thread()  # elsewhere they are the program's, as it is one
+        for number in DRAIN_SIGNALS if here else ():
             if number == signal.SIGHUP and signal.getsignal(number) is signal.SIG_IGN:
                 continue  # nohup
             stack.callback(signal.signal, number, signal.signal(number, handle))

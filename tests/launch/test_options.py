@@ -81,7 +81,10 @@ VALUES = [
     ("--run-id job7", "run_id", "job7"),
     ("--rdzv-id job7", "run_id", "job7"),
     ("--rdzv-backend c10d", "nodes", 1),
+    ("--rdzv-backend static", "nodes", 1),
     ("--rdzv-endpoint localhost:0", "nodes", 1),
+    ("--node-rank 0 --master-addr localhost --master-port 29600", "nodes", 1),
+    ("--role trainer --rdzv-conf join_timeout=5 --start-method spawn --event-log-handler null", "nodes", 1),
     ("--nnodes 1", "nodes", 1),
     ("--max-restarts 0", "restarts.max_restarts", 0),
     ("--restart-window 60", "restarts.window_s", 60.0),
@@ -248,7 +251,8 @@ REFUSED = [
     (f"--nnodes 2 --replica 0 --rdzv-endpoint h:1 {REMOTE}", ["--nnodes 2", "--rdzv-id"]),
     ("--nnodes 2 --replica 0 --rdzv-endpoint h:1 --rdzv-id x", ["part of a job", "--lighthouse host:port"]),
     ("--nnodes 2 --replica 0 --num-replicas 1 --rdzv-endpoint h:1 --rdzv-id x", ["--nnodes 2", "--lighthouse"]),
-    ("--rdzv-backend static", ["--rdzv-backend static", "c10d"]),
+    ("--rdzv-backend etcd", ["--rdzv-backend etcd", "c10d"]),
+    (f"--nnodes 2 --rdzv-backend static --replica 0 {REMOTE}", ["--rdzv-backend static", "c10d"]),
     ("--run-id a/b", ["--run-id 'a/b'", "letters"]),
     ("--run-id ..", ["--run-id '..'"]),
     ("--run-id=", ["--run-id ''"]),
@@ -287,9 +291,12 @@ REFUSED = [
     ("--min_replica 3", ["no option --min_replica", "did you mean --min-replicas?"]),
     ("--rep 3", ["no option --rep"]),
     ("-x", ["no option -x", "ftrun --help"]),
-    ("--node_rank=1", ["--node_rank is torchrun's", "leave it out"]),
-    ("--standalone", ["--standalone is torchrun's", "embeds one"]),
-    ("--master-port 1", ["--master-port is torchrun's", "--rdzv-endpoint"]),
+    ("--node_rank=1", ["--node-rank 1", "leave it out"]),
+    ("--nnodes 2 --node-rank 0", ["--node-rank 0 is torchrun's", "leave it out"]),
+    ("--nnodes 2 --master-port 1", ["--master-port 1 is torchrun's", "--rdzv-endpoint"]),
+    ("--standalone --lighthouse h:1", ["--standalone", "--lighthouse h:1"]),
+    ("--standalone --nnodes 2", ["--standalone", "--nnodes 2"]),
+    ("--local_ranks_filter=1", ["--local_ranks_filter is torchrun's", "leave it out"]),
 ]  # fmt: skip
 
 
@@ -311,6 +318,10 @@ def test_every_number_is_refused_by_its_name(script: str, option: str) -> None:
 @pytest.mark.parametrize("option", [name for _, names in OPTIONS for name in names])
 def test_every_option_without_its_value_says_what_is_missing(option: str) -> None:
     assert re.match(r"--[a-z-]+ needs a value: \S+ \(ftrun --help", refusal([option]))
+
+
+def test_a_standalone_job_embeds_its_lighthouse(script: str) -> None:
+    assert job(script, "--standalone").lighthouse == ""
 
 
 def test_torchruns_other_options_are_known_by_name(script: str) -> None:
