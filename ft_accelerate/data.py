@@ -110,7 +110,8 @@ class GroupDataLoader(_compat.DataLoaderShard):  # type: ignore[misc]
 
     def __iter__(self) -> Iterator[Any]:
         # What was trained on once may be opened before the loop says model.train() again.
-        self._trained = self._run.training or (self.position.trained and torch.is_grad_enabled())
+        known = self.position.trained and torch.is_grad_enabled() and not self._run.aside
+        self._trained = self._run.training or known
         if self._trained and not self.position.trained and self._late and self._run.groups > 1:
             log.warning(
                 "a data loader that was prepared after training began is trained on: replica groups that come back "

@@ -110,6 +110,8 @@ class Run(Ending):
         self.models: list[WrappedModel] = []
         self.lost = False
         """The quorum broke in this window: nothing is communicated before the next one."""
+        self.aside = False
+        """This group does something for itself, as an evaluation: the others need not do the same at the same time."""
         self.stopped = False
         """Everybody has agreed to end the training."""
         self.committed_steps = 0
@@ -220,12 +222,12 @@ class Run(Ending):
     @property
     def training(self) -> bool:
         """The script is in a training loop, as far as one can tell: models are in training mode, gradients recorded."""
-        return torch.is_grad_enabled() and any(model.in_training_mode for model in self.models)
+        return not self.aside and torch.is_grad_enabled() and any(model.in_training_mode for model in self.models)
 
     @property
     def silent(self) -> bool:
-        """Nothing may be communicated with the other groups before the next window."""
-        return self.lost or self.stopped or self._ended
+        """Nothing may be communicated with the other groups before the next window, or the end of what is aside."""
+        return self.lost or self.stopped or self._ended or self.aside
 
     @property
     def ended(self) -> str:
@@ -244,12 +246,12 @@ class Run(Ending):
 
     def before_batch(self, position: Position) -> None:
         """A training loader is about to read the batch at `position`: open the quorum, unless a window is under way."""
-        if self.manager is not None and not (self._open or self.stopped or self._ended):
+        if self.manager is not None and not (self._open or self.stopped or self._ended or self.aside):
             self._start(position)
 
     def before_forward(self) -> None:
         """A forward that records gradients. This opens a window, unless a loader that is being read will do it."""
-        if self._open or self.stopped or self._ended:
+        if self._open or self.stopped or self._ended or self.aside:
             return
         if not self._reading:
             self.out.unread()
@@ -277,6 +279,16 @@ class Run(Ending):
             if self.manager is not None and not self._ended:
                 stack.enter_context(self.manager.pause(reason, PAUSE_S))
             yield
+
+    @contextlib.contextmanager
+    def by_itself(self, reason: str) -> Iterator[None]:
+        """The same, and nothing is communicated with the other groups, any of which may be lost meanwhile."""
+        before, self.aside = self.aside, True
+        try:
+            with self.pause(reason):
+                yield
+        finally:
+            self.aside = before
 
     def _start(self, position: Position | None) -> None:
         manager = self.start_manager()

@@ -286,11 +286,19 @@ class FaultTolerantTrainerMixin(ElasticEpochs):
             return super().evaluation_loop(*args, **kwargs)
         before = [(model, model.module.training) for model in run.models]
         try:
-            with run.pause("evaluating"):
+            with run.by_itself("evaluating"):
                 return super().evaluation_loop(*args, **kwargs)
         finally:
             for model, training in before:
                 model.module.train(training)  # Trainer's loop does so only after it has read the next batches
+
+    def prediction_step(self, *args: Any, **kwargs: Any) -> Any:
+        """As Trainer's; by this group alone, also in an evaluation loop of a subclass's own."""
+        run = self._ft_run
+        if run is None or run.aside:
+            return super().prediction_step(*args, **kwargs)
+        with run.by_itself("evaluating"):
+            return super().prediction_step(*args, **kwargs)
 
     # ------------------------------------------------------------ checkpoints
 

@@ -58,6 +58,9 @@ class WrappedModel(DistributedDataParallel):
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the model."""
+        if self._run is not None and self._run.aside:
+            with self.no_sync():  # a loss may need gradients also where it is only evaluated
+                return super().forward(*inputs, **kwargs)
         if self._run is not None and self.in_training_mode and torch.is_grad_enabled():
             self._run.before_forward()
             if self._run.silent:

@@ -31,7 +31,7 @@ METHODS = (
     "_build_accelerator_args", "create_accelerator_and_postprocess", "_run_epoch", "_init_training_state",
     "_finalize_training", "get_batch_samples", "_get_num_items_in_batch", "set_initial_training_values",
     "get_total_train_batch_size", "_save_checkpoint", "_get_output_dir", "evaluation_loop", "_load_rng_state",
-    "_maybe_log_save_evaluate", "_wrap_model",
+    "_maybe_log_save_evaluate", "_wrap_model", "prediction_step",
 )  # fmt: skip
 """Of Trainer, that the mixin overrides or calls."""
 

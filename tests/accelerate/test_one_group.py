@@ -107,6 +107,26 @@ def test_a_quorum_that_breaks_is_formed_anew_with_the_next_batch() -> None:
     s.accelerator.end_training()
 
 
+def test_what_a_group_does_by_itself_is_no_part_of_a_step() -> None:
+    """Not even with a model that is in training mode, and a loss that needs gradients."""
+    s = Setup()
+    others = s.accelerator.prepare(DataLoader(TensorDataset(torch.randn(6, 2)), 2))
+    for index, (x,) in enumerate(s.data):
+        if index == 4:
+            run = s.accelerator._run
+            with run.by_itself("evaluating"):
+                assert run.quorum is None
+                for (other,) in others:
+                    s.model(other).square().mean().backward()
+            assert not run.unsettled
+            assert not others.position.trained
+            s.optimizer.zero_grad()
+        s.step(x)
+        assert not s.accelerator.optimizer_step_was_skipped
+    assert s.accelerator.committed_steps == 8
+    s.accelerator.end_training()
+
+
 def test_a_heal_to_the_beginning_of_the_next_epoch_counts_that_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """The loop goes on there, as it does in the middle of an epoch: the number of the epoch came with the state."""
     s = Setup()

@@ -144,6 +144,21 @@ def test_kill_of_the_leader_freeze_and_vetoes_then_plain_trainer_resumes(
 @pytest.mark.process
 @pytest.mark.timeout(150)
 @pytest.mark.usefixtures("forged_workers")
+def test_a_group_lost_in_an_evaluation_does_not_change_what_the_others_measure(tmp_path: Path) -> None:
+    """It dies between the first and the second batch of an evaluation that both make."""
+    words = "--steps 8 --accumulate 1 --ragged --evaluate 2 --kill-evaluating 1:4"
+    with job(f"{SCRIPT} {tmp_path} {words}", "--replicas", "2", "--timeout", "20", "--standby", "0") as run:
+        assert run.run() == 0, run.text
+    assert run.count("was ended by SIGKILL") == 1
+    survivor = ends(tmp_path, "0")[0]
+    assert len(survivor["evaluated"]) == 4
+    for reported_loss, loss in survivor["evaluated"]:
+        assert reported_loss == loss
+
+
+@pytest.mark.process
+@pytest.mark.timeout(150)
+@pytest.mark.usefixtures("forged_workers")
 def test_a_late_group_of_two_processes_joins_one_of_two(tmp_path: Path) -> None:
     words = "--steps 24 --accumulate 2 --samples 64 --save 8 --together --late 9"
     options = ("--replicas", "1:2", "--nproc-per-replica", "2", "--run-id", "late-trainer", "--timeout", "20")

@@ -64,11 +64,17 @@ def tiny_model() -> LlamaForCausalLM:
 class Probe(TrainerCallback):
     """Kills its own process once, keeps in step with the other of two groups, and notes what callbacks are told."""
 
-    def __init__(self, folder: Path, kill: str, veto: str, together: bool, late: int) -> None:
+    def __init__(
+        self, folder: Path, kill: str, veto: str, together: bool, late: int, kill_evaluating: str = ""
+    ) -> None:
         self.folder, self.together, self.late = folder, together, late
         self.veto_at = [int(step) for step in veto.split(",") if step]
         group, _, step = kill.partition(":")
         self.kill_at = int(step) if group == os.environ.get("FT_REPLICA_GROUP", "none") else -1
+        group, _, step = kill_evaluating.partition(":")
+        self.kill_evaluating_at = int(step) if group == os.environ.get("FT_REPLICA_GROUP", "none") else -1
+        self.evaluated: list[tuple[float, float]] = []
+        """Losses of evaluations, as reported and as the same evaluation has them when nobody trains."""
         self.trainer: Any = None
         self.steps: list[int] = []
         self.rates: dict[int, float] = {}
@@ -82,14 +88,32 @@ class Probe(TrainerCallback):
         self.steps.append(state.global_step)
         if self.together:
             report(self.folder, os.environ["FT_REPLICA_GROUP"], state.global_step)
-        marker = self.folder / "killed"
-        if 0 <= self.kill_at <= state.global_step and not marker.exists():
-            marker.touch()
-            os.kill(os.getpid(), signal.SIGKILL)
+        if 0 <= self.kill_at <= state.global_step:
+            self.die_once()
         if self.together and state.global_step >= self.late:
             if self.late and state.global_step == self.late:
                 print("now", flush=True)
             self.keep_in_step(state.global_step)
+
+    def on_prediction_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if 0 <= self.kill_evaluating_at <= state.global_step:
+            self.die_once()
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any = None, **kwargs: Any) -> None:
+        trainer = self.trainer
+        before, trainer.is_in_train = trainer.is_in_train, False
+        try:
+            again = trainer.evaluation_loop(trainer.get_eval_dataloader(), "the same, for the test")
+        finally:
+            trainer.is_in_train = before
+        self.evaluated.append((metrics["eval_loss"], again.metrics["eval_loss"]))
+
+    def die_once(self) -> None:
+        """Of SIGKILL, the first time in this run."""
+        marker = self.folder / "killed"
+        if not marker.exists():
+            marker.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
 
     def keep_in_step(self, step: int) -> None:
         """Wait for the other group, unless it is to be alone: nothing here may depend on how fast anybody is."""
@@ -151,6 +175,7 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=64)
     parser.add_argument("--accumulate", type=int, default=2)
     parser.add_argument("--kill", default="")
+    parser.add_argument("--kill-evaluating", default="")
     parser.add_argument("--veto", default="")
     parser.add_argument("--together", action="store_true")
     parser.add_argument("--late", type=int, default=0)
@@ -176,7 +201,7 @@ def main() -> None:
         disable_tqdm=True, max_grad_norm=0.5, data_seed=11, save_total_limit=2, dataloader_pin_memory=False,
         load_best_model_at_end=bool(a.evaluate and a.save), metric_for_best_model="loss" if a.evaluate else None,
     )  # fmt: skip
-    probe = Probe(a.folder, a.kill, a.veto, a.together, a.late)
+    probe = Probe(a.folder, a.kill, a.veto, a.together, a.late, a.kill_evaluating)
     trainer = trainer_class(
         tiny_model(), arguments, train_dataset=Text(a.samples, a.ragged), eval_dataset=Text(10), callbacks=[probe]
     )
@@ -191,6 +216,7 @@ def main() -> None:
     (a.folder / name).write_text(json.dumps({
         "digest": digest.hexdigest()[:16], "step": state.global_step, "epoch": state.epoch, "max": state.max_steps,
         "steps": probe.steps, "rates": probe.rates, "first": trainer.is_world_process_zero(),
+        "evaluated": probe.evaluated,
         "evals": [entry["eval_loss"] for entry in state.log_history if "eval_loss" in entry],
         "weights": torch.cat([value.flatten()[:3] for value in trainer.model.state_dict().values()]).tolist(),
         "log": [entry for entry in state.log_history if "loss" in entry], "best": state.best_model_checkpoint,
