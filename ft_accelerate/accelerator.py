@@ -323,7 +323,9 @@ class FaultTolerantAccelerator(ElasticSteps, _compat.Accelerator):  # type: igno
         def named(folder: str) -> None:
             settings.automatic_checkpoint_naming, now = False, settings.iteration  # later than `iteration` if made good
             try:
-                with self._bare_models():
+                with self._bare_models(), contextlib.ExitStack() as stack:
+                    for model in run.models:
+                        stack.enter_context(model.carrier.buffers_as_due())
                     save(folder)
                 if super(FaultTolerantAccelerator, self).is_main_process:
                     elastic.save(elastic_loader.feeds(self), folder)

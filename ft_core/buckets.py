@@ -82,7 +82,8 @@ class Bucketer:
         self.parameters = memory.parameters
         self._bucket_count = len(memory.buckets)
         with torch.inference_mode(False):
-            self._carriage = BufferCarriage(buffer_owners, layout, memory.buckets[-1].flat)
+            self.buffers = BufferCarriage(buffer_owners, layout, memory.buckets[-1].flat)
+        self.buffers_as_due = self.buffers.as_due
         self._arrived = bytearray(len(memory.parameters))
         """1 for each parameter whose gradient is in its bucket in this round."""
         self._nothing_arrived = bytes(len(memory.parameters))
@@ -103,8 +104,7 @@ class Bucketer:
         self._settled: Attempt | None = None
         """The attempt whose last round ended since the last verdict; `flush` has nothing to add to it."""
         self._armed, self._consumed = False, True
-        self._scale_value = 1.0
-        self._scale_tensor = torch.tensor(1.0, dtype=torch.float64)
+        self._scale_value, self._scale_tensor = 1.0, torch.tensor(1.0, dtype=torch.float64)
         self.watches_outputs = False
         """Set once a nested (reentrant) backward was seen: forward must then call `watch_output`."""
         self._handles = [
@@ -137,7 +137,7 @@ class Bucketer:
             self._consumed = False
         elif self._consumed:
             self._armed = False
-        self._carriage.save()
+        self.buffers.save()
 
     def before_backward(self, *, sync: bool) -> None:
         """Decide about the next backward alone: for several, some of them under no_sync, after one forward."""
@@ -248,7 +248,7 @@ class Bucketer:
             if index < self._bucket_count - 1:
                 work = attempt.launch(bucket.flat)
             else:
-                self._carriage.pack(source=attempt.is_source)
+                self.buffers.pack(source=attempt.is_source)
                 self._memory.pack_used(None if self._round.scale is _NOT_CONTRIBUTING else self._arrived_tensor)
                 work = attempt.launch_fence(bucket.flat, self._memory.fence)
         except Exception as error:  # noqa: BLE001 (whatever it is, it must not leave backward)
@@ -274,6 +274,7 @@ class Bucketer:
             self._round.scale = None
             self.watches_outputs = True
             return
+        self.buffers.gone_through(self._arrived)
         # Only under create_graph does the engine leave it on here; asking costs a twentieth of no_grad.
         with torch.no_grad() if torch.is_grad_enabled() else nullcontext():
             self._fill(with_accumulated=True)
@@ -420,18 +421,18 @@ class Bucketer:
         self._memory.average(all_reduce, ranks)
 
     def committed(self) -> None:
-        """The attempt was committed: buffers take what came with the fence."""
+        """The attempt was committed: buffers take what came with the fence, before the next forward."""
         self._settled = None
-        self._carriage.unpack()
+        self.buffers.unpack()
 
     def vetoed(self) -> None:
         """The attempt was not committed: buffers go back to before the first forward since the last verdict."""
         self._settled = None
-        self._carriage.restore()
+        self.buffers.restore()
 
     def state_loaded(self) -> None:
         """State was written into the module: what `vetoed` would restore is void."""
-        self._carriage.forget()
+        self.buffers.forget()
 
     def buffer_storages(self) -> set[int]:
         """Addresses of the storages of all buffers, synced or not, as they are now."""

@@ -29,6 +29,7 @@ from ft_core.fence import FENCE_SLOTS
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from contextlib import AbstractContextManager
 
     from torch import Tensor
 
@@ -119,7 +120,10 @@ class Carrier(Protocol):
         ...
 
     def committed(self) -> None:
-        """The attempt was committed: write the buffers that came with the fence into the module."""
+        """The attempt was committed: the module takes the buffers that came with the fence.
+
+        They, and those of `vetoed`, are written before the next forward if a graph still needs the values there are.
+        """
         ...
 
     def vetoed(self) -> None:
@@ -128,6 +132,10 @@ class Carrier(Protocol):
 
     def state_loaded(self) -> None:
         """State was written into the module (a heal): what `vetoed` would restore is void, the module is the truth."""
+        ...
+
+    def buffers_as_due(self) -> AbstractContextManager[None]:
+        """Inside, buffers have the values of the last verdict, also while a graph still needs others."""
         ...
 
     def buffer_storages(self) -> set[int]:

@@ -10,6 +10,7 @@ Threads: the training thread.
 
 from __future__ import annotations
 
+import contextlib
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -64,7 +65,10 @@ class StateViews:
         return lambda: state
 
     def _collect(self) -> dict[str, Any]:
-        return self._live.collect(self._volatile(), self._config.budget.timeout_s)
+        with contextlib.ExitStack() as stack:  # a GAN may ask between its generator's forward and backward
+            for carrier in self._carriers:
+                stack.enter_context(carrier.buffers_as_due())
+            return self._live.collect(self._volatile(), self._config.budget.timeout_s)
 
     def _whole_state(self) -> dict[str, Any]:
         """What a healing replica receives."""

@@ -107,6 +107,31 @@ def test_a_quorum_that_breaks_is_formed_anew_with_the_next_batch() -> None:
     s.accelerator.end_training()
 
 
+@pytest.mark.parametrize("reads", [True, False], ids=["prepared loader", "own data"])
+@pytest.mark.parametrize("vetoed", [False, True], ids=["committed", "vetoed"])
+def test_a_gan_whose_generator_has_statistics(reads: bool, vetoed: bool) -> None:
+    """The discriminator's step comes between the generator's forward and backward, and is committed or not."""
+    torch.manual_seed(3)
+    accelerator: Any = FaultTolerantAccelerator()
+    g, d = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 4)), nn.Linear(4, 1)
+    data = DataLoader(TensorDataset(torch.randn(24, 4)), 8)
+    g, d, for_g, for_d = accelerator.prepare(g, d, *(torch.optim.Adam(m.parameters()) for m in (g, d)))
+    seen: list[int] = []
+    for (real,) in accelerator.prepare(data) if reads else data:
+        fake = g(torch.randn(len(real), 4))
+        for_d.zero_grad()
+        accelerator.backward(nn.functional.softplus(-d(real)).mean() + nn.functional.softplus(d(fake.detach())).mean())
+        if vetoed and len(seen) == 1:
+            accelerator.manager.report_error(RuntimeError("injected"))
+        for_d.step()
+        for_g.zero_grad()
+        accelerator.backward(nn.functional.softplus(-d(fake)).mean())
+        for_g.step()
+        seen.append(int(g.module[1].num_batches_tracked))
+    assert seen == ([1, 1, 2] if vetoed else [1, 2, 3])
+    accelerator.end_training()
+
+
 def test_what_a_group_does_by_itself_is_no_part_of_a_step() -> None:
     """Not even with a model that is in training mode, and a loss that needs gradients."""
     s = Setup()
