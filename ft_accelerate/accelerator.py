@@ -22,6 +22,8 @@ import inspect
 import os
 from typing import TYPE_CHECKING, Any
 
+from accelerate.utils import broadcast_object_list
+
 from ft_accelerate import _compat, checkpoints, data, dispatch, elastic, elastic_loader, heal, refusals, running_out
 from ft_accelerate.elastic_steps import ElasticSteps
 from ft_accelerate.leader import Leadership
@@ -61,6 +63,7 @@ class FaultTolerantAccelerator(ElasticSteps, _compat.Accelerator):  # type: igno
         self._run: Run | None = None
         self._leadership: Leadership | None = None
         self._tracking: tuple[Any, ...] | None = None
+        self._names = checkpoints.Names()
         if self.fault_tolerance_plugin is not None:
             refusals.check_arguments(
                 inspect.signature(_compat.Accelerator.__init__).bind(self, *args, **kwargs).arguments
@@ -309,6 +312,9 @@ class FaultTolerantAccelerator(ElasticSteps, _compat.Accelerator):  # type: igno
         With other groups in the quorum the folder is in its place after the next step, or the end of training: when all
         are known to hold the step (`load_state` finds it at once).
 
+        A replica that came back names it by a counter of its own, perhaps, which has begun again: where a folder with a
+        number in its name has the state of another step, this one is written beside it, with a warning.
+
         Returns:
             The folder, where it was written; None elsewhere.
         """
@@ -332,14 +338,20 @@ class FaultTolerantAccelerator(ElasticSteps, _compat.Accelerator):  # type: igno
             finally:
                 settings.automatic_checkpoint_naming, settings.iteration = automatic, now
 
+        doubtful = self._names.asked(target) and not automatic
+        places = [target]
+
         def write() -> str:
             first = super(FaultTolerantAccelerator, self).is_main_process
-            checkpoints.write(target, named, run.manager_state(), first, self.wait_for_everyone)
-            return target
+            if doubtful:
+                places[:] = [self._names.place_of(target, self.committed_steps) if first else target]
+                broadcast_object_list(places)
+            checkpoints.write(places[0], named, run.manager_state(), first, self.wait_for_everyone)
+            return places[0]
 
         def place() -> None:
             if super(FaultTolerantAccelerator, self).is_main_process:
-                checkpoints.place(target)
+                checkpoints.place(places[0])
                 if automatic:
                     checkpoints.prune(os.path.dirname(target), settings.total_limit)
 

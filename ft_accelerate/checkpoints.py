@@ -5,6 +5,9 @@ when all replicas are known to hold the step (`Leadership`). So who dies while s
 where `load_state` looks, nor one of a step that the others never made. `ft_manager.json` holds the Manager's step and
 lineage: replicas that load the same folder agree at once; plain Accelerate ignores it.
 
+A script that counts its steps by itself counts from 0 again when its group was started again, and its names are those
+of old checkpoints then. `Names` keeps these: what would replace the state of another step is written beside it.
+
 Threads: the training thread.
 """
 
@@ -15,6 +18,7 @@ import logging
 import os
 import re
 import shutil
+from collections import deque
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -22,11 +26,56 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("ft_accelerate")
 MANAGER = "ft_manager.json"
+MAX_NAMES = 1024
+"""Remembered; one that is asked for again later than that counts as new."""
 
 
 def automatic_folder(project_dir: str, iteration: int) -> str:
     """Where Accelerate's automatic naming puts the next one."""
     return os.path.join(project_dir, "checkpoints", f"checkpoint_{iteration}")
+
+
+class Names:
+    """What this process was asked to save."""
+
+    def __init__(self) -> None:
+        self._asked: deque[str] = deque(maxlen=MAX_NAMES)
+        self.joined_at = 0
+        """Committed steps of the others when their state was taken over, which a script's own counter does not know."""
+
+    def asked(self, target: str) -> bool:
+        """Whether this name may be an old one: it is asked for the first time, by who has taken over others' state."""
+        fresh = target not in self._asked
+        self._asked.append(target)
+        return fresh and self.joined_at > 0
+
+    def place_of(self, target: str, committed: int) -> str:
+        """Where to write instead of `target`: beside it, if that is numbered and has the state of another step.
+
+        Args:
+            target: as the script said.
+            committed: steps of the state that is written.
+        """
+        there = _step_of(target)
+        if there in (None, committed) or not re.search(r"\d", os.path.basename(os.path.abspath(target))):
+            return target
+        beside = f"{os.path.abspath(target)}.committed_{committed}"
+        log.warning(
+            "save_state(%r): that folder has the state of committed step %d, and would get that of step %d: written to "
+            "%s instead. This replica took over the run at step %d, and a counter of the script's own does not: name "
+            "checkpoints by accelerator.committed_steps or accelerator.epoch, or keep the counter in an object that "
+            "is given to register_for_checkpointing()",
+            target, there, committed, beside, self.joined_at,
+        )  # fmt: skip
+        return beside
+
+
+def _step_of(folder: str) -> int | None:
+    """Committed steps of a checkpoint; None: it has no such note, or none that can be read, and nothing is known."""
+    try:
+        return (manager_state(folder) or {}).get("step")
+    except ValueError:
+        return None
 
 
 def partial_folder(target: str) -> str:

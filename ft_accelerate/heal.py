@@ -36,6 +36,7 @@ def save(accelerator: Any) -> dict[str, Any]:
         "groups": accelerator.num_replica_groups,
         "step": accelerator.step,
         "first_step": accelerator._run.first_step,
+        "committed": accelerator.committed_steps,
         "epoch": accelerator.epoch,
         "save_iteration": accelerator.save_iteration,
         "loaders": [loader.progress() for loader in loaders(accelerator)],
@@ -58,6 +59,7 @@ def load(accelerator: Any, state: Mapping[str, Any]) -> None:
         accelerator.scaler.load_state_dict(state["scaler"])
     accelerator.step = state["step"]
     accelerator._run.first_step = state["first_step"]
+    accelerator._names.joined_at = state["committed"]
     accelerator.epoch = state["epoch"]
     accelerator.project_configuration.iteration = state["save_iteration"]
     accelerator._run.divide(state["groups"])

@@ -270,6 +270,34 @@ def test_a_checkpoint_is_in_its_place_when_all_are_known_to_hold_its_step(
     assert not list(tmp_path.glob(".*partial"))
 
 
+def test_a_counter_that_began_again_replaces_no_checkpoint_of_another_step(
+    tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """`completed_steps += 1` of every Accelerate example, in a group that was started again and leads now."""
+    s = Setup()
+    s.train(2)
+    s.accelerator.save_state(str(tmp_path / "step_2"))
+    s.accelerator.save_state(str(tmp_path / "latest"))
+    s.train(2)
+    state = heal.save(s.accelerator)
+    s.accelerator.end_training()
+
+    again = Setup()
+    heal.load(again.accelerator, state)
+    again.train(1)
+    beside = tmp_path / "step_2.committed_5"
+    assert again.accelerator.save_state(str(tmp_path / "step_2")) == str(beside)
+    assert "step_2" in caplog.text
+    assert "state of committed step 2, and would get that of step 5" in caplog.text
+    assert "accelerator.committed_steps" in caplog.text
+    assert again.accelerator.save_state(str(tmp_path / "latest")) == str(tmp_path / "latest")  # meant to be replaced
+    steps = {path.name: json.loads((path / MANAGER).read_text())["step"] for path in tmp_path.iterdir()}
+    assert steps == {"step_2": 2, "step_2.committed_5": 5, "latest": 5}
+    again.train(1)
+    assert again.accelerator.save_state(str(tmp_path / "step_2")) == str(tmp_path / "step_2")  # twice: it is meant
+    again.accelerator.end_training()
+
+
 class Notes(GeneralTracker):
     name, requires_logging_directory = "notes", False
     tracker = None
