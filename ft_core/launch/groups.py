@@ -44,6 +44,8 @@ class Group:
     """By --chaos, monotonic."""
     again: bool = False
     """To be started anew when its drain is over (--chaos)."""
+    started_at: float = 0.0
+    """Monotonic, of its processes that run now; 0: none were started yet."""
     training: bool = False
     """It has committed since its last start."""
     at_start: str = ""
@@ -57,8 +59,9 @@ class Group:
     last: tuple[float, int] | None = None
     """(monotonic s, step) from which the speed is measured."""
 
-    def started(self) -> None:
+    def started(self, now: float) -> None:
         """New processes: nothing is known of them yet."""
+        self.started_at = now
         self.training, self.stalled, self.shot, self.last, self.speed = False, "", False, None, None
 
     def end(self, result: RunResult | None, error: BaseException | None, *, stopping: bool, hopeless: bool) -> str:

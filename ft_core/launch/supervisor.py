@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any
 
 from ft_core.errors import ConfigError
 from ft_core.launch.agent import GroupAgent, Tools
+from ft_core.launch.apart import Apart
 from ft_core.launch.exits import Exits
 from ft_core.launch.groups import KINDS, Group
 from ft_core.launch.monkey import Monkey
@@ -109,6 +110,7 @@ class Supervisor:
             self._watch = Watch(
                 lighthouse, spec.token, lambda: self._put("picture"), lambda n: self._put("undrained", n)
             )
+            self._apart = Apart(self._watch, self._say_about, self._total)
             self._watch.connect(timedelta(seconds=spec.connect_s))
             stack.callback(self._watch.close)
             self._watch.start()
@@ -227,6 +229,7 @@ class Supervisor:
         error: BaseException | None = None
         try:
             result = agent.run()
+            self._apart.ended(agent.name, result)
         except Stopped:
             pass
         except BaseException as caught:  # noqa: BLE001 - reported by the main thread, which ends the group
@@ -241,7 +244,7 @@ class Supervisor:
     def _on_started(self, name: str, pids: Mapping[int, int], warm: bool) -> None:
         group = self._named(name)
         if group is not None:
-            group.started()
+            group.started(time.monotonic())
         which = ", ".join(str(pid) for pid in pids.values())
         self._say_about(name, f"started{' from a warm standby' if warm else ''} (pid {which})")
 
@@ -336,6 +339,7 @@ class Supervisor:
                 group.draining = now + KILL_S
                 self._say_about(group.name, f"did not drain within {self.spec.drain_s:g} s (--drain-timeout): killed")
                 group.agent.send(signal.SIGKILL, group=True)
+        self._apart.on_time(self._groups.values(), now)
         self._monkey.on_time(self._groups.values(), bool(self._why or self._watch.look().closed))
 
     # ------------------------------------------------------------ stopping

@@ -112,6 +112,8 @@ class Watch:
         """replica_ids of each group whose processes have ended, the oldest first; at most MAX_OVER per group."""
         self._names: frozenset[str] = frozenset()
         """The groups that were started here: a lighthouse of many groups need not tell of the others. Empty: all."""
+        self._came: set[str] = set()
+        """Groups that were started here, and that the lighthouse has told of."""
         self._given_up: dict[str, str] = {}
         """Groups that are not started again, and why; as many as ftrun has groups."""
         self._thread = threading.Thread(target=self._run, name="ftrun-watch", daemon=True)
@@ -176,6 +178,18 @@ class Watch:
             known=bool(runs), committed=any(seen.committed for seen in runs), closed=picture.closed,
             reachable=picture.at >= asked,
         )  # fmt: skip
+
+    def nobody_came(self, name: str) -> bool:
+        """Neither `name`, which has ended, nor another group was ever seen; False if that is not known. Asks anew."""
+        if self._came:
+            return False
+        facts = self.facts(name)
+        return facts.reachable and not (facts.known or facts.closed or self._came)
+
+    def nobody_came_by(self, at: float) -> bool:
+        """The same of all groups, as it was asked last: at `at` (monotonic s) or later."""
+        picture = self._picture
+        return not (self._came or picture.closed) and picture.at >= at
 
     def another_run(self, alone: Callable[[], bool], stop: threading.Event) -> bool:
         """Training has ended in the newest room: wait up to BETWEEN_S whether another run of the same script begins.
@@ -256,6 +270,7 @@ class Watch:
                 room.closed,
             )  # fmt: skip
         with self._condition:
+            self._came |= self._names & dict(picture.groups).keys()
             self._picture = picture
             untold = {n: why for n, why in self._given_up.items() if room is None or n not in room.given_up}
         for name, reason in untold.items():
