@@ -219,6 +219,8 @@ class FaultTolerantAccelerator(ElasticSteps, _compat.Accelerator):  # type: igno
         """As Accelerator's; afterwards gradients are averaged over all groups if they are synchronized."""
         super().backward(loss, **kwargs)
         if self._run is not None:
+            if not (self._run.owners_known or self._run.aside):
+                self._run.owners_known = refusals.check_owners(self._run.models, self._optimizers)
             self._run.settling.passes += any(model.require_backward_grad_sync for model in self._run.models)
             self._run.settle_gradients()
 

@@ -5,14 +5,16 @@ Threads: the training thread.
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING, Any
 
 from ft_accelerate import _compat
 from ft_core.errors import ConfigError, NotAvailableError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
+log = logging.getLogger("ft_accelerate")
 SHARDS = "a replica group must hold a whole copy of the model on each of its processes in this version"
 ARGUMENTS = {
     "deepspeed_plugin": "DeepSpeed reduces the gradients itself",
@@ -97,3 +99,34 @@ def check_groups(group: int, expected: int | None) -> None:
         raise ConfigError(
             f"replica_group={group} with expected_replicas={expected}: groups are numbered from 0 to {expected - 1}"
         )
+
+
+def check_owners(models: Sequence[Any], optimizers: Sequence[Any]) -> bool:
+    """After a backward: that a step will follow which the groups make together. A warning if not.
+
+    No error: gradients may be wanted for themselves.
+
+    Args:
+        models: prepared, to be trained.
+        optimizers: prepared.
+
+    Returns:
+        Whether anything could be told.
+    """
+    if not models:
+        log.warning(
+            "backward(), but no model with parameters to train was given to accelerator.prepare(): each replica group "
+            "trains its own, apart from the others. Prepare the model and its optimizer"
+        )
+        return True
+    got = [p for model in models for p in model.parameters() if p.requires_grad and p.grad is not None]
+    mine = {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
+    if got and not any(id(p) in mine for p in got):
+        have = f"{len(optimizers)} optimizers were" if len(optimizers) != 1 else "one optimizer was"
+        log.warning(
+            "backward() made gradients for %d parameters, and no prepared optimizer has any of them (%s given to "
+            "accelerator.prepare()): the steps of another one are not agreed on with the other replica groups, which "
+            "part from this one with the first failure. Prepare the optimizer, with the model's own parameters",
+            len(got), have,
+        )  # fmt: skip
+    return bool(got)

@@ -133,6 +133,8 @@ class Run(Ending):
         self._agreed_in = 0
         """Quorum in which the position was agreed on."""
         self.settling = Settling(self.ranks)
+        self.owners_known = False
+        """It was looked whether prepared optimizers have the parameters that get gradients."""
         self.after_vote: Callable[[], None] | None = None
         """Set while something waits for what a vote, or the end, shows."""
         self.elastic: Elastic | None = None

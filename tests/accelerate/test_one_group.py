@@ -6,6 +6,7 @@ import itertools
 import json
 import pathlib
 import pickle
+import re
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -296,6 +297,37 @@ def test_a_counter_that_began_again_replaces_no_checkpoint_of_another_step(
     again.train(1)
     assert again.accelerator.save_state(str(tmp_path / "step_2")) == str(tmp_path / "step_2")  # twice: it is meant
     again.accelerator.end_training()
+
+
+@pytest.mark.parametrize(
+    ("prepared", "text"),
+    [
+        ("model", r"gradients for 2 parameters, and no prepared optimizer has any of them \(0 optimizers were given"),
+        ("other", r"no prepared optimizer has any of them \(one optimizer was given"),
+        ("optimizer", "no model with parameters to train was given"),
+        ("both", ""),
+    ],
+)
+def test_gradients_that_no_prepared_optimizer_owns_are_told_of_once(
+    prepared: str, text: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    accelerator: Any = FaultTolerantAccelerator()
+    model: Any = nn.Linear(2, 1)
+    optimizer: Any = torch.optim.SGD(model.parameters(), 0.1)
+    if prepared == "other":
+        accelerator.prepare(torch.optim.SGD(nn.Linear(2, 1).parameters(), 0.1))
+    if prepared in ("optimizer", "both"):
+        optimizer = accelerator.prepare(optimizer)
+    if prepared != "optimizer":
+        model = accelerator.prepare(model)
+    for _ in range(2):
+        accelerator.backward(model(torch.ones(1, 2)).sum())
+        optimizer.step()
+        optimizer.zero_grad()
+    told = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert len(told) == bool(text)
+    assert not told or re.search(text, told[0])
+    accelerator.end_training()
 
 
 class Notes(GeneralTracker):
