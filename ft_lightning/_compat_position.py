@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from ft_core.data import ElasticDataLoader
 from ft_core.errors import ConfigError
-from ft_lightning import data
+from ft_lightning import _compat_callbacks, data
 from ft_lightning._compat import FABRICS, TREES, part, tree_of
 
 if TYPE_CHECKING:
@@ -23,17 +23,19 @@ if TYPE_CHECKING:
     Trainer = Any
 
 
-def restore(trainer: Trainer, state: Mapping[str, Any]) -> None:
-    """Load what `dump` returned into a Trainer between two batches of `fit`.
+def restore(trainer: Trainer, state: Mapping[str, Any], hidden: Mapping[str, Any]) -> None:
+    """Load what `dump` and `hidden` returned into a Trainer between two batches of `fit`.
 
     Relies on the connector's own restore functions, in the order in which `fit(ckpt_path=...)` calls them, and on the
     marks that loading leaves on the loops: they make a loop skip what a resumed run has behind it, but this one goes on
     in the middle. If the epoch changes, `on_train_epoch_start` is called for the new one: after the callbacks know
-    their state, before optimizers and schedulers are loaded, which some callbacks replace there.
+    their state, before optimizers and schedulers are loaded, which some callbacks replace there. What the hook changed
+    in the callbacks' states is taken back: the donors' have it in them.
     """
     fit, before = trainer.fit_loop, epoch_and_batch(trainer)[0]
     connector = trainer._checkpoint_connector
-    connector._loaded_checkpoint = dict(state)
+    _compat_callbacks.prune_likewise(trainer.lightning_module, state[_compat_callbacks.WEIGHTS])
+    connector._loaded_checkpoint = _compat_callbacks.apart(trainer, state)
     try:
         connector.restore_datamodule()
         connector.restore_model()
@@ -50,6 +52,9 @@ def restore(trainer: Trainer, state: Mapping[str, Any]) -> None:
             call = part(tree_of(trainer), "trainer.call._call_callback_hooks")
             call(trainer, "on_train_epoch_start")
             part(tree_of(trainer), "trainer.call._call_lightning_module_hook")(trainer, "on_train_epoch_start")
+            again = part(tree_of(trainer), "trainer.call._call_callbacks_load_state_dict")
+            again(trainer, connector._loaded_checkpoint)
+        _compat_callbacks.load_hidden(trainer, hidden)
         connector.restore_optimizers_and_schedulers()
     finally:
         connector._loaded_checkpoint = {}
@@ -128,12 +133,6 @@ def no_longer_follow(trainer: Trainer) -> None:
     vars(loop).pop("_accumulated_batches_reached", None)
     for name in ("output_result_cls", "_make_zero_grad_fn"):
         vars(loop.automatic_optimization).pop(name, None)
-
-
-def schedules_accumulation(trainer: Trainer) -> bool:
-    """There is a GradientAccumulationScheduler."""
-    kind = part(tree_of(trainer), "callbacks.GradientAccumulationScheduler")
-    return any(isinstance(callback, kind) for callback in trainer.callbacks)
 
 
 def check_single_loader(trainer: Trainer) -> None:

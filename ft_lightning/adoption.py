@@ -39,7 +39,7 @@ from torch.distributed import ReduceOp
 
 from ft_core.errors import ConfigError, QuorumTimeoutError
 from ft_core.lighthouse_client import rooms
-from ft_lightning import _compat
+from ft_lightning import _compat, _compat_callbacks
 from ft_lightning import _compat_position as _position
 from ft_lightning.data import Unseen, groups_needed
 
@@ -209,12 +209,14 @@ class Adoption:
                 "training_step(dataloader_iter) must take exactly one batch per step with strategy='fault_tolerant': "
                 "what it has read ahead cannot be handed to a replica that joins"
             )
-        state = _compat.dump(trainer)
+        with _compat_callbacks.masks_kept(trainer):
+            state = _compat.dump(trainer)
         if self._elastic.active:
             _position.forget_loaders(state)
         ahead = _position.reads_ahead(trainer)
         state[KEY] = {
             "accumulate": trainer.accumulate_grad_batches,
+            "hidden": _compat_callbacks.hidden(trainer),
             "loaders": [] if self._elastic.active else self._loaders(ahead),
             "reload": _position.reload_epochs(trainer),
             "metrics": _position.metrics(trainer),
@@ -231,7 +233,7 @@ class Adoption:
         assert self._opening, "state arrived although no quorum is being opened"
         trainer = self._trainer
         ours = state[KEY]
-        _position.restore(trainer, {key: value for key, value in state.items() if key != KEY})
+        _position.restore(trainer, {key: value for key, value in state.items() if key != KEY}, ours["hidden"])
         trainer.accumulate_grad_batches = ours["accumulate"]
         _position.load_metrics(trainer, ours["metrics"])
         self.unseen.shares, self.unseen.read = ours["unseen"]

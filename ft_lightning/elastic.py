@@ -29,6 +29,7 @@ from torch.utils.data import DataLoader
 
 from ft_core.data import ElasticDataLoader, elastic_loader
 from ft_core.errors import ConfigError, FaultToleranceError
+from ft_lightning import _compat_callbacks
 from ft_lightning import _compat_position as _position
 from ft_lightning.data import TRAIN
 
@@ -145,7 +146,7 @@ class ElasticData:
                 "elastic data: automatic_optimization=False: which votes decide about a batch's samples is only known "
                 "with automatic optimization; use that, or leave elastic data off"
             )
-        if _position.schedules_accumulation(trainer):
+        if _compat_callbacks.schedules_accumulation(trainer):
             raise ConfigError(
                 "elastic data: GradientAccumulationScheduler would change a step's micro-batches; pass "
                 "Trainer(accumulate_grad_batches=) or global_batch_size= instead"

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from ft_core import DistributedDataParallel, Manager, ProcessGroupGloo
 from ft_core.errors import ConfigError
 from ft_core.inventory import check_arguments
-from ft_lightning import _autoload, _compat
+from ft_lightning import _autoload, _compat, _compat_callbacks
 from ft_lightning import _compat_position as _position
 from ft_lightning.adoption import Adoption
 from ft_lightning.arguments import Arguments, DataArguments, check_kwargs
@@ -182,6 +182,10 @@ class FaultTolerance(Modes, Writing, Placed):
         if self.manager is None:
             return super()._setup_model(model)  # type: ignore[misc,no-any-return]
         options = self.wrapper_options(model, self._ddp_kwargs)  # type: ignore[attr-defined]
+        if _compat_callbacks.thaws(self._trainer):  # what is frozen now counts as unused until it is not
+            options["find_unused_parameters"] = True
+            with _compat_callbacks.all_thawed(model):
+                return DistributedDataParallel(self.manager, model, **options)
         return DistributedDataParallel(self.manager, model, **options)
 
     def _register_ddp_hooks(self) -> None:
