@@ -32,6 +32,10 @@ class StopTogether(FaultToleranceError):
     """The reason of the vetoes: some replica has ended its training."""
 
 
+class RunLostError(FaultToleranceError):
+    """All replicas of a later call of `fit` have died, and with them what the calls before it had trained."""
+
+
 def stop_together(manager: Manager, opened: Callable[[], None]) -> None:
     """At the end of `fit`, between two steps.
 
@@ -70,6 +74,14 @@ def finished(error: JobFinishedError) -> SystemExit:
     """A replica that comes when all is done has nothing to do, and no state with which a script could go on."""
     log.warning("nothing left to train: %s", error)
     return SystemExit(0)
+
+
+def lost(error: JobFinishedError) -> RunLostError:
+    """Who comes when a later run than this one has died out: its state is gone, and that is no end of a job."""
+    return RunLostError(
+        f"every replica has died in a later call of fit than this one, so nobody is left who has the model that this "
+        f"call trained ({error}): start the job again, with fit(ckpt_path=...) to go on from a checkpoint"
+    )
 
 
 def drains_alone() -> None:

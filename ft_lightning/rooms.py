@@ -16,6 +16,7 @@ from ft_core.step import fold_lineage
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from ft_core.wire import pb
 
 BETWEEN_S = 10.0
 """How long the others may be between the end of one run and the beginning of the next."""
@@ -72,17 +73,24 @@ class Runs:
         """
         again = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
         deadline = time.monotonic() + (BETWEEN_S if again else 0.0)
-        while not (found := self._later(address, first)) and time.monotonic() < deadline:
+        while not (found := self._under_way(address, first)) and time.monotonic() < deadline:
+            if self.lost(address, first):
+                break
             time.sleep(LOOK_S)
         return found
 
-    def _later(self, address: str, first: str) -> bool:
-        for room in rooms(address) or []:
-            number = room.room.removeprefix(f"{first}.")
-            later = room.room != number and number.isdecimal() and int(number) - 1 > self.ended
-            if later and any(member.life == "up" for member in room.replicas):
-                return True
-        return False
+    def lost(self, address: str, first: str = DEFAULT_ROOM) -> bool:
+        """A later run than this one had begun at the lighthouse and did not end, and nobody of it is left."""
+        begun = [room for room in self._later(address, first) if not room.closed and room.replicas]
+        return bool(begun) and all(member.life == "gone" for room in begun for member in room.replicas)
+
+    def _under_way(self, address: str, first: str) -> bool:
+        return any(member.life == "up" for room in self._later(address, first) for member in room.replicas)
+
+    def _later(self, address: str, first: str) -> list[pb.RoomStatus]:
+        """Rooms of later runs than this one."""
+        numbers = ((room, room.room.removeprefix(f"{first}.")) for room in rooms(address) or [])
+        return [r for r, n in numbers if r.room != n and n.isdecimal() and int(n) - 1 > self.ended]
 
 
 RUNS = Runs()

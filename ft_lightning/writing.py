@@ -106,6 +106,7 @@ class Writing:
 
         Raises:
             SystemExit: (0) the job is finished.
+            RunLostError: it is not, but everybody who made the later run has died.
         """
         first = arguments.get("room_id", DEFAULT_ROOM)
         try:
@@ -115,6 +116,8 @@ class Writing:
                 log.warning("this call of fit is passed over, as the others are in a later one: %s", error)
                 self._passed = _compat.pass_over(self._trainer)
                 return None
+            if RUNS.lost(self.lighthouse_address, first):
+                raise agreement.lost(error) from None
             raise agreement.finished(error) from None
 
     def _begin(self, manager: Manager) -> None:

@@ -12,6 +12,7 @@ import re
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from ft_core.errors import ConfigError
+from ft_core.launch.status import ALL, SUCCESS
 from ft_core.rpc import release
 
 if TYPE_CHECKING:
@@ -138,6 +139,8 @@ def parser() -> argparse.ArgumentParser:
     option(restart, "--standby", type=int, default=0, metavar="K", help="processes kept ready with all imports done")
     option(restart, "--drain-timeout", type=float, default=30.0, metavar="S",
            help="how long a group may take to finish its step and leave (default 30)")  # fmt: skip
+    option(restart, "--success", choices=SUCCESS, default=ALL,
+           help="status 0 when all groups that were not drained finished, or min: --min-replicas")  # fmt: skip
     option(restart, "--monitor-interval", type=float, default=0.1, metavar="S",
            help="how often workers are looked at where the kernel does not tell at once")  # fmt: skip
     option(restart, "--chaos", metavar="SPEC", help="kill, freeze and drain own groups: kill=30s,stop=60s,seed=7")

@@ -24,8 +24,6 @@ SPEED_S = 2.0
 """Over how long the speed on the status line is measured."""
 DRAINED_CODES = (0, -signal.SIGTERM, 128 + signal.SIGTERM)
 """How a worker that was asked to drain may end: by the Manager, or by SIGTERM if it has none."""
-KINDS = ("finished", "drained", "quarantined", "stopped", "missed")
-"""How a group ends: all workers exited 0; drained; the restart policy gave up; killed by us; failed after the end."""
 
 
 @dataclass(eq=False)
@@ -37,7 +35,7 @@ class Group:
     agent: GroupAgent
     thread: threading.Thread
     ended: str = ""
-    """One of KINDS, once it has ended for good."""
+    """One of `status.KINDS`, once it has ended for good."""
     draining: float = 0.0
     """Deadline (monotonic) of a drain that is under way."""
     frozen_until: float = 0.0
@@ -67,20 +65,23 @@ class Group:
     def end(self, result: RunResult | None, error: BaseException | None, *, stopping: bool, hopeless: bool) -> str:
         """How a run of the agent that returned like this ends the group.
 
-        `stopping`: everything is being stopped; `hopeless`: because the job has failed.
+        `stopping`: everything is being stopped; `hopeless`: because the job has failed. A worker that SIGTERM ended has
+        left no agreement behind: of a job that is stopped the batch system must see that.
         """
         failure = self.agent.failure
         well = result is not None and result.state is WorkerState.SUCCEEDED
         waited = result is None and error is None  # for its next start: there was nobody to drain
         if self.draining:
-            clean = well or (waited and not hopeless) or (failure is not None and failure.code in DRAINED_CODES)
+            killed = failure is not None and failure.code in DRAINED_CODES
+            clean = well or (waited and not hopeless) or (killed and not stopping)
             self.ended = "drained" if clean else "stopped"
         elif well:
             self.ended = "finished"
         elif stopping:
             self.ended = "stopped"
         else:
-            self.ended = "quarantined" if self.agent.quarantine or error is not None else "missed"
+            late = "missed" if failure is not None and failure.code < 0 else "failed"
+            self.ended = "quarantined" if self.agent.quarantine or error is not None else late
         return self.ended
 
     def observe(self, seen: Seen, now: float) -> None:

@@ -67,6 +67,8 @@ class JobSpec:
     whole_job: bool = True
     """All groups of the job run here."""
     min_replicas: int = 1
+    success: str = "all"
+    """Which groups have to finish for status 0: `status.SUCCESS`."""
     nproc: int = 1
     lighthouse: str = ""
     """host:port; '': an embedded one."""

@@ -5,7 +5,7 @@ ended; a signal; a new picture from the lighthouse; an order from `ftrun resize`
 too long, the next act of --chaos). Everything slow happens elsewhere: agents in their threads, calls to the lighthouse
 on the watch's, output on its own.
 
-The job goes on while at least min_replicas groups can still train, and ends when no group is left (`groups.KINDS` says
+The job goes on while at least min_replicas groups can still train, and ends when no group is left (`status.KINDS` says
 how a group ends).
 
 Invariants: signal handlers only put into the queue; every group's thread is joined, every process is gone, every
@@ -30,12 +30,13 @@ from ft_core.errors import ConfigError
 from ft_core.launch.agent import GroupAgent, Tools
 from ft_core.launch.apart import Apart
 from ft_core.launch.exits import Exits
-from ft_core.launch.groups import KINDS, Group
+from ft_core.launch.groups import Group
 from ft_core.launch.monkey import Monkey
 from ft_core.launch.output import Output
 from ft_core.launch.remote import Remote
 from ft_core.launch.rendezvous import Stopped
 from ft_core.launch.standby import Pool
+from ft_core.launch.status import KINDS, exit_status
 from ft_core.launch.watch import Watch
 from ft_core.lighthouse import LighthouseServer
 
@@ -61,7 +62,7 @@ DRAIN_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 HOPELESS_CODES = (2, 126, 127)
 """A command line that the script refuses, a program that cannot be run: not worth a second try."""
 GONE_FOR_GOOD = ("quarantined", "drained", "stopped")
-"""How a group ends that comes no more, while the others train on (`groups.KINDS`)."""
+"""How a group ends that comes no more, while the others train on (`status.KINDS`)."""
 HOPELESS_ERRORS = re.compile(r"^(ImportError|ModuleNotFoundError|SyntaxError|NameError)\b")
 MISTAKES = re.compile(r"^[\w.]*\b(ConfigError|MisconfigurationException)\b")
 """Errors that say that the settings cannot work, also where they come after the lighthouse was reached."""
@@ -440,11 +441,7 @@ class Supervisor:
         self.screen.say(f"{counts} after {took:.1f} s, {restarts} restart{'' if restarts == 1 else 's'}")
         if self._status is not None:
             return self._status
-        good = sum(end in ("finished", "missed") for end in ends)
-        if any(end == "drained" for end in ends) and not any(end in ("quarantined", "stopped") for end in ends):
-            return 0
-        need = min(self.spec.min_replicas, len(ends)) if self.spec.whole_job else 1
-        return 0 if good >= need and "finished" in ends + ["finished"] * (not self.spec.whole_job) else 1
+        return exit_status(ends, self.spec.success, self.spec.min_replicas, whole_job=self.spec.whole_job)
 
     def _say_about(self, name: str, text: str) -> None:
         self.screen.say(text, name)

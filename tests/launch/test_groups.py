@@ -136,14 +136,17 @@ def test_no_restarts_wanted(write: Any, states: dict[str, list[str]]) -> None:
     assert running.count("exited with code 3; given up: .*--max-restarts") == 1
 
 
-def test_a_crash_loop_is_quarantined_and_the_job_goes_on(write: Any, tmp_path: pathlib.Path) -> None:
+@pytest.mark.parametrize(("success", "status"), [("all", 1), ("min", 0)])
+def test_a_crash_loop_is_quarantined_and_the_job_goes_on(
+    write: Any, tmp_path: pathlib.Path, success: str, status: int
+) -> None:
     script = write(
         "if os.environ['FT_REPLICA_GROUP'] == '1':\n"
         "    print('about to fail'); raise ValueError('always')\n" + UNTIL_TOLD
     )
-    with job(script, "--replicas", "2", "--crash-loop", "2") as running:
+    with job(script, "--replicas", "2", "--crash-loop", "2", "--success", success) as running:
         running.when("given up", lambda _: (tmp_path / "end").touch())
-        assert running.run() == 0
+        assert running.run() == status
     assert running.count(r"\[replica-1\] started") == 2
     assert running.count("given up: .*2 times in a row before its first commit") == 1
     report = running.text[running.text.index("replica-1 failed for good") :]
@@ -169,7 +172,7 @@ def test_nobody_waits_for_a_group_that_was_given_up(write: Any, tmp_path: pathli
     script = write("if os.environ['FT_REPLICA_GROUP'] == '1': os._exit(7)\n" + WAITS + UNTIL_TOLD)
     with job(script, "--replicas", "2", "--crash-loop", "2") as running:
         running.when("in a quorum of 1", lambda _: (tmp_path / "end").touch())
-        assert running.run() == 0
+        assert running.run() == 1
     assert running.count("in a quorum of 1") == 1
 
 
@@ -284,13 +287,21 @@ def test_a_membership_change_restarts_a_group_that_spans_hosts(write: Any, tmp_p
 # ---------------------------------------------------------------- ends
 
 
-def test_sigterm_drains_and_the_status_is_0(write: Any) -> None:
-    script = write("print('ready')\n" + UNTIL_TOLD)
+@pytest.mark.parametrize(("leaves", "status", "end"), [(True, 0, "drained"), (False, 1, "stopped")])
+def test_sigterm_drains_and_the_status_is_0_if_the_script_leaves(
+    write: Any, leaves: bool, status: int, end: str
+) -> None:
+    """A script that SIGTERM simply ends has saved nothing and agreed with nobody."""
+    handler = "import signal, sys\nsignal.signal(signal.SIGTERM, lambda *_: sys.exit(0))\n" if leaves else ""
+    script = write(f"{handler}print('ready')\n" + UNTIL_TOLD)
     with job(script, "--replicas", "2") as running:
-        running.when(r"/0\] ready", lambda _: os.kill(os.getpid(), signal.SIGTERM))
-        assert running.run() == 0
+        ready = [r"replica-0/0\] ready", r"replica-1/0\] ready"]
+        up = threading.Barrier(2, action=lambda: os.kill(os.getpid(), signal.SIGTERM))
+        for line in ready:
+            running.when(line, lambda _: (up.wait(20), None)[1])
+        assert running.run() == status
     assert running.count("SIGTERM: draining what runs") == 1
-    assert "2 drained" in running.lines.all[-1]
+    assert f"2 {end}" in running.lines.all[-1]
 
 
 def test_ctrl_c_drains_and_twice_kills(write: Any) -> None:

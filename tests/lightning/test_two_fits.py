@@ -38,3 +38,18 @@ def test_a_kill_in_the_second_fit_or_in_the_first(
     assert len({digest for _, digest, _ in second}) == 1
     assert {steps for _, _, steps in second} == {"400"}
     assert running.count("passed over") == 1
+
+
+def test_a_second_fit_that_fails_everywhere_is_no_success(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path
+) -> None:
+    """Who is started again finds the first run finished; what it trained has died in the second one."""
+    options = {"FOLDER": str(tmp_path), "KILL": "9 9", "GAP_S": "0", "FAIL": "1"}
+    for name, value in (options | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}).items():
+        monkeypatch.setenv(name, value)
+    options_of_ftrun = ("--replicas", "2", "--timeout", "20", "--max-restarts", "1", "--success", "min")
+    with job(ROOT / "tests/lightning/two_fits_job.py", *options_of_ftrun) as running:
+        assert running.run() == 1, running.text
+    assert running.count(r"\] fit 0 ") == 2, running.text
+    assert running.count("ValueError: a mistake in the second fit") >= 1
+    assert running.count("every replica has died in a later call of fit than this one") >= 1, running.text
