@@ -157,8 +157,13 @@ class FaultTolerantTrainerMixin(ElasticEpochs):
 
     def set_initial_training_values(self, args: Any, dataloader: Any, *more: Any) -> Any:
         """As Trainer's; lengths are those of the data divided among all groups."""
-        if self._ft_run is None or not isinstance(dataloader, GroupDataLoader):
+        if self._ft_run is None:
             return super().set_initial_training_values(args, dataloader, *more)
+        if not isinstance(dataloader, GroupDataLoader):
+            raise ConfigError(
+                f"get_train_dataloader() returned a {type(dataloader).__name__} that is not prepared, so the replicas "
+                "cannot divide it or agree on a batch: return self.accelerator.prepare(loader)"
+            )
         planned = self._ft_planned_data(dataloader) if is_elastic(dataloader) else divided(dataloader)
         epochs, *rest = super().set_initial_training_values(args, planned, *more)
         self._ft_planned = epochs

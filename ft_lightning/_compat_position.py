@@ -9,6 +9,7 @@ Threads: the training thread.
 from __future__ import annotations
 
 import contextlib
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ft_core.data import ElasticDataLoader
@@ -267,14 +268,13 @@ def around_samplers(
     Relies on `_DataConnector._prepare_dataloader(dataloader, shuffle, mode)`, called for each loader of each stage.
     """
     connector = trainer._data_connector
-    prepare = type(connector)._prepare_dataloader
+    connector._prepare_dataloader = partial(_prepare_around, connector, exchange, around)  # a closure is not picklable
 
-    def prepare_around(dataloader: Any, shuffle: bool, mode: Any) -> Any:
-        dataloader = exchange(dataloader, mode.dataloader_prefix)
-        with around(dataloader, mode.dataloader_prefix):
-            return prepare(connector, dataloader, shuffle=shuffle, mode=mode)
 
-    connector._prepare_dataloader = prepare_around
+def _prepare_around(connector: Any, exchange: Any, around: Any, dataloader: Any, shuffle: bool, mode: Any) -> Any:
+    dataloader = exchange(dataloader, mode.dataloader_prefix)
+    with around(dataloader, mode.dataloader_prefix):
+        return type(connector)._prepare_dataloader(connector, dataloader, shuffle=shuffle, mode=mode)
 
 
 def worker_seeder(tree: str) -> Callable[..., None]:

@@ -31,9 +31,14 @@ def set_rank_zero(tree: str, rank: int) -> None:
     importlib.import_module("lightning_utilities.core.rank_zero").rank_zero_only.rank = rank
 
 
+def numbers_runs(logger: Any) -> bool:
+    """A logger that numbers its runs by directories. DummyLogger (fast_dev_run) has a method for every other name."""
+    return "_version" in vars(logger)
+
+
 def logger_version(logger: Any) -> int | str | None:
     """Of a logger that numbers its runs by directories (CSVLogger, TensorBoardLogger); None: it does not."""
-    if not hasattr(logger, "_version"):
+    if not numbers_runs(logger):
         return None
     version = logger.version
     return version if isinstance(version, int | str) else None
@@ -41,7 +46,7 @@ def logger_version(logger: Any) -> int | str | None:
 
 def set_logger_version(logger: Any, version: int | str) -> None:
     """Let a logger that numbers its runs by directories write to this one from now on."""
-    if hasattr(logger, "_version") and logger._version != version:
+    if numbers_runs(logger) and logger._version != version:
         logger._version = version
         logger._experiment = None
 
@@ -51,7 +56,7 @@ def close_logger(logger: Any) -> None:
 
     Relies on `_experiment` being where the loggers with directories keep their writer.
     """
-    if getattr(logger, "_experiment", None) is None or not hasattr(logger, "_version"):
+    if getattr(logger, "_experiment", None) is None or not numbers_runs(logger):
         return
     logger.save()
     close = getattr(logger._experiment, "close", None)
@@ -99,7 +104,7 @@ def first_words(tree: str, trainer: Trainer) -> None:
     with directories writing hyper-parameters to hparams.yaml.
     """
     for logger in trainer.loggers:
-        if hasattr(logger, "_version") and not os.path.exists(os.path.join(logger.log_dir, "hparams.yaml")):
+        if numbers_runs(logger) and not os.path.exists(os.path.join(logger.log_dir, "hparams.yaml")):
             importlib.import_module(f"{tree}.loggers.utilities")
             part(tree, "trainer.trainer._log_hyperparams")(trainer)
             break

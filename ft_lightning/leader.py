@@ -30,8 +30,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.distributed import ReduceOp
 
-from ft_core.lighthouse_client import rooms
 from ft_lightning import _compat_writers as writers
+from ft_lightning.rooms import RUNS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -116,7 +116,7 @@ class Leadership:
         address = self._strategy.lighthouse_address
         if not address:
             return again
-        known = rooms(address)
+        known = RUNS.seen(address, self._strategy.first_room)  # an earlier fit of this script is over, and no matter
         if known is None:
             return again
         return any(

@@ -196,7 +196,8 @@ class GroupEnvironment:
 def environment(tree: str, place: Place, lighthouse: str | None) -> Any:
     """A GroupEnvironment that is a ClusterEnvironment of `tree`'s Fabric."""
     base = _compat.part(_compat.fabric_of(tree), "plugins.environments.ClusterEnvironment")
-    return type("GroupEnvironment", (GroupEnvironment, base), {"__module__": __name__})(place, lighthouse)
+    made = {"__module__": __name__, "__reduce__": lambda _: (environment, (tree, place, lighthouse))}
+    return type("GroupEnvironment", (GroupEnvironment, base), made)(place, lighthouse)
 
 
 class Placed:

@@ -66,6 +66,13 @@ class Runs:
         """
         return room_of_run(self.ended).replace(DEFAULT_ROOM, first, 1)
 
+    def seen(self, address: str, first: str = DEFAULT_ROOM) -> list[pb.RoomStatus] | None:
+        """What the lighthouse knows of this run and later ones; None if it cannot be asked. `first`: as in `room`."""
+        known = rooms(address)
+        if known is None:
+            return None
+        return [room for room in known if room.room == self.room(first)] + self._later(known, first)
+
     def later(self, address: str, first: str = DEFAULT_ROOM) -> bool:
         """A later run than this one is under way at the lighthouse. `first`: as in `room`.
 
@@ -81,15 +88,16 @@ class Runs:
 
     def lost(self, address: str, first: str = DEFAULT_ROOM) -> bool:
         """A later run than this one had begun at the lighthouse and did not end, and nobody of it is left."""
-        begun = [room for room in self._later(address, first) if not room.closed and room.replicas]
+        begun = [room for room in self._later(rooms(address) or [], first) if not room.closed and room.replicas]
         return bool(begun) and all(member.life == "gone" for room in begun for member in room.replicas)
 
     def _under_way(self, address: str, first: str) -> bool:
-        return any(member.life == "up" for room in self._later(address, first) for member in room.replicas)
+        later = self._later(rooms(address) or [], first)
+        return any(member.life == "up" for room in later for member in room.replicas)
 
-    def _later(self, address: str, first: str) -> list[pb.RoomStatus]:
+    def _later(self, known: list[pb.RoomStatus], first: str) -> list[pb.RoomStatus]:
         """Rooms of later runs than this one."""
-        numbers = ((room, room.room.removeprefix(f"{first}.")) for room in rooms(address) or [])
+        numbers = ((room, room.room.removeprefix(f"{first}.")) for room in known)
         return [r for r, n in numbers if r.room != n and n.isdecimal() and int(n) - 1 > self.ended]
 
 

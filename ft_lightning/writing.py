@@ -85,6 +85,12 @@ class Writing:
         named = self._arguments.lighthouse if self._arguments is not None else None
         return str(named or os.environ.get("FT_LIGHTHOUSE") or os.environ.get("TORCHFT_LIGHTHOUSE") or "")
 
+    @property
+    def first_room(self) -> str:
+        """Room of this process's first run; later ones count on from it."""
+        arguments = self._arguments.for_manager() if self._arguments is not None else {}
+        return str(arguments.get("room_id", DEFAULT_ROOM))
+
     def set_world_ranks(self) -> None:
         """Lightning sets `rank_zero_only` to the rank inside the group here."""
         super().set_world_ranks()  # type: ignore[misc]

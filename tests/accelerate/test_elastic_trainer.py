@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from transformers import TrainerCallback, TrainingArguments
 
 from ft_accelerate import FaultTolerantTrainer
+from ft_core.errors import ConfigError
 from ft_core.lighthouse import LighthouseServer
 from tests.accelerate.trainer_job import Text, tiny_model
 from tests.launch.job import job
@@ -159,6 +160,15 @@ def test_resume_in_the_middle_of_an_epoch(tmp_path: Path, plain: bool) -> None:
     assert resumed.state.global_step == UPDATES * EPOCHS
     for a, b in zip(resumed.model.parameters(), whole.model.parameters(), strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=0)
+
+
+@pytest.mark.usefixtures("alone")
+def test_an_own_loader_that_is_not_prepared_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Trainer itself takes it; here nobody would divide it, or know which batch is next."""
+    own = torch.utils.data.DataLoader(Text(SAMPLES), 4)
+    monkeypatch.setattr(Recording, "get_train_dataloader", lambda _: own)
+    with pytest.raises(ConfigError, match=r"get_train_dataloader.. returned a DataLoader .*accelerator.prepare"):
+        trained(tmp_path, Watch())
 
 
 @pytest.mark.process

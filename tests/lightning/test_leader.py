@@ -301,3 +301,30 @@ def test_the_progress_bar_moves_to_the_leader(tmp_path: pathlib.Path, kind: Any,
     fit(tmp_path, "ddp", epochs=2, **options)
     assert shown == [True, False, False, True, True, False, False, True]
     assert "Epoch 1" in "".join(capsys.readouterr())
+
+
+@pytest.mark.usefixtures("alone")
+def test_each_fit_has_a_leader_from_its_start(tmp_path: pathlib.Path) -> None:
+    """Summaries and warnings come before the first quorum, also in a second fit and with DummyLogger."""
+    early: list[bool] = []
+
+    class Look(L.Callback):
+        def on_fit_start(self, trainer: L.Trainer, *_: Any) -> None:
+            early.append(trainer.is_global_zero)
+
+    for _ in range(2):
+        trainer = fit(tmp_path, "fault_tolerant", epochs=1, fast_dev_run=2, callbacks=[Look()], logger=True)
+        assert trainer.global_step == 2
+    fit(tmp_path, "fault_tolerant", epochs=1, callbacks=[Look()], enable_checkpointing=False)
+    assert early == [True, True, True]
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_trainer_can_be_saved_after_fit(tmp_path: pathlib.Path) -> None:
+    """As with every strategy of Lightning's own."""
+    trainer = fit(tmp_path, "fault_tolerant", epochs=1, callbacks=[ModelCheckpoint(tmp_path)])
+    torch.save(trainer, tmp_path / "trainer.pt")
+    found = torch.load(tmp_path / "trainer.pt", weights_only=False)
+    assert found.global_step == trainer.global_step
+    assert parameters(found) == parameters(trainer)
+    assert type(found.strategy) is type(trainer.strategy)
