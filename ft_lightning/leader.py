@@ -11,7 +11,9 @@ adopts another's state receives it with that. `ModelCheckpoint.file_exists` is a
 disk, so names with a version suffix come out alike on all replicas.
 
 A leader may die while it saves. So each replica keeps what it would have written since the last commit (references: the
-state changes with the next commit only), and a new leader writes it again before it goes on.
+state changes with the next commit only), and a new leader writes it again before it goes on. If the write itself fails,
+that was the leader's error and ended it. Its successor, and whoever is alone in the quorum, reports it and trains on:
+otherwise all would end one after the other, and the state that is in memory with them.
 
 Invariants: at most one process has `leads` in a quorum; it changes only in `opened`. A replica that does not lead
 never touches a file of the run. Threads: the training thread.
@@ -193,11 +195,18 @@ class Leadership:
 
     def _make_good(self, manager: Manager) -> None:
         missed, self._missed = self._missed, []
+        made: list[str] = []
         with manager.pause("saving what the former leader may not have saved", SAVE_MAX_S):
             for item in missed:
-                item.write()
-        paths = ", ".join(item.path for item in missed)
-        log.info("%s wrote or removed again, as the former leader may not have: %s", manager.replica_id, paths)
+                try:
+                    item.write()
+                except Exception as error:  # noqa: BLE001 - what ended the former leader, a full disk for example
+                    self._not_there(item.path, error)
+                else:
+                    made.append(item.path)
+        if made:
+            paths = ", ".join(made)
+            log.info("%s wrote or removed again, as the former leader may not have: %s", manager.replica_id, paths)
 
     # ------------------------------------------------------------ the word
 
@@ -269,11 +278,26 @@ class Leadership:
         manager: Manager | None = self._strategy.manager
         if self.leads and manager is not None:
             with manager.pause("saving a checkpoint", SAVE_MAX_S):
-                write()
+                self._write(manager, str(path), write)
         elif self.leads:
             write()
         elif self._fits and self._strategy.global_rank == 0 and len(self._missed) < MAX_MISSED:
             self._missed.append(Missed(str(path), write))
+
+    def _write(self, manager: Manager, path: str, write: Callable[[], None]) -> None:
+        """Who cannot is ended by the error, but for the last one that holds the state: that is worth more."""
+        try:
+            write()
+        except Exception as error:
+            if manager.num_participants() > 1 or self._strategy.num_replica_groups == 1:
+                raise
+            self._not_there(path, error)
+
+    def _not_there(self, path: str, error: Exception) -> None:
+        if self._existing is not None:
+            self._existing.discard(path)
+        text = "%s could not be written; training goes on, as no other replica may have its state"
+        log.error(text, path, exc_info=error)
 
 
 def _attempt() -> int:

@@ -117,6 +117,17 @@ class TestProcesses:
         steps = [int(row["step"]) for row in wishes.rows()]
         assert steps == sorted(steps)
 
+    def test_a_write_that_fails_ends_the_leader_only(self, wishes: Wishes) -> None:
+        """A full disk is one error; the others have the state in memory, and go on with it."""
+        until = {"epochs": 10_000, "batches_after_restart": 60, "full": ["epoch=0.ckpt"]}
+        with wishes.job("--replicas", "2", "--standby", "1", **until) as running:
+            assert running.run() == 0, running.text
+        alike(running, 2)
+        assert running.count(r"\[replica-0\] started") == 2, running.text
+        assert running.count(r"\[replica-1\] started") == 1, running.text
+        assert running.count(r"replica-0\] rank 0 .* exited with code 1: OSError: .*No space left") == 1, running.text
+        assert running.count(r"replica-1/0\] .*epoch=0.ckpt could not be written; training goes on") == 1, running.text
+
     def test_resume_without_shared_storage(self, wishes: Wishes) -> None:
         """Only one replica finds the checkpoint, and not the first: the other takes its state, and both go on."""
         with wishes.job("--replicas", "1", epochs=1, own_disk=True) as first:

@@ -5,6 +5,7 @@ Prints `step N MEMBERS` after each batch, `saved NAME`, and at the end `done STE
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import logging
@@ -18,6 +19,7 @@ import lightning as L
 import torch
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.plugins.io import TorchCheckpointIO
 from torch import nn
 
 from ft_lightning import FaultTolerantStrategy
@@ -79,6 +81,15 @@ class Saves(ModelCheckpoint):
         super()._save_checkpoint(trainer, filepath)
 
 
+class Disk(TorchCheckpointIO):
+    """Full while some files are written."""
+
+    def save_checkpoint(self, checkpoint: Any, path: Any, *args: Any, **kwargs: Any) -> None:
+        if os.path.basename(path) in WISHES.get("full", ()):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+        super().save_checkpoint(checkpoint, path, *args, **kwargs)
+
+
 def main() -> None:
     torch.set_num_threads(1)
     L.seed_everything(int(GROUP), verbose=False)
@@ -96,7 +107,7 @@ def main() -> None:
     root = os.path.join(WISHES["root"], GROUP) if WISHES.get("own_disk") else WISHES["root"]
     trainer = L.Trainer(
         strategy=FaultTolerantStrategy(), accelerator="cpu", devices=int(os.environ["LOCAL_WORLD_SIZE"]),
-        max_epochs=WISHES.get("epochs", 3),
+        max_epochs=WISHES.get("epochs", 3), plugins=[Disk()],
         callbacks=callbacks, logger=CSVLogger(root), default_root_dir=root, log_every_n_steps=1,
         enable_progress_bar=False, enable_model_summary=False,
     )  # fmt: skip
