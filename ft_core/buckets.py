@@ -78,8 +78,7 @@ class Bucketer:
     ) -> None:  # fmt: skip
         self._manager, self._module, self._layout = manager, module, layout
         self._memory = memory = FlatGradients(layout, parameters, devices)
-        self._buckets, self._views = memory.buckets, memory.views
-        self.parameters = memory.parameters
+        self._buckets, self._views, self.parameters = memory.buckets, memory.views, memory.parameters
         self._bucket_count = len(memory.buckets)
         with torch.inference_mode(False):
             self.buffers = BufferCarriage(buffer_owners, layout, memory.buckets[-1].flat)
