@@ -21,8 +21,9 @@ from ft_core.settings import Environment, parse_address
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import TCPStore
 
-_kept: list[TCPStore] = []
-"""Stores of this process's runs; one per run, closed at the end of the process."""
+_kept: dict[tuple[int, str], TCPStore] = {}
+"""By process id and host: the store of all runs of this process, as an agent's is. Closed at its end. A store per run
+would cost nine descriptors each."""
 
 
 def place(ranks: int, rank: int, lighthouse: str) -> dict[str, Any]:
@@ -40,8 +41,10 @@ def place(ranks: int, rank: int, lighthouse: str) -> dict[str, Any]:
         env = Environment.read(os.environ)
         towards = parse_address(lighthouse, "lighthouse")[0] if lighthouse else "localhost"
         host = advertised_host(env.hostname, env.interface, towards)
-        _kept.append(open_store(host))
-        told = [(host, int(_kept[-1].port))]
+        mine = os.getpid(), host  # a forked child has its parent's dictionary
+        if mine not in _kept:
+            _kept[mine] = open_store(host)
+        told = [(host, int(_kept[mine].port))]
     if ranks > 1:
         torch.distributed.broadcast_object_list(told, 0)
     address, port = told[0]
