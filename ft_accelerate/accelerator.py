@@ -331,9 +331,7 @@ class FaultTolerantAccelerator(ElasticSteps, _compat.Accelerator):  # type: igno
         def named(folder: str) -> None:
             settings.automatic_checkpoint_naming, now = False, settings.iteration  # later than `iteration` if made good
             try:
-                with self._bare_models(), contextlib.ExitStack() as stack:
-                    for model in run.models:
-                        stack.enter_context(model.carrier.buffers_as_due())
+                with self._bare_models():
                     save(folder)
                 if super(FaultTolerantAccelerator, self).is_main_process:
                     elastic.save(elastic_loader.feeds(self), folder)

@@ -76,9 +76,8 @@ class WrappedModel(DistributedDataParallel):
 
     def share_buffers(self) -> None:
         """Each ring has its own buffers; as with torch's DDP those of the group's first rank count."""
-        due = self.carrier.buffers.due() if self.broadcast_buffers else {}
         for buffer in self.buffers() if self.broadcast_buffers else ():
-            torch.distributed.broadcast(due.get(id(buffer), buffer), 0)
+            torch.distributed.broadcast(buffer, 0)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_run": None}

@@ -74,7 +74,7 @@ class Bucketer:
 
     def __init__(
         self, manager: ManagerPort, module: nn.Module, parameters: Sequence[nn.Parameter], layout: Layout,
-        devices: Sequence[torch.device], buffer_owners: Sequence[tuple[nn.Module, str]],
+        devices: Sequence[torch.device], buffer_owners: Sequence[list[tuple[nn.Module, str]]],
     ) -> None:  # fmt: skip
         self._manager, self._module, self._layout = manager, module, layout
         self._memory = memory = FlatGradients(layout, parameters, devices)
@@ -82,7 +82,6 @@ class Bucketer:
         self._bucket_count = len(memory.buckets)
         with torch.inference_mode(False):
             self.buffers = BufferCarriage(buffer_owners, layout, memory.buckets[-1].flat)
-        self.buffers_as_due = self.buffers.as_due
         self._arrived = bytearray(len(memory.parameters))
         """1 for each parameter whose gradient is in its bucket in this round."""
         self._nothing_arrived = bytes(len(memory.parameters))
@@ -420,7 +419,7 @@ class Bucketer:
         self._memory.average(all_reduce, ranks)
 
     def committed(self) -> None:
-        """The attempt was committed: buffers take what came with the fence, before the next forward."""
+        """The attempt was committed: buffers take what came with the fence."""
         self._settled = None
         self.buffers.unpack()
 

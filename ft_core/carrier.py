@@ -29,7 +29,6 @@ from ft_core.fence import FENCE_SLOTS
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-    from contextlib import AbstractContextManager
 
     from torch import Tensor
 
@@ -120,10 +119,7 @@ class Carrier(Protocol):
         ...
 
     def committed(self) -> None:
-        """The attempt was committed: the module takes the buffers that came with the fence.
-
-        They, and those of `vetoed`, are written before the next forward if a graph still needs the values there are.
-        """
+        """The attempt was committed: write the buffers that came with the fence into the module."""
         ...
 
     def vetoed(self) -> None:
@@ -132,10 +128,6 @@ class Carrier(Protocol):
 
     def state_loaded(self) -> None:
         """State was written into the module (a heal): what `vetoed` would restore is void, the module is the truth."""
-        ...
-
-    def buffers_as_due(self) -> AbstractContextManager[None]:
-        """Inside, buffers have the values of the last verdict, also while a graph still needs others."""
         ...
 
     def buffer_storages(self) -> set[int]:

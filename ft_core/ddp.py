@@ -13,7 +13,8 @@ What differs from torch's DDP, on purpose:
   nobody did, so that weight decay and momentum leave the parameter alone. `find_unused_parameters=False`, given, says
   that all parameters are used: nothing is counted, and what is unused all the same gets zeros and a log line.
 - Buffers are not broadcast before forward. They follow the first participant at each commit and are restored on a veto;
-  while a graph may need them (a GAN's generator during its discriminator's step), that waits for the next forward.
+  where a graph may need them (a GAN's generator during its discriminator's step), the module has others till its next
+  forward, which have the values of the verdict.
 - After a failed collective, `backward()` returns normally, gradients are garbage, and the step will be vetoed.
 - Every backward after a synchronizing forward is reduced, where torch's reduces only the first one.
 - Sums of three or more replicas may differ from torch's in the last bit: Gloo's order of summation depends on where an
@@ -145,7 +146,7 @@ class DistributedDataParallel(JoinMember, TorchDistributedDataParallel):
             elif self.training:
                 raise UsageError(_INERT)
         elif bucketer is not None:
-            bucketer.buffers.settle()
+            bucketer.buffers.put_back()
         if ratio != 1.0:
             inputs, kwargs = unweigh_inputs((inputs, kwargs), ratio)
         if self.device_ids:

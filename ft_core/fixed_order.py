@@ -22,7 +22,6 @@ everything else on the training thread, outside forward and backward.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import nullcontext
 from enum import Enum
 from typing import TYPE_CHECKING
 
@@ -37,8 +36,6 @@ from ft_core.node_exchange import Chunk, Header, NodeExchange, Told
 from ft_core.summation import Node, OrderedSum
 
 if TYPE_CHECKING:
-    from contextlib import AbstractContextManager
-
     from ft_core.carrier import Attempt, ManagerPort
     from ft_core.data.division import MicroBatch
     from ft_core.layout import Layout
@@ -344,10 +341,6 @@ class FixedOrderReducer:
 
     def state_loaded(self) -> None:
         """Nothing here depends on the module's state."""
-
-    def buffers_as_due(self) -> AbstractContextManager[None]:
-        """Forward may not change them."""
-        return nullcontext()
 
     def buffer_storages(self) -> set[int]:
         """Addresses of the storages of all buffers."""

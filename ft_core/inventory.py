@@ -21,7 +21,7 @@ from ft_core.flat import dense_strides
 from ft_core.layout import BucketSettings, Layout, TensorSpec, plan_layout
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Sequence
 
 MIB = 1 << 20
 DEFAULT_CAPS_BYTES = (1 * MIB, 25 * MIB)
@@ -116,7 +116,8 @@ class Inventory:
     frozen: list[nn.Parameter]
     ignored: set[str]
     devices: list[torch.device]
-    buffer_owners: list[tuple[nn.Module, str]]
+    buffer_owners: list[list[tuple[nn.Module, str]]]
+    """Of each buffer, the modules that have it, and its name there."""
     buffers: list[TensorSpec]
     parameters: list[TensorSpec]
     settings: BucketSettings
@@ -148,24 +149,26 @@ def take_inventory(module: nn.Module, options: Options) -> Inventory:
             f"DistributedDataParallel: {type(module).__name__} has no parameter that requires a gradient, so there is "
             "nothing to reduce: use it without the wrapper"
         )
-    owners: list[tuple[nn.Module, str]] = []
+    owners: list[list[tuple[nn.Module, str]]] = []
     buffers: list[TensorSpec] = []
     if options.sync_buffers:
-        for name, owner, key, buffer in _named_buffers(module):
+        for name, found_at, buffer in _named_buffers(module):
             # One element at several places cannot be changed in place, so forward does not change it either.
             if name not in ignored and torch._debug_has_internal_overlap(buffer) != 1:
-                owners.append((owner, key))
+                owners.append(found_at)
                 buffers.append(_spec(name, buffer, devices))
     return Inventory(trained, frozen, ignored, devices, owners, buffers, specs, options.buckets)
 
 
-def _named_buffers(module: nn.Module) -> Iterator[tuple[str, nn.Module, str, Tensor]]:
-    seen: set[int] = set()
+def _named_buffers(module: nn.Module) -> list[tuple[str, list[tuple[nn.Module, str]], Tensor]]:
+    """Each buffer once, under its first name."""
+    found: dict[int, tuple[str, list[tuple[nn.Module, str]], Tensor]] = {}
     for prefix, owner in module.named_modules():
         for key, buffer in owner._buffers.items():
-            if buffer is not None and id(buffer) not in seen:
-                seen.add(id(buffer))
-                yield f"{prefix}.{key}" if prefix else key, owner, key, buffer
+            if buffer is not None:
+                name = f"{prefix}.{key}" if prefix else key
+                found.setdefault(id(buffer), (name, [], buffer))[1].append((owner, key))
+    return list(found.values())
 
 
 def _check_parameter(name: str, parameter: nn.Parameter, *, is_sparse: bool) -> None:

@@ -10,7 +10,6 @@ Threads: the training thread.
 
 from __future__ import annotations
 
-import contextlib
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -65,10 +64,7 @@ class StateViews:
         return lambda: state
 
     def _collect(self) -> dict[str, Any]:
-        with contextlib.ExitStack() as stack:  # a GAN may ask between its generator's forward and backward
-            for carrier in self._carriers:
-                stack.enter_context(carrier.buffers_as_due())
-            return self._live.collect(self._volatile(), self._config.budget.timeout_s)
+        return self._live.collect(self._volatile(), self._config.budget.timeout_s)
 
     def _whole_state(self) -> dict[str, Any]:
         """What a healing replica receives."""

@@ -347,9 +347,8 @@ class Modes:
         """Each ring has its own buffers; as with torch's DDP those of the group's first rank count."""
         this: Any = self
         if this.world_size > 1 and this.model.broadcast_buffers:
-            due = this.model.carrier.buffers.due()
             for buffer in this.model.buffers():
-                torch.distributed.broadcast(due.get(id(buffer), buffer), 0)
+                torch.distributed.broadcast(buffer, 0)
 
     def _without_loss(self, optimizer: Any) -> Any:
         """What the closure is to return where training_step returned None, but the others have gradients.

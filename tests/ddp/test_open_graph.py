@@ -1,4 +1,4 @@
-"""Buffers while a graph is open: what a verdict says of them waits for the next forward, as with torch's DDP."""
+"""Buffers while a graph is open: it keeps the tensors it has, and the module has others with the verdict's values."""
 
 from __future__ import annotations
 
@@ -59,25 +59,55 @@ def test_a_graph_that_is_open_at_a_verdict_can_be_gone_through(verdict: str) -> 
 
 
 @pytest.mark.parametrize("mode", ["training", "evaluating", "no_grad"])
-def test_the_next_forward_has_what_was_due(mode: str) -> None:
-    member, _, _ = committed_under_an_open_graph()
+def test_the_next_forward_finds_the_module_s_own_tensors_with_the_values_of_the_verdict(mode: str) -> None:
+    torch.manual_seed(1)
+    module = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3), nn.Linear(3, 1))
+    own = dict(module.named_buffers())
+    member, port = wrap(module)
+    member(torch.randn(4, 2))
+    port.start(is_source=False, peers=[sent_by_another(7.0)])
+    member.carrier.flush()
+    member.carrier.committed()
+    assert all_bits(module) == of(7.0)
     seen: list[dict[str, bytes]] = []
-    member.module.register_forward_pre_hook(lambda module, _: seen.append(all_bits(module)))
+    module.register_forward_pre_hook(lambda module, _: seen.append(all_bits(module)))
     member.train(mode == "training")
     with torch.set_grad_enabled(mode != "no_grad"):
         member(torch.randn(4, 2))
     assert seen == [of(7.0)]
+    assert all(buffer is own[name] for name, buffer in module.named_buffers())
 
 
-def test_what_is_due_is_written_with_the_next_verdict_after_the_backward() -> None:
-    member, port, fake = committed_under_an_open_graph()
-    port.start()
-    fake.sum().backward()
+@pytest.mark.parametrize("verdict", ["committed", "vetoed"])
+def test_after_a_verdict_the_module_has_its_values_though_a_parameter_was_not_used(verdict: str) -> None:
+    """Its graph is never known to be over."""
+    module = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3), nn.Linear(3, 1))
+    module.unused = nn.Parameter(torch.zeros(1))
+    member, port = wrap(module)
+    before = all_bits(module)
+    port.start(is_source=False, peers=[])
+    member(torch.randn(4, 2)).sum().backward()
+    assert all_bits(module) != before
+    member.carrier.vetoed() if verdict == "vetoed" else member.carrier.committed()
+    assert (all_bits(module) == before) == (verdict == "vetoed")
+
+
+def test_modules_that_share_a_buffer_share_it_under_an_open_graph() -> None:
+    first, second = nn.BatchNorm1d(3), nn.BatchNorm1d(3)
+    second._buffers.update(first._buffers)
+    own = list(first.buffers())
+    member, port = wrap(nn.Sequential(nn.Linear(2, 3), first, second, nn.Linear(3, 1)))
+    member(torch.randn(4, 2))
+    port.start(is_source=False, peers=[])
+    member.carrier.flush()
     member.carrier.vetoed()
-    assert all_bits(member.module) == of(7.0)
+    assert list(first._buffers.values()) == list(second._buffers.values())
+    assert not any(map(torch.Tensor.is_set_to, own, first.buffers()))
+    member.eval()(torch.randn(4, 2))
+    assert list(map(id, first.buffers())) == list(map(id, second.buffers())) == list(map(id, own))
 
 
-def test_the_source_contributes_what_is_due() -> None:
+def test_the_source_contributes_the_values_of_the_verdict() -> None:
     member, port, fake = committed_under_an_open_graph()
     port.start(is_source=True)
     fake.sum().backward()
@@ -85,7 +115,7 @@ def test_the_source_contributes_what_is_due() -> None:
     assert all_bits(member.module) == of(7.0)
 
 
-def test_a_forward_after_what_was_due_is_undone_by_a_veto_and_no_more() -> None:
+def test_a_forward_after_it_is_undone_by_a_veto_and_no_more() -> None:
     member, port, _ = committed_under_an_open_graph()
     port.start()
     member(torch.randn(4, 2)).sum().backward()
@@ -139,41 +169,32 @@ def test_a_part_of_the_parameters_leaves_the_graph_open() -> None:
     member.carrier.committed()
 
 
-def test_others_receive_what_is_due_and_the_graph_keeps_what_it_has() -> None:
+def test_others_receive_the_values_of_the_verdict_and_the_graph_keeps_what_it_has() -> None:
     member, port, fake = committed_under_an_open_graph()
-    before = all_bits(member.module)
     live = LiveState()
     live.register("default", member.module.load_state_dict, member.module.state_dict)
-    with member.carrier.buffers_as_due():
-        state = live.collect(member.carrier.buffer_storages(), 1.0)["default"]
-    assert {name: bits(state[name]) for name in before} == of(7.0)
-    assert all_bits(member.module) == before
+    state = live.collect(member.carrier.buffer_storages(), 1.0)["default"]
+    assert {name: bits(state[name]) for name in all_bits(member.module)} == of(7.0)
     port.start()
     fake.sum().backward()
 
 
-def test_the_first_rank_of_a_group_gives_the_others_what_is_due() -> None:
-    member, _, _ = committed_under_an_open_graph()
-    due = member.carrier.buffers.due()
-    assert {name: bits(due[id(buffer)]) for name, buffer in member.module.named_buffers()} == of(7.0)
-    for tensor in due.values():
-        tensor.fill_(8)
-    with torch.no_grad():
-        member.eval()(torch.randn(4, 2))
-    assert all_bits(member.module) == of(8.0)
-
-
-def test_who_writes_to_a_buffer_meanwhile_has_the_last_word() -> None:
-    member, _, _ = committed_under_an_open_graph()
-    member.module.load_state_dict({name: torch.full_like(t, 5) for name, t in member.module.state_dict().items()})
-    member.eval()(torch.randn(4, 2))
-    assert all_bits(member.module) == of(5.0)
-
-
-def test_loaded_state_is_not_overwritten_by_what_was_due() -> None:
-    member, _, _ = committed_under_an_open_graph()
-    for buffer in member.module.buffers():
-        buffer.data.fill_(5)
+def test_what_is_written_meanwhile_stays() -> None:
+    """`load_state_dict`, or the first rank's buffers in a group of several."""
+    member, port, fake = committed_under_an_open_graph()
+    fives = {name: torch.full_like(buffer, 5) for name, buffer in member.module.named_buffers()}
+    member.module.load_state_dict(fives, strict=False)
     member.carrier.state_loaded()
+    port.start()
+    fake.sum().backward()
     member.eval()(torch.randn(4, 2))
     assert all_bits(member.module) == of(5.0)
+
+
+def test_what_somebody_put_in_its_place_stays() -> None:
+    member, _, _ = committed_under_an_open_graph()
+    norm = member.module[1]
+    norm.running_mean = torch.full((3,), 6.0)
+    member.eval()(torch.randn(4, 2))
+    assert norm.running_mean.tolist() == [6.0] * 3
+    assert norm.running_var.tolist() == [7.0] * 3
