@@ -128,7 +128,6 @@ class History:
         """A replica entered a quorum (I2)."""
         if quorum.quorum_id <= highest:
             raise Violation("I2", f"{group.rid} went from quorum {highest:#x} back to {quorum.quorum_id:#x}")
-        group.presumed_over_at = -1.0
         if group.rid not in quorum.ids:
             raise Violation("I2", f"{group.rid} entered a quorum it is not in")
 
@@ -236,7 +235,7 @@ class History:
             return
         follower = min(q for q, b in self.boot_of.items() if b == boot and q > rank.quorum_id)
         if self.formed_at[follower] < rank.step.launched_at:
-            if rank.group.presumed_over_at > 0:
+            if self._presumed_over(rank):
                 self.remainder["I3: a quorum closed before it reported a commit, and trained on"] += 1
             else:
                 raise Violation(
@@ -274,12 +273,16 @@ class History:
                 self.remainder["I3: a restart of the lighthouse combined with a freeze or loss"] += 1
             elif group.reported[0] >= published.at and group.reported[1] < number:
                 self.remainder["I3: its holder had not yet reported the step as stable"] += 1
-            elif max(group.presumed_over_at, rank.group.presumed_over_at) > 0:
+            elif group.presumed_over_at >= published.at or self._presumed_over(rank):
                 self.remainder["I3: a quorum closed before it reported a commit, and trained on"] += 1
             else:
                 raise Violation(
                     "I3", f"{rank.name} publishes step {number} again, though {group.rid} still holds the first one"
                 )
+
+    def _presumed_over(self, rank: Rank) -> bool:
+        """The lighthouse took the quorum in which this rank is for ended."""
+        return rank.group.presumed_over_at >= self.formed_at.get(rank.quorum_id, 0.0)
 
     def _descends(self, rank: Rank, state: int) -> bool:
         at: int | None = rank.state
