@@ -382,7 +382,7 @@ class Incarnation:
     def _become_child(self) -> None:
         """In a forked child: never usable, never destroyed (its threads are not here to be joined)."""
         self._lock = threading.Lock()
-        for held in (self._held, self._dispatcher, self.connections.rendezvous):
+        for held in (self._held, self._dispatcher, self.connections.rendezvous, self._works):
             if held is not None:
                 ctypes.pythonapi.Py_IncRef(ctypes.py_object(held))
         self.aborted = True

@@ -13,13 +13,20 @@ collective's timeout only. So a wait runs in slices of SLICE; between two it loo
 has lost a connection, gives Gloo GRACE_S to end by itself (until then it may still write to the tensors), and then
 fails. A future is completed by Gloo's, or, after an abort, by the reaper's thread under the same rule.
 
+A work keeps its Gloo context alive, also after its group was destroyed. Whoever drops the last one destroys the
+context, which joins Gloo's thread; in a forked child that thread does not exist, and joining it ends the child with
+std::system_error once a thread of its own has taken over the stack. So a child keeps all works of its parent for ever.
+
 Threads: any. Callbacks of a future run on the Gloo thread, or the reaper's, that completed it.
 """
 
 from __future__ import annotations
 
+import ctypes
+import os
 import threading
 import time
+import weakref
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -35,6 +42,8 @@ NO_TIMEOUT = timedelta(0)  # c10d's "as long as the collective's own timeout"
 SLICE = timedelta(milliseconds=20)
 GRACE_S = 0.05
 
+_alive: weakref.WeakSet[GlooWork] = weakref.WeakSet()
+
 
 class GlooWork(Work):
     """One collective in flight on an incarnation of a group.
@@ -48,6 +57,7 @@ class GlooWork(Work):
         self._inner = inner
         self._incarnation = incarnation
         self._tracked = tracked
+        _alive.add(self)
 
     def __repr__(self) -> str:
         state = "running" if not self.is_completed() else "done" if self.exception() is None else "failed"
@@ -221,3 +231,12 @@ class DoneWork(Work):
 
 def _lost() -> Exception:
     return RuntimeError("the group was aborted, or lost a connection")
+
+
+def _after_fork_in_child() -> None:
+    for work in list(_alive):
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(work._inner))
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork_in_child)

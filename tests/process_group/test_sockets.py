@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import threading
 from datetime import timedelta
@@ -13,6 +14,7 @@ import torch
 
 from ft_core.errors import CollectiveError, UsageError
 from ft_core.process_group import ProcessGroupGloo, create_store_client, fork, sockets
+from ft_core.process_group import reaper as reaping
 from ft_core.process_group.sockets import Connection, Endpoint
 from tests.process_group import ranks
 from tests.process_group.ranks import Store, configure_all, gloo_groups, in_threads
@@ -181,6 +183,35 @@ def test_a_forked_child_has_none_of_the_sockets_and_the_parent_all(store: Store)
         assert seen == {"one": "True", "two": "True", "connections": "0", "listeners": "0"}
         for name in ("one", "two"):
             assert [member.answer() for member in ranks.start_all(members, ranks.allreduce, name)] == [2.0] * 2
+
+
+def child_drops_the_works_of(name: str) -> int:
+    """In a worker whose group was destroyed: fork; the status of a child that starts threads and drops old works."""
+    ranks._groups.pop(name).shutdown()
+    assert reaping.reaper.wait_empty(10.0)
+    pid = os.fork()
+    if pid == 0:
+        signal.alarm(10)  # it may also wait for ever
+        end = threading.Event()
+        for _ in range(4):  # they take over the stacks of the threads that are not here
+            threading.Thread(target=end.wait, daemon=True).start()
+        ranks._works.clear()
+        os._exit(0)
+    return os.waitpid(pid, 0)[1]
+
+
+@pytest.mark.process
+def test_a_forked_child_can_drop_works_of_a_group_that_was_destroyed(store: Store) -> None:
+    """A DataLoader worker that is started while another group is lost."""
+    with ranks.workers(2) as members:
+        ranks.configure_workers(members, "lost", store.fresh())
+        for member in members:
+            member.start(ranks.launch, "lost")
+        for member in members:
+            member.answer()
+        for member in members:
+            member.call(ranks.wait_for_failure, "lost")
+        assert members[0].call(child_drops_the_works_of, "lost") == 0
 
 
 def server_in_child() -> str:

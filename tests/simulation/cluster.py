@@ -768,7 +768,7 @@ class Group:
         """A rank is missing, and the lighthouse has been told."""
         self.commits = 0
         self.unleased_since: float | None = world.now
-        self.excused_at = self.presumed_over_at = -1.0
+        self.excused_at = -1.0
         self.reported = (-1.0, 0)
         self.conn: Conn | None = None
         self._generation = 0

@@ -43,6 +43,7 @@ class Published:
     """A step that some replica saw held by a whole quorum."""
 
     at: float
+    quorum_id: int
     boot: int
 
 
@@ -60,6 +61,8 @@ class History:
     """States that an interrupted heal left behind."""
     formed_at: dict[int, float] = field(default_factory=dict)
     boot_of: dict[int, int] = field(default_factory=dict)
+    presumed_over: set[int] = field(default_factory=set)
+    """Quorums that a lighthouse took for ended without a certain loss, before it had heard of a commit in them."""
     last_id: dict[int, int] = field(default_factory=dict)
     published: dict[int, dict[int, Published]] = field(default_factory=dict)
     remainder: Counter[str] = field(default_factory=Counter)
@@ -93,14 +96,14 @@ class History:
         self.formed_at[quorum.quorum_id] = self.world.now
         self.boot_of[quorum.quorum_id] = boot
         world = self.world
+        if world.room and world.room.presumed_over:
+            self.presumed_over.add(world.room.presumed_over)
         for group in world.groups.values():
             if not group.alive or group.rid in quorum.ids:
                 continue
             record = world.room.records.get(group.rid) if world.room else None
             if group.unleased_since is not None and world.now - group.unleased_since >= world.config.orphan_s - 1e-9:
                 group.excused_at = world.now
-            elif world.room and group.ranks and group.ranks[0].quorum_id == world.room.presumed_over:
-                group.presumed_over_at = world.now
             elif record is not None:
                 group.reported = (world.now, record.stable.step)
 
@@ -235,7 +238,7 @@ class History:
             return
         follower = min(q for q, b in self.boot_of.items() if b == boot and q > rank.quorum_id)
         if self.formed_at[follower] < rank.step.launched_at:
-            if self._presumed_over(rank):
+            if rank.quorum_id in self.presumed_over:
                 self.remainder["I3: a quorum closed before it reported a commit, and trained on"] += 1
             else:
                 raise Violation(
@@ -250,7 +253,7 @@ class History:
         at_step = self.published.setdefault(number, {})
         if state in at_step:
             return
-        at_step[state] = Published(world.now, self.boot_of.get(rank.quorum_id, world.boots))
+        at_step[state] = Published(world.now, rank.quorum_id, self.boot_of.get(rank.quorum_id, world.boots))
         if number == 0:
             return
         for other, published in at_step.items():
@@ -273,16 +276,12 @@ class History:
                 self.remainder["I3: a restart of the lighthouse combined with a freeze or loss"] += 1
             elif group.reported[0] >= published.at and group.reported[1] < number:
                 self.remainder["I3: its holder had not yet reported the step as stable"] += 1
-            elif group.presumed_over_at >= published.at or self._presumed_over(rank):
+            elif self.presumed_over & {published.quorum_id, rank.quorum_id}:
                 self.remainder["I3: a quorum closed before it reported a commit, and trained on"] += 1
             else:
                 raise Violation(
                     "I3", f"{rank.name} publishes step {number} again, though {group.rid} still holds the first one"
                 )
-
-    def _presumed_over(self, rank: Rank) -> bool:
-        """The lighthouse took the quorum in which this rank is for ended."""
-        return rank.group.presumed_over_at >= self.formed_at.get(rank.quorum_id, 0.0)
 
     def _descends(self, rank: Rank, state: int) -> bool:
         at: int | None = rank.state
