@@ -2,19 +2,24 @@
 
     python -m benchmarks death --kills 30
     python -m benchmarks.death --kills 30 --other ../another-checkout
+    python -m benchmarks.death --kills 30 --ftrun
 
 The kernel closes the connections of a killed process after it has freed the memory, which takes the longer the more
 there is. As `kill`, with 0, 2 and 4 GB resident in each replica and steps of 20 ms; of every two victims one has forked
 DataLoader workers, which hold everything that it had open. The sizes take turns, and with `--other` so does the ft_core
-of another checkout.
+of another checkout. `--ftrun`: the groups are ftrun's, whose keeper is the witness.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
+import signal
+import time
 from dataclasses import replace
 
 from benchmarks.common import BenchmarkError, Job, Options, Row, median, quantile, table
+from benchmarks.ftrun import Launched
 from benchmarks.kill import Kill, breakdown, flags_of, one
 
 SIZES_MB = (0, 2000, 4000)
@@ -22,6 +27,8 @@ STEP_MS = 20
 TURN = 6
 """Kills in one job; each replica is the victim twice."""
 P50_MS, P99_MS = 8.0, 40.0
+AFTER_S = 0.4
+"""How long after a kill the survivors are looked at: the replacement imports torch meanwhile."""
 
 
 def measure(options: Options, other: str = "") -> list[Row]:
@@ -56,6 +63,33 @@ def turn(way: tuple[str, int], options: Options, found: list[Kill]) -> None:
             found.append(kill)
 
 
+def under_ftrun(options: Options) -> list[Row]:
+    """The same where ftrun runs the groups: the survivors' gap until the replacement can come."""
+    out = []
+    for size in SIZES_MB:
+        gaps, quiet = list[float](), list[float]()
+        with Launched(options, 3, BENCH_RESIDENT_MB=str(size)) as job:
+            for number in range(options.kills):
+                job.wait_full(30)
+                group = number % 3
+                others = [records[-1] for other, records in job.records.items() if other != group]
+                at = time.monotonic()
+                os.kill(job.pid(group), signal.SIGKILL)
+                time.sleep(AFTER_S)
+                job.look()
+                gaps.append(max(record.beyond_normal(at, at + AFTER_S) for record in others) * 1e3)
+                quiet.append(max(record.beyond_normal(at - AFTER_S, at - 0.005) for record in others) * 1e3)
+            job.wait_full(30)
+            job.drain()
+        p50, p99 = median(gaps), quantile(gaps, 0.99)
+        detail = f"p99 {p99:.0f}, max {max(gaps):.0f} ms, n={len(gaps)}; without a kill p50 {median(quiet):.1f} ms"
+        met = p50 <= P50_MS and p99 <= P99_MS
+        target = f"<= {P50_MS:g}, p99 <= {P99_MS:g} ms"
+        what = f"gap p50, {size / 1000:g} GB resident, under ftrun"
+        out.append(Row("death", what, p50, "ms", target, met, detail, tuple(gaps)))
+    return out
+
+
 def rows_of(way: tuple[str, int], kills: list[Kill]) -> list[Row]:
     """The table's part."""
     core, size_mb = way
@@ -73,8 +107,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=30)
     parser.add_argument("--other", default="", help="a checkout of this project")
+    parser.add_argument("--ftrun", action="store_true", help="the groups are ftrun's")
     args = parser.parse_args()
-    print(table(measure(Options(kills=args.kills), args.other)))
+    options = Options(kills=args.kills)
+    print(table(under_ftrun(options) if args.ftrun else measure(options, args.other)))
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 Notes go to the file BENCH_NOTES ({group} and {pid} are replaced), as `trainer.py` writes them: begin (the script's
 first line runs), imported, built (model and optimizer), manager, commit (step, participants). Every step sleeps for
 PAUSE_S, as a step on a GPU would: the processors are there for what is measured. `--alone` ends it before the Manager.
+BENCH_RESIDENT_MB: memory that it only holds.
 """
 
 # ruff: noqa: E402
@@ -40,6 +41,7 @@ def main() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 96), nn.ReLU(), nn.Linear(96, 32), nn.ReLU(), nn.Linear(32, 10))
     inner = torch.optim.SGD(model.parameters(), lr=1e-3)
+    resident = torch.ones(int(os.environ.get("BENCH_RESIDENT_MB", "0")) * 250_000)
     note("built")
     if "--alone" in sys.argv:
         return
@@ -56,6 +58,7 @@ def main() -> None:
     )
     ddp, optimizer = DistributedDataParallel(manager, model), Optimizer(manager, inner)
     note("manager")
+    assert resident.numel() == 0 or resident[-1] == 1.0  # held until here
     while True:
         optimizer.zero_grad()
         ddp(torch.randn(32, 64)).square().mean().backward()

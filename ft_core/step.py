@@ -419,8 +419,8 @@ class Step:
         assert plan is not None
         self._error_sent = bool(self.soft_error)
         failing = bool(self.soft_error) and not (self.settings.rules.r11_no_veto and behind)
-        if not self.settings.rules.r11_no_veto and heal is Heal.ABANDONED:
-            failing = True
+        failing |= not self.settings.rules.r11_no_veto and heal is Heal.ABANDONED
+        lags = behind and heal is Heal.NONE and not plan.excluded
         ready = plan.heals and not plan.heals_first and not self.roles_switched
         return encode(
             FenceInput(
@@ -428,7 +428,7 @@ class Step:
                 weight=(1 if self.weight is None else self.weight) if contributes else 0,
                 share_of=plan.replica_rank if contributes or self._has_no_share else -1,
                 failed=failing,
-                change=bool(self.change_wanted or self.ask_next) or self.leaving,
+                change=bool(self.change_wanted or self.ask_next) or self.leaving or (lags and not self.trails),
                 no_lease=self.lacks_lease(now),
                 out=self.exhausted or self._adds_nothing,
                 trails=self.trails and heal is not Heal.ABANDONED,  # R11: one that cannot heal holds nobody
@@ -436,7 +436,7 @@ class Step:
                 stop=self.stop_wanted,
                 ends=self.ends_round,
                 source_lost=plan.replica_rank == self.source and not contributes,
-                lags=behind and heal is Heal.NONE and not plan.excluded,
+                lags=lags,
                 passed=self.round_ended == self.base and not behind,
                 sample=None if behind else self.sample,
                 tolerates=self.tolerates,

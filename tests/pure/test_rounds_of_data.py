@@ -64,6 +64,19 @@ def test_who_trails_stays_where_it_is_and_is_healed_before_the_round_ends() -> N
     assert {(s.rounds, s.version, s.lineage) for s in rig.steps.values()} == {(1, rig["b"].version, rig["b"].lineage)}
 
 
+def test_who_trailed_and_has_data_again_asks_for_its_state_though_nothing_is_committed() -> None:
+    """Seed 8702: the other rank of its group was equal to the others, so every attempt was vetoed, for ever."""
+    rig = started()
+    out(rig["a"], trails=True)
+    rig.attempt()
+    rig["a"].exhausted = rig["a"].trails = False
+    rig["b"].soft_error = "a NaN was found"
+    assert rig.attempt() == dict.fromkeys("abc", False)
+    assert all(isinstance(s.boundary(), MustAsk) for s in rig.steps.values())
+    assert rig.form()["a"].heals
+    assert rig.attempt() == dict.fromkeys("abc", True)
+
+
 @pytest.mark.parametrize("wish", ["stop", "end"])
 def test_nothing_is_committed_between_the_heal_and_the_end(wish: str) -> None:
     rig = started()
