@@ -143,8 +143,8 @@ class GroupAgent(LocalElasticAgent):
         command = spec.script.command()
         worker = WorkerSpec(
             role=self.name, local_world_size=spec.nproc, rdzv_handler=rendezvous(
-                f"{spec.run_id}-{self.name}" if spec.nodes > 1 else spec.run_id, spec.host, spec.nodes,
-                spec.rdzv_endpoint, self._stop,
+                f"{spec.run_id}-{self.name}" if spec.nodes > 1 else spec.run_id, spec.host,
+                (spec.min_nodes, spec.nodes), spec.rdzv_endpoint, self._stop,
             ),
             entrypoint=_python(), args=("-I", "-S", stub.__file__, *command), max_restarts=MANY_RESTARTS,
             monitor_interval=1e-6,
@@ -246,6 +246,10 @@ class GroupAgent(LocalElasticAgent):
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         if self._stop.is_set():
             raise Stopped
+        if self.tools.spec.nodes > 1 and worker_group.group_rank == 0:
+            self.tools.ended(self.name)  # all hosts are here, so no rank of the last start can commit any more
+            hosts = worker_group.group_world_size
+            self.tools.say(self.name, f"starts on {hosts} host{'' if hosts == 1 else 's'}")
         standby = self._standby()
         try:
             pids = self._adopt(worker_group, standby) if standby is not None else {}
@@ -277,9 +281,7 @@ class GroupAgent(LocalElasticAgent):
 
     def _standby(self) -> Standby | None:
         pool, spec = self.tools.pool, self.tools.spec
-        if pool is None or spec.nproc > 1 or spec.nodes > 1:
-            return None
-        return pool.take()
+        return pool.take() if pool is not None and spec.nproc == spec.nodes == 1 else None
 
     def _adopt(self, group: WorkerGroup, standby: Standby) -> dict[int, Any]:
         """Hand this start to a process that has imported everything already."""

@@ -119,7 +119,14 @@ def parser() -> argparse.ArgumentParser:
     option(control, "--local-addr", metavar="HOST", help="address other hosts reach this one at (default: the one on "
            "the route to the lighthouse)")  # fmt: skip
     option(control, "--timeout", type=float, metavar="S", help="FT_TIMEOUT_S: how long a silent peer is waited for")
-    option(control, "--nnodes", default="1", metavar="N", help="hosts that one group spans; only with --replica")
+    option(
+        control,
+        "--nnodes",
+        default="1",
+        metavar="MIN[:MAX]",
+        help="hosts that one group spans; only with "
+        "--replica. A range, for a job of one group: it starts again whenever a host comes or is lost",
+    )
     option(control, "--rdzv-endpoint", metavar="HOST:PORT", help="where the hosts of one group meet (its first host)")
     option(control, "--rdzv-backend", choices=("c10d", "static"), default="c10d", help=argparse.SUPPRESS)
     # torchrun's, for command lines that have them: on one host they say what is so anyway (options._check_torchruns)

@@ -59,7 +59,7 @@ def parse(argv: Sequence[str], environ: Mapping[str, str]) -> JobSpec:
     min_replicas = _min_replicas(a, env, most if whole else total)
     _check_control(a, env, lighthouse, whole)
     _check_torchruns(a)
-    _check_nodes(a, lighthouse)
+    _check_nodes(a, lighthouse, total)
     settings = RestartSettings(max_restarts=a.max_restarts, window_s=a.restart_window, crash_loop=a.crash_loop)
     _check_times(a, env, settings)
     nproc = _nproc(a.nproc_per_replica)
@@ -72,7 +72,7 @@ def parse(argv: Sequence[str], environ: Mapping[str, str]) -> JobSpec:
         lighthouse_bind=bind, token=env.token or ("" if lighthouse else secrets.token_hex(16)),
         host=_host(a, env, towards), timeout_s=a.timeout,
         stall_s=a.timeout or env.timeout_s or JobSpec.stall_s, connect_s=env.connect_s or JobSpec.connect_s,
-        nodes=int(a.nnodes), rdzv_endpoint=a.rdzv_endpoint or "",
+        nodes=_nodes(a)[1], min_nodes=_nodes(a)[0], rdzv_endpoint=a.rdzv_endpoint or "",
         restarts=settings, monitor_s=a.monitor_interval, tee=tee, redirects=redirects,
         gpus=tuple(_gpus(a.gpus, most, nproc, environ)), standby=a.standby, drain_s=a.drain_timeout,
         chaos=_chaos(a, whole, total),
@@ -203,12 +203,26 @@ def _check_control(a: argparse.Namespace, env: Environment, lighthouse: str, who
         )
 
 
-def _check_nodes(a: argparse.Namespace, lighthouse: str) -> None:
-    if not re.fullmatch(r"[0-9]{1,6}", a.nnodes) or int(a.nnodes) < 1:
-        hint = "; a range is not possible: a group always has all its hosts" if ":" in a.nnodes else ""
-        raise ConfigError(f"--nnodes {a.nnodes} must be the number of hosts that one group spans{hint}")
-    if int(a.nnodes) == 1:
+def _nodes(a: argparse.Namespace) -> tuple[int, int]:
+    """The least and the greatest number of hosts of a group."""
+    found = re.fullmatch(r"([0-9]{1,6})(?::([0-9]{1,6}))?", a.nnodes, re.ASCII)
+    least, most = (int(found[1]), int(found[2] or found[1])) if found else (0, 0)
+    if not 1 <= least <= most:
+        raise ConfigError(
+            f"--nnodes {a.nnodes} must be the number of hosts that one group spans, or MIN:MAX if hosts may come and go"
+        )
+    return least, most
+
+
+def _check_nodes(a: argparse.Namespace, lighthouse: str, total: int) -> None:
+    least, most = _nodes(a)
+    if most == 1:
         return  # as with torchrun, --rdzv-endpoint may be there and means nothing
+    if least < most and total > 1:
+        raise ConfigError(
+            f"--nnodes {a.nnodes}: all groups of a job have the same number of ranks, so with {total} groups a group "
+            f"cannot change its hosts: run each host as a group of its own (--replica-offset), or --nnodes {most}"
+        )
     if a.replica is None or not a.rdzv_endpoint:
         raise ConfigError(
             f"--nnodes {a.nnodes}: run one ftrun per host with the same --replica and --rdzv-endpoint host:port"
@@ -224,12 +238,12 @@ def _check_nodes(a: argparse.Namespace, lighthouse: str) -> None:
 
 def _check_torchruns(a: argparse.Namespace) -> None:
     """Options of torchrun's that would mean something if there were more than this host."""
-    if a.standalone and (a.lighthouse or a.nnodes != "1"):
+    if a.standalone and (a.lighthouse or _nodes(a)[1] > 1):
         other = f"--lighthouse {a.lighthouse}" if a.lighthouse else f"--nnodes {a.nnodes}"
         raise ConfigError(f"--standalone says that the job is on this host alone: leave it out, or {other}")
-    if a.nnodes == "1":
+    if _nodes(a)[1] == 1:
         if a.node_rank not in (None, "0"):
-            raise ConfigError(f"--node-rank {a.node_rank}: with --nnodes 1 there is only host 0; leave it out")
+            raise ConfigError(f"--node-rank {a.node_rank}: with --nnodes {a.nnodes} there is only host 0; leave it out")
         return
     for option, value in (("--node-rank", a.node_rank), ("--master-addr", a.master_addr),
                           ("--master-port", a.master_port)):  # fmt: skip

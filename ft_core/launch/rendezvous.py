@@ -3,9 +3,9 @@
 How it works. A group on one host needs no agreement with anybody: `SoloRendezvous` opens a new TCPStore for every start
 of the group and hands it to the workers (MASTER_ADDR, MASTER_PORT). New, because torch's `init_process_group` writes
 addresses under the same keys at every start, and would find those of the dead. The store lives in ftrun, so the death
-of any worker leaves it standing. A group with `--nnodes` above 1 uses
-torch's DynamicRendezvousHandler at `--rdzv-endpoint`: there a node that joins or comes back restarts the group on all
-its hosts (the membership change of torch's agents).
+of any worker leaves it standing. A group with `--nnodes` above 1 uses torch's DynamicRendezvousHandler at
+`--rdzv-endpoint`: there a host that joins or comes back restarts the group on all its hosts (the membership change of
+torch's agents), and with `--nnodes MIN:MAX` so does one that is lost. torch would wait until the workers notice that.
 """
 
 from __future__ import annotations
@@ -25,6 +25,10 @@ from ft_core.process_group import open_store
 
 STORE_S = 60.0
 """How long an operation on the group's store may wait."""
+BEAT_S = 2
+"""How often a host says at the rendezvous that it is there."""
+BEATS = 3
+"""So many without a word, and a host is lost: a group whose hosts may come and go starts again without it."""
 LOOK_S = 0.1
 """How often a host that waits for the others looks whether it still shall."""
 
@@ -93,6 +97,8 @@ class HostsRendezvous(RendezvousHandler):
         self._parameters = parameters
         self._stop = stop
         self._inner: RendezvousHandler | None = None
+        self._hosts = 0
+        """In this start of the group."""
 
     def __repr__(self) -> str:
         return f"HostsRendezvous({self._parameters.run_id} at {self._parameters.endpoint})"
@@ -115,6 +121,7 @@ class HostsRendezvous(RendezvousHandler):
                 found = answer.get(timeout=LOOK_S)
                 if isinstance(found, BaseException):
                     raise found
+                self._hosts = found.world_size
                 return found
         raise Stopped
 
@@ -122,6 +129,9 @@ class HostsRendezvous(RendezvousHandler):
         try:
             if self._inner is None:
                 self._inner = get_rendezvous_handler(self._parameters)
+            # torch tells the hosts of a later round nothing of its store, so one that is new waits for ever (2.13), and
+            # keeps the store, in which the next start would find the addresses of the dead.
+            vars(self._inner).update(_bootstrap_store_info=None, _shared_tcp_store_server=None)
             answer.put(self._inner.next_rendezvous())
         except BaseException as error:  # noqa: BLE001 - the group's thread raises it
             answer.put(error)
@@ -136,8 +146,14 @@ class HostsRendezvous(RendezvousHandler):
             self._inner.set_closed()
 
     def num_nodes_waiting(self) -> int:
-        """Hosts that want to come (back)."""
-        return int(self._inner.num_nodes_waiting()) if self._inner is not None else 0
+        """Hosts that want to come (back), and those that are lost if it goes on without them."""
+        if self._inner is None:
+            return 0
+        waiting = int(self._inner.num_nodes_waiting())
+        if self._parameters.min_nodes == self._parameters.max_nodes:
+            return waiting
+        there = len(vars(self._inner)["_state_holder"].state.participants)  # torch drops the silent ones
+        return waiting + max(0, self._hosts - there)
 
     def get_run_id(self) -> str:
         """The group's id."""
@@ -148,13 +164,17 @@ class HostsRendezvous(RendezvousHandler):
         return self._inner is None or bool(self._inner.shutdown())
 
 
-def rendezvous(run_id: str, host: str, nodes: int, endpoint: str, stop: threading.Event) -> RendezvousHandler:
-    """The rendezvous of a group on this host, or of one on `nodes` hosts that meet at `endpoint`, until `stop`."""
-    if nodes == 1:
+def rendezvous(
+    run_id: str, host: str, nodes: tuple[int, int], endpoint: str, stop: threading.Event
+) -> RendezvousHandler:
+    """The rendezvous of a group on this host, or of one on (least, most) `nodes` that meet at `endpoint`."""
+    least, most = nodes
+    if most == 1:
         return SoloRendezvous(run_id, host)
     parameters = RendezvousParameters(
-        "c10d", endpoint, run_id, nodes, nodes, local_addr=host, join_timeout=3600, last_call_timeout=1
-    )
+        "c10d", endpoint, run_id, least, most, local_addr=host, join_timeout=3600, last_call_timeout=1,
+        keep_alive_interval=BEAT_S, keep_alive_max_attempt=BEATS,
+    )  # fmt: skip
     return HostsRendezvous(parameters, stop)
 
 

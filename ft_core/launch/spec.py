@@ -82,6 +82,9 @@ class JobSpec:
     connect_s: float = 60.0
     """How long a lighthouse that was named may take to answer at the start."""
     nodes: int = 1
+    """Hosts that one group spans, at most."""
+    min_nodes: int = 1
+    """Hosts that have to be there for the group to start; fewer than `nodes`: hosts may come and go."""
     rdzv_endpoint: str = ""
     restarts: RestartSettings = field(default_factory=RestartSettings)
     monitor_s: float = 0.1

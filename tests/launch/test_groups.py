@@ -8,6 +8,7 @@ import os
 import pathlib
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -18,6 +19,7 @@ import pytest
 
 from ft_core.launch import agent as agent_module
 from ft_core.launch.remote import order_resize
+from ft_core.lighthouse import LighthouseServer
 from tests.launch.job import Job, job
 
 if TYPE_CHECKING:
@@ -253,10 +255,6 @@ def test_a_membership_change_restarts_a_group_that_spans_hosts(write: Any, tmp_p
         "while len(list(folder.glob('again*'))) < 2:\n"
         "    (folder / ('again' + os.environ['NODE'])).touch(); time.sleep(0.01)\n"
     )
-    import socket
-
-    from ft_core.lighthouse import LighthouseServer
-
     with socket.create_server(("127.0.0.1", 0)) as probe:
         endpoint = f"127.0.0.1:{probe.getsockname()[1]}"
     server = LighthouseServer("127.0.0.1:0")
@@ -282,6 +280,60 @@ def test_a_membership_change_restarts_a_group_that_spans_hosts(write: Any, tmp_p
     attempts = {attempt for _, _, attempt, _ in runs}
     assert len(attempts) == 2  # one word per start of the group, the same on both hosts
     assert sorted(rank for rank, _, _, _ in runs) == ["0", "0", "1", "1"]
+
+
+@pytest.mark.long
+def test_hosts_of_a_group_come_and_go(write: Any, tmp_path: pathlib.Path) -> None:
+    """--nnodes 1:2: it trains on one host, on both when the second comes, and on one when that is lost."""
+    script = write(
+        "import datetime, time, torch, torch.distributed as dist\n"
+        "dist.init_process_group('gloo', timeout=datetime.timedelta(seconds=20))\n"
+        "told = torch.zeros(1)\n"
+        "print('node', os.environ['NODE'], 'of', dist.get_world_size(), flush=True)\n"
+        "(folder / f'size{dist.get_world_size()}').touch()\n"
+        "while not told:\n"
+        "    told += dist.get_rank() == 0 and (folder / 'end').exists()\n"
+        "    dist.all_reduce(told); time.sleep(0.005)\n"
+    )
+
+    def wait_for(true: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + 40
+        while not true():
+            assert time.monotonic() < deadline, "".join(log.read_text() for log in logs)
+            assert processes[0].poll() is None, logs[0].read_text()
+            threading.Event().wait(0.02)
+
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        endpoint = f"127.0.0.1:{probe.getsockname()[1]}"
+    logs, processes = [tmp_path / f"node{node}.txt" for node in range(2)], list[subprocess.Popen[str]]()
+
+    def start(node: int) -> None:
+        command = [
+            sys.executable, "-m", "ft_core.launch", "--replica", "0", "--nnodes", "1:2", "--rdzv-endpoint", endpoint,
+            "--lighthouse", server.address(), "--run-id", "range", "--monitor-interval", "0.05", str(script),
+        ]  # fmt: skip
+        env = os.environ | {"NODE": str(node), "OMP_NUM_THREADS": "1"}
+        with logs[node].open("w") as log:
+            processes.append(subprocess.Popen(command, env=env, text=True, stdout=log, stderr=subprocess.STDOUT))
+
+    server = LighthouseServer("127.0.0.1:0")
+    try:
+        start(0)
+        wait_for((tmp_path / "size1").exists)
+        (tmp_path / "size1").unlink()
+        start(1)
+        wait_for((tmp_path / "size2").exists)
+        processes[1].kill()
+        wait_for((tmp_path / "size1").exists)
+        (tmp_path / "end").touch()
+        assert processes[0].wait(30) == 0, logs[0].read_text()
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+        server.shutdown()
+    assert re.findall(r"node 0 of (\d)", logs[0].read_text()) == ["1", "2", "1"]
+    assert re.findall(r"\[replica-0\] starts on (\d)", logs[0].read_text()) == ["1", "2", "1"]
 
 
 # ---------------------------------------------------------------- ends

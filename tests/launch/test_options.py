@@ -61,6 +61,7 @@ def test_an_embedded_lighthouse_has_a_secret_of_its_own(script: str) -> None:
     assert job(script, "--lighthouse 127.0.0.1:1").token == ""
 
 
+REMOTE = "--lighthouse 127.0.0.1:1"
 VALUES = [
     ("--replicas 4", "groups", 4),
     ("--replicas 4", "max_groups", 4),
@@ -86,6 +87,10 @@ VALUES = [
     ("--node-rank 0 --master-addr localhost --master-port 29600", "nodes", 1),
     ("--role trainer --rdzv-conf join_timeout=5 --start-method spawn --event-log-handler null", "nodes", 1),
     ("--nnodes 1", "nodes", 1),
+    ("--nnodes 1:1", "nodes", 1),
+    (f"--nnodes 1:2 --replica 0 --rdzv-endpoint h:1 --rdzv-id x {REMOTE}", "nodes", 2),
+    (f"--nnodes 1:2 --replica 0 --rdzv-endpoint h:1 --rdzv-id x {REMOTE}", "min_nodes", 1),
+    (f"--nnodes 2 --replica 0 --rdzv-endpoint h:1 --rdzv-id x {REMOTE}", "min_nodes", 2),
     ("--max-restarts 0", "restarts.max_restarts", 0),
     ("--restart-window 60", "restarts.window_s", 60.0),
     ("--restart-window inf", "restarts.window_s", math.inf),
@@ -199,7 +204,6 @@ def test_gpus_are_those_of_the_environment(script: str) -> None:
     assert job(script, "--replicas 2 --gpus share", {"CUDA_VISIBLE_DEVICES": "0"}).gpus == ("0", "0")
 
 
-REMOTE = "--lighthouse 127.0.0.1:1"
 REFUSED = [
     # which groups
     ("--replicas 0", ["--replicas 0", "1 to 256"]),
@@ -243,7 +247,11 @@ REFUSED = [
     ("--lighthouse-bind host", ["--lighthouse-bind='host'", "host:port"]),
     ("--local-addr no.such.host.invalid", ["--local-addr no.such.host.invalid", "leave it out"]),
     ("--nnodes 0", ["--nnodes 0", "number of hosts"]),
-    ("--nnodes 1:2", ["--nnodes 1:2", "a range"]),
+    ("--nnodes 2:1", ["--nnodes 2:1", "MIN:MAX"]),
+    ("--nnodes 1:2:3", ["--nnodes 1:2:3", "MIN:MAX"]),
+    ("--nnodes 1:2", ["--nnodes 1:2", "same --replica"]),
+    (f"--nnodes 1:2 --replica 0 --num-replicas 2 --rdzv-endpoint h:1 --rdzv-id x {REMOTE}",
+     ["--nnodes 1:2", "same number of ranks", "--replica-offset"]),
     ("--nnodes ²", ["--nnodes ²"]),
     ("--nnodes 2", ["--nnodes 2", "same --replica", "--rdzv-endpoint host:port"]),
     (f"--nnodes 2 --replica 0 {REMOTE}", ["--nnodes 2", "--rdzv-endpoint host:port"]),
