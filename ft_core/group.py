@@ -108,6 +108,7 @@ def merge_votes(votes: dict[int, Verdict], world_size: int) -> Verdict | None:
         behind=any(vote.behind for vote in ordered),
         drain=any(vote.drain for vote in ordered),
         lapsed=any(vote.lapsed for vote in ordered),
+        trails=any(vote.trails for vote in ordered),
         weight=ordered[0].weight,
         contributors=ordered[0].contributors,
     )

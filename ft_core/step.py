@@ -69,8 +69,8 @@ class Step:
         """Why this rank could not build the process group of its quorum; '' also where a push had ended that before."""
         self.leaving = self.drain_wanted = self.drain_agreed = self.stop_wanted = self.stop_agreed = False
         self.exhausted = self.tolerates = False
-        self.trails = self.ends_round = False
-        """Out of data, and: nobody applies commits here (`version` stays, a heal makes up for it); it ends for all."""
+        self.trails = self.ends_round = self._other_trails = False
+        """Out of data: nobody applies commits here, a heal makes up for it; it ends for all. Another rank trails."""
         self.rounds = 0
         """How often a round of data ended since this rank started."""
         self.round_ended: Version | None = None
@@ -172,7 +172,7 @@ class Step:
     @property
     def _has_no_share(self) -> bool:
         """It takes part, and has no data: nothing of it can be missing. (Who leaves gives up the share it had.)"""
-        return self.participating and self.exhausted and not self.leaving
+        return self.participating and (self.exhausted or self._other_trails) and not self.leaving
 
     # ------------------------------------------------------------ boundary
 
@@ -420,7 +420,7 @@ class Step:
         self._error_sent = bool(self.soft_error)
         failing = bool(self.soft_error) and not (self.settings.rules.r11_no_veto and behind)
         failing |= not self.settings.rules.r11_no_veto and heal is Heal.ABANDONED
-        lags = behind and heal is Heal.NONE and not plan.excluded
+        lags, apart = behind and heal is Heal.NONE and not plan.excluded, self.trails or self._other_trails
         ready = plan.heals and not plan.heals_first and not self.roles_switched
         return encode(
             FenceInput(
@@ -428,7 +428,7 @@ class Step:
                 weight=(1 if self.weight is None else self.weight) if contributes else 0,
                 share_of=plan.replica_rank if contributes or self._has_no_share else -1,
                 failed=failing,
-                change=bool(self.change_wanted or self.ask_next) or self.leaving or (lags and not self.trails),
+                change=bool(self.change_wanted or self.ask_next) or self.leaving or (lags and not apart),
                 no_lease=self.lacks_lease(now),
                 out=self.exhausted or self._adds_nothing,
                 trails=self.trails and heal is not Heal.ABANDONED,  # R11: one that cannot heal holds nobody
@@ -489,14 +489,13 @@ class Step:
         self._ends_now = (self.everyone_out or told.ends > 0) and not told.lagging
         lag_ends = told.lagging > 0 and (self.everyone_out or told.ends + told.stop > 0)
         missed = self._passed and not self.behind and self.round_ended != self.base
-        ranks = self.participants
-        missing = places_missing(ranks, told.shares) if rules.r17_shares else ()
+        missing = places_missing(self.participants, told.shares) if rules.r17_shares else ()
         more: dict[str, Any] = {
             "weight": told.weight, "contributors": told.contributed, "missing": missing,
             "stop": told.stop > 0 and not told.lagging, "change": told.change > 0 or lag_ends,
             "exhausted": self._ends_now or missed,
             "healed": told.ready == self.plan.ready_expected or not rules.r10_ready,
-            "behind": self.behind and self.heal is not Heal.READY,
+            "behind": self.behind and self.heal is not Heal.READY, "trails": self.trails,
         }  # fmt: skip
         if told.failed:
             return verdict(Outcome.VETO, self.soft_error or f"{told.failed} of {n} members failed in this step", **more)
@@ -506,7 +505,7 @@ class Step:
         if told.trailing and (told.ends or told.stop):
             return verdict(Outcome.VETO, "training stops at the state that members without data are healed to", **more)
         if missing and self.whole_steps:
-            names = ", ".join(self.plan.quorum.ids[ranks[place]] for place in missing)
+            names = ", ".join(self.plan.quorum.ids[self.participants[place]] for place in missing)
             return verdict(Outcome.VETO, f"every step has to be whole, and {names} contributed nothing", **more)
         return verdict(Outcome.COMMIT, **more)
 
@@ -526,7 +525,8 @@ class Step:
             return False
         self.heals_late |= self.heal is Heal.ABANDONED
         commit = verdict.outcome is Outcome.COMMIT
-        current = not self.behind and not verdict.behind and not self.trails
+        self._other_trails = verdict.trails and not self.trails
+        current = not self.behind and not verdict.behind and not verdict.trails
         ended_at = self.base
         if commit:
             self.base_lineage = fold_lineage(self.base_lineage, self.plan.quorum_id, self.attempt, self.plan.quorum.ids)
@@ -535,7 +535,7 @@ class Step:
                 self.version, self.lineage = self.base, self.base_lineage
                 self.batches_committed += verdict.contributors
                 self.commit_weight = verdict.weight
-            elif not self.plan.excluded and not self.trails:  # they stay: others would wait for their asks
+            elif not self.plan.excluded and not verdict.trails:  # they stay: others would wait for their asks
                 self.ask_next = self.ask_next or "left behind by a commit"
                 if self.heal is Heal.PENDING:
                     self.heal = Heal.ABANDONED  # what may still arrive is older than `base` now
@@ -543,7 +543,7 @@ class Step:
             self.rounds += 1
             self.round_ended = self.base if self._ends_now else ended_at
         self.source_shift += self.source_lost
-        self._count_failures(useful=verdict.exhausted or (commit and (current or self.trails)), current=current)
+        self._count_failures(useful=verdict.exhausted or (commit and (current or verdict.trails)), current=current)
         if verdict.healed and self.plan.ready_expected:
             self.roles_switched = True
         self.drain_agreed |= verdict.drain

@@ -43,3 +43,5 @@ class Verdict:
     """A rank of this group is to drain: all of them leave at the next boundary."""
     lapsed: bool = False
     """No member of a ring has had a lease for autonomy_s: all wait at the next boundary until one has (R3)."""
+    trails: bool = False
+    """A rank of this group is out of data and nobody applies commits there: no rank of the group applies this one."""

@@ -513,7 +513,7 @@ class JoinRequest(_message.Message):
     def __init__(self, protocol_version: _Optional[int] = ..., release: _Optional[str] = ..., replica_id: _Optional[str] = ..., rank: _Optional[int] = ..., world_size: _Optional[int] = ..., incarnation: _Optional[int] = ...) -> None: ...
 
 class Verdict(_message.Message):
-    __slots__ = ("quorum_id", "attempt", "outcome", "reason", "weight", "contributors", "change", "healed", "exhausted", "stop", "behind", "drain", "missing", "lapsed")
+    __slots__ = ("quorum_id", "attempt", "outcome", "reason", "weight", "contributors", "change", "healed", "exhausted", "stop", "behind", "drain", "missing", "lapsed", "trails")
     class Outcome(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         OUTCOME_UNSPECIFIED: _ClassVar[Verdict.Outcome]
@@ -538,6 +538,7 @@ class Verdict(_message.Message):
     DRAIN_FIELD_NUMBER: _ClassVar[int]
     MISSING_FIELD_NUMBER: _ClassVar[int]
     LAPSED_FIELD_NUMBER: _ClassVar[int]
+    TRAILS_FIELD_NUMBER: _ClassVar[int]
     quorum_id: int
     attempt: int
     outcome: Verdict.Outcome
@@ -552,7 +553,8 @@ class Verdict(_message.Message):
     drain: bool
     missing: _containers.RepeatedScalarFieldContainer[int]
     lapsed: bool
-    def __init__(self, quorum_id: _Optional[int] = ..., attempt: _Optional[int] = ..., outcome: _Optional[_Union[Verdict.Outcome, str]] = ..., reason: _Optional[str] = ..., weight: _Optional[int] = ..., contributors: _Optional[int] = ..., change: bool = ..., healed: bool = ..., exhausted: bool = ..., stop: bool = ..., behind: bool = ..., drain: bool = ..., missing: _Optional[_Iterable[int]] = ..., lapsed: bool = ...) -> None: ...
+    trails: bool
+    def __init__(self, quorum_id: _Optional[int] = ..., attempt: _Optional[int] = ..., outcome: _Optional[_Union[Verdict.Outcome, str]] = ..., reason: _Optional[str] = ..., weight: _Optional[int] = ..., contributors: _Optional[int] = ..., change: bool = ..., healed: bool = ..., exhausted: bool = ..., stop: bool = ..., behind: bool = ..., drain: bool = ..., missing: _Optional[_Iterable[int]] = ..., lapsed: bool = ..., trails: bool = ...) -> None: ...
 
 class Break(_message.Message):
     __slots__ = ("quorum_id", "reason")

@@ -251,7 +251,7 @@ def pb_verdict(v: Verdict) -> pb.Verdict:
     return pb.Verdict(
         quorum_id=v.quorum_id, attempt=v.attempt, outcome=_OUTCOMES[v.outcome], reason=clip(v.reason), weight=v.weight,
         contributors=v.contributors, change=v.change, healed=v.healed, exhausted=v.exhausted, stop=v.stop,
-        behind=v.behind, drain=v.drain, missing=v.missing, lapsed=v.lapsed,
+        behind=v.behind, drain=v.drain, missing=v.missing, lapsed=v.lapsed, trails=v.trails,
     )  # fmt: skip
 
 
@@ -268,5 +268,5 @@ def read_verdict(m: pb.Verdict) -> Verdict:
     check.number("missing", max(m.missing, default=0), 0, MAX_REPLICAS - 1)
     return Verdict(
         m.quorum_id, m.attempt, outcome, clip(m.reason), m.weight, m.contributors, tuple(m.missing), m.change, m.healed,
-        m.exhausted, m.stop, m.behind, m.drain, m.lapsed,
+        m.exhausted, m.stop, m.behind, m.drain, m.lapsed, m.trails,
     )  # fmt: skip

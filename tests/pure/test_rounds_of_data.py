@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from ft_core.fence import COUNTS, ENDS_AND_SOURCE, EXHAUSTED, LAGS_AND_PASSED
+from ft_core.group import merge_votes
 from ft_core.quorum import Version
 from ft_core.step import Go, Heal, MustAsk, Outcome, Step
 from tests.pure.rig import Rig, new_step
@@ -237,3 +240,25 @@ def test_who_is_healed_by_one_that_missed_the_end_learns_it_from_those_who_passe
     rig.form()
     rig.attempt()  # the heal, from c, tells b of no end
     assert [(step.round_ended, step.rounds) for step in rig.steps.values()] == [(ended, 1), (ended, 1), (ended, 1)]
+
+
+def test_a_group_of_several_ranks_trails_as_a_whole() -> None:
+    """Seed 14051: the round ended in one ring for a group that had not applied the last commit in the other."""
+    groups = {rank: started("ab") for rank in range(2)}
+    for step in (step for rig in groups.values() for step in rig.steps.values()):
+        step.settings = replace(step.settings, group_world_size=2)
+    out(groups[1]["b"], trails=True)
+    held = groups[0]["b"].version
+    for _ in range(2):
+        votes = {rank: rig.fence() for rank, rig in groups.items()}
+        for name in "ab":
+            verdict = merge_votes({rank: told[name] for rank, told in votes.items()}, 2)
+            assert verdict is not None
+            assert verdict.outcome is Outcome.COMMIT
+            assert [rig[name].settle(verdict) for rig in groups.values()] == [name == "a"] * 2
+        assert all(isinstance(s.boundary(), Go) for rig in groups.values() for s in rig.steps.values())
+    assert groups[0]["b"].version == held
+    assert groups[0]["b"].base == groups[0]["a"].version
+    out(groups[0]["a"])
+    out(groups[0]["b"])
+    assert groups[0].fence()["a"].change, "it is healed before the round ends"
