@@ -98,6 +98,7 @@ class Calls:
             quorum_id=current.quorum_id if current and replica_id in current.members else 0,
             group_world_size=max(1, request.world_size), store_address=request.store_address, address=request.address,
             shrink_only=request.shrink_only, commit_failures=request.commit_failures, data=request.data,
+            from_scratch=True,  # what a step is, is such a client's business
         )  # fmt: skip
         self._rooms.feed(shell, Asked(ask, 0))
         return shell, waiter, replica_id

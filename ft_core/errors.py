@@ -64,6 +64,10 @@ class RefusedError(LighthouseError):
     """The lighthouse refused this replica for good (token, layout, duplicate name, bad settings)."""
 
 
+class StateLostError(RefusedError):
+    """The job has committed, nobody holds that state any more, and no checkpoint was loaded: it begins not again."""
+
+
 class JobFinishedError(LighthouseError):
     """The room was closed by a replica that finished training; a late restart has nothing left to do."""
 

@@ -68,6 +68,7 @@ def merge_asks(asks: dict[int, Ask], world_size: int) -> Ask | Mismatch | None:
         open_attempt=-1 if world_size > 1 else first.open_attempt,
         heals_before_forward=all(ask.heals_before_forward for ask in ordered),
         heals_late=any(ask.heals_late for ask in ordered),
+        from_scratch=any(ask.from_scratch for ask in ordered),
         stable=min(ask.stable for ask in ordered),
         unreachable=tuple(sorted(unreachable)),
         reached=tuple(sorted({i for ask in ordered for i in ask.reached} - unreachable)),

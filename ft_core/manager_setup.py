@@ -105,6 +105,7 @@ class Config:
     quorum_in_commit: bool
     on_exhausted: str
     room: str
+    from_scratch: bool
 
 
 @dataclass(frozen=True)
@@ -188,6 +189,7 @@ def resolve(arguments: Arguments, variables: Mapping[str, str]) -> Config:
         quorum_in_commit=a.quorum_in_commit,
         on_exhausted=on_exhausted,
         room=a.room_id,
+        from_scratch=env.from_scratch,
     )  # fmt: skip
 
 
@@ -257,7 +259,7 @@ def ask_template(
     return Ask(
         replica_id=config.replica_id, seq=0, heal_addresses=(heal_address,), store_address=store_address,
         init_sync=config.init_sync, allow_heal=allow_heal, shrink_only=shrink_only, heals_before_forward=heals_first,
-        layout_lines=layout,
+        layout_lines=layout, from_scratch=config.from_scratch,
     )  # fmt: skip
 
 

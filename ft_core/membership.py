@@ -23,6 +23,7 @@ from ft_core.absence import Absences, Circumstances, became, forgotten, least_ne
 from ft_core.build_log import BuildLog
 from ft_core.crash_log import CrashLog
 from ft_core.expected_groups import ExpectedGroups
+from ft_core.lost_state import not_again
 from ft_core.news import News
 from ft_core.pauses import differs
 from ft_core.quorum import (
@@ -336,7 +337,7 @@ class Room:
         newer = event.stable > record.stable
         record.stable = max(record.stable, event.stable)
         self.expected.holds(event.stable)
-        self._claims.reported(record, event.stable)
+        self._claims.reported(record, event.stable, event.step)
         self._saw_commit(event.stable.epoch, record)
         if event.heal_addresses and event.heal_addresses != record.hello.heal_addresses:
             record.hello = replace(record.hello, heal_addresses=event.heal_addresses)
@@ -352,9 +353,7 @@ class Room:
     def _on_asked(self, event: Asked, now: float, out: list[Effect]) -> None:
         ask = event.ask
         record = self.records.get(ask.replica_id)
-        if record is None or record.generation != event.generation:
-            return
-        if record.life is not Life.UP:
+        if record is None or record.generation != event.generation or record.life is not Life.UP:
             return
         record.heard_at = now
         if self._ask_refused(ask, record, out):
@@ -464,6 +463,9 @@ class Room:
             notes = self._builds.hold_back(self._last_quorum, outcome.asks, self.records, now)
             outcome = decide(self._view(now)) if notes else outcome
             out += map(Note, notes)
+        if isinstance(outcome, Formed):
+            outcome, lost = not_again(outcome, self._view(now), self._claims.furthest)
+            self._refuse("", lost, out)
         if isinstance(outcome, Formed):
             self._form(outcome, now, out)
             self.reason, self.paused_until, self.held = "", 0.0, {}

@@ -68,6 +68,8 @@ class Ask:
     heals_before_forward: bool = False
     heals_late: bool = False
     """Its last heal failed when the others counted on it: they do not, until it holds their state (R11)."""
+    from_scratch: bool = False
+    """It may begin at step 0 although the job has committed: its user says so, or it has loaded a checkpoint (R21)."""
     open_attempt: int = -1
     """The attempt of `quorum_id` whose outcome this group could not follow, its reduced gradients kept (R5); or -1."""
     commit_failures: int = 0
@@ -271,8 +273,7 @@ def decide(view: View) -> Formed | NotReady:
     outcome = _decide(view)
     if isinstance(outcome, Formed):
         return outcome
-    busy = [s.paused_until for s in view.seen.values() if s.life is Life.UP and s.ask is None]
-    until = max(busy, default=0.0)
+    until = max((s.paused_until for s in view.seen.values() if s.life is Life.UP and s.ask is None), default=0.0)
     return replace(outcome, paused_until=until) if until > view.now else outcome
 
 
@@ -302,10 +303,9 @@ def _form(view: View, choice: Choice) -> Formed | NotReady:
         return NotReady(
             f"{len(candidates)} of the {choice.need} groups that min_replicas asks for are here ({have})", choice.at
         )
-    members = view.current.members if view.current else ()
     left_out = {
         i: late(view, view.seen[i])
-        for i in members
+        for i in (view.current.members if view.current else ())
         if i not in candidates and i in view.seen and view.seen[i].life is Life.UP and view.seen[i].ask is None
     }
     asks = tuple(s.ask for _, s in sorted(candidates.items()) if s.ask is not None)

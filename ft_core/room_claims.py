@@ -41,6 +41,8 @@ class Claims:
     def __init__(self) -> None:
         self.known = VOID
         """The newest version that a proven replica reported."""
+        self.furthest = 0
+        """The newest step that a member of the last quorum is known to have committed, or to have come with (R21)."""
         self.formed = False
         """This lighthouse has formed a quorum of the room: what was before it needs no more discovery."""
 
@@ -49,12 +51,13 @@ class Claims:
 
     # ------------------------------------------------------------ what is learned
 
-    def reported(self, record: Record, version: Version) -> None:
-        """A replica reported a version, as its own or as stable."""
+    def reported(self, record: Record, version: Version, step: int = 0) -> None:
+        """A replica reported a version, as its own or as stable, and perhaps the `step` that it has committed last."""
         if not record.proven and record.answered is not None and version.epoch == record.answered[1].quorum_id:
             record.proven, record.stable = True, version  # it commits with the others; what it held before is over
         if record.proven:
             self.known = max(self.known, version)
+            self.furthest = max(self.furthest, version.step, step)
 
     def adopted(self, members: tuple[str, ...], records: Mapping[str, Record]) -> None:
         """A quorum was adopted: its members are those who count, and nobody else."""
@@ -70,6 +73,7 @@ class Claims:
         self.formed = True
         doubted = []
         self.known = max(self.known, *(ask.version for ask in asks))
+        self.furthest = max(0, *(ask.version.step for ask in asks))
         for ask in asks:
             record = records[ask.replica_id]
             if record.ask is not None and record.ask.version != ask.version:

@@ -185,11 +185,12 @@ class Superseded:
 
 @dataclass(frozen=True, slots=True)
 class Refuse:
-    """End this replica's lease for good; `finished`: not an error, the job is done."""
+    """End this replica's lease for good; `finished`: no error, the job is done; `lost`: what it trained is (R21)."""
 
     to: str
     reason: str
     finished: bool = False
+    lost: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,6 +25,8 @@ class Rules:
     r15_unbuilt: bool = True
     """Who alone cannot build its process group is held back."""
     r18_claims: bool = True
+    r21_not_again: bool = True
+    """A job that has committed does not begin again at step 0 unasked."""
     lazy_news: bool = True
     """No rule but a saving, whose absence must change nothing: newer stable versions alone decide nothing."""
     r4_members: bool = True

@@ -28,7 +28,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from ft_core import wire
-from ft_core.errors import FaultToleranceError, JobFinishedError, ProtocolError, RefusedError
+from ft_core.errors import FaultToleranceError, JobFinishedError, ProtocolError, RefusedError, StateLostError
 from ft_core.membership import (
     Announce,
     Asked,
@@ -446,4 +446,5 @@ class Rooms:
 
 
 def _refusal(effect: Refuse) -> FaultToleranceError:
-    return (JobFinishedError if effect.finished else RefusedError)(effect.reason)
+    error = JobFinishedError if effect.finished else StateLostError if effect.lost else RefusedError
+    return error(effect.reason)

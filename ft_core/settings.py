@@ -177,7 +177,7 @@ KNOWN_ENVIRONMENT = (
     "FT_MANAGER_PORT", "FT_HOSTNAME", "FT_INTERFACE", "FT_TOKEN", "FT_TLS_CERT", "FT_TLS_KEY", "FT_TLS_CA",
     "FT_WITNESS", "FT_LIVENESS_S", "FT_GRACE_S", "FT_JOIN_S", "FT_CONNECT_S", "FT_QUORUM_S", "FT_HEAL_S",
     "FT_TRANSFER_IDLE_S", "FT_AUTONOMY_S", "FT_ORPHAN_S", "FT_PROGRESS_S", "FT_RECONNECT_S", "FT_GROUP_ATTEMPT",
-    "FT_PREDECESSORS",
+    "FT_PREDECESSORS", "FT_FROM_SCRATCH",
 )  # fmt: skip
 _OVERRIDES = {
     f"FT_{name.upper()}": name
@@ -206,6 +206,8 @@ class Environment:
     hostname: str | None
     interface: str | None
     token: str
+    from_scratch: bool
+    """A job that has committed, and whose state is lost, may begin again at step 0 (R21)."""
     overrides: Mapping[str, float]
 
     @staticmethod
@@ -260,8 +262,16 @@ class Environment:
             hostname=string("FT_HOSTNAME"),
             interface=string("FT_INTERFACE"),
             token=env.get("FT_TOKEN", ""),
+            from_scratch=_switch(env, "FT_FROM_SCRATCH"),
             overrides=overrides,
         )
+
+
+def _switch(env: Mapping[str, str], name: str) -> bool:
+    value = env.get(name, "").lower()
+    if value not in ("", "0", "1", "false", "true"):
+        raise ConfigError(f"{name}={env[name]!r} must be 1 (yes) or 0 (no)")
+    return value in ("1", "true")
 
 
 def whole_number(variables: Mapping[str, str], name: str, default: int) -> int:

@@ -57,7 +57,6 @@ class Step:
         self.attempt = self.highest_id = 0
         self.base_lineage = lineage
         self.heal = Heal.NONE
-        self.roles_switched = False
         self.layout = 0
         self.whole_steps = False
         """A step commits only if every participant's share is in it; the same on all members."""
@@ -68,7 +67,7 @@ class Step:
         self.unbuilt, self.unbuilt_here = "", False
         """Why this rank could not build the process group of its quorum; '' also where a push had ended that before."""
         self.leaving = self.drain_wanted = self.drain_agreed = self.stop_wanted = self.stop_agreed = False
-        self.exhausted = self.tolerates = False
+        self.exhausted = self.tolerates = self.restored = self.roles_switched = False
         self.trails = self.ends_round = self._other_trails = False
         """Out of data: nobody applies commits here, a heal makes up for it; it ends for all. Another rank trails."""
         self.rounds = 0
@@ -213,6 +212,7 @@ class Step:
             min_replicas=self.settings.min_replicas, group_world_size=self.settings.group_world_size,
             layout=self.layout, open_attempt=self.open_attempt if why.failed else -1, commit_failures=self.vetoes,
             heals_late=self.heals_late, stable=self.stable, unbuilt=self.unbuilt, unbuilt_here=self.unbuilt_here,
+            from_scratch=template.from_scratch or self.restored,
         )  # fmt: skip
 
     def enter(self, quorum: Quorum) -> Plan:
@@ -376,7 +376,7 @@ class Step:
 
     def restore(self, version: Version, lineage: int, batches: int) -> None:
         """Adopt what a checkpoint says."""
-        self.version, self.lineage, self.batches_committed = version, lineage, batches
+        self.version, self.lineage, self.batches_committed, self.restored = version, lineage, batches, True
 
     # ------------------------------------------------------------ the attempt
 

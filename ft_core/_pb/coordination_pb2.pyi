@@ -15,7 +15,7 @@ class Version(_message.Message):
     def __init__(self, step: _Optional[int] = ..., epoch: _Optional[int] = ...) -> None: ...
 
 class Ask(_message.Message):
-    __slots__ = ("replica_id", "seq", "version", "lineage", "quorum_id", "failed", "reason", "min_replicas", "group_world_size", "heal_addresses", "store_address", "address", "layout", "init_sync", "allow_heal", "shrink_only", "heals_before_forward", "open_attempt", "commit_failures", "data", "layout_lines", "heals_late", "unreachable", "reached", "stable", "unbuilt", "unbuilt_here")
+    __slots__ = ("replica_id", "seq", "version", "lineage", "quorum_id", "failed", "reason", "min_replicas", "group_world_size", "heal_addresses", "store_address", "address", "layout", "init_sync", "allow_heal", "shrink_only", "heals_before_forward", "open_attempt", "commit_failures", "data", "layout_lines", "heals_late", "unreachable", "reached", "stable", "unbuilt", "unbuilt_here", "from_scratch")
     REPLICA_ID_FIELD_NUMBER: _ClassVar[int]
     SEQ_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
@@ -43,6 +43,7 @@ class Ask(_message.Message):
     STABLE_FIELD_NUMBER: _ClassVar[int]
     UNBUILT_FIELD_NUMBER: _ClassVar[int]
     UNBUILT_HERE_FIELD_NUMBER: _ClassVar[int]
+    FROM_SCRATCH_FIELD_NUMBER: _ClassVar[int]
     replica_id: str
     seq: int
     version: Version
@@ -70,7 +71,8 @@ class Ask(_message.Message):
     stable: Version
     unbuilt: str
     unbuilt_here: bool
-    def __init__(self, replica_id: _Optional[str] = ..., seq: _Optional[int] = ..., version: _Optional[_Union[Version, _Mapping]] = ..., lineage: _Optional[int] = ..., quorum_id: _Optional[int] = ..., failed: bool = ..., reason: _Optional[str] = ..., min_replicas: _Optional[int] = ..., group_world_size: _Optional[int] = ..., heal_addresses: _Optional[_Iterable[str]] = ..., store_address: _Optional[str] = ..., address: _Optional[str] = ..., layout: _Optional[int] = ..., init_sync: bool = ..., allow_heal: bool = ..., shrink_only: bool = ..., heals_before_forward: bool = ..., open_attempt: _Optional[int] = ..., commit_failures: _Optional[int] = ..., data: _Optional[str] = ..., layout_lines: _Optional[_Iterable[str]] = ..., heals_late: bool = ..., unreachable: _Optional[_Iterable[str]] = ..., reached: _Optional[_Iterable[str]] = ..., stable: _Optional[_Union[Version, _Mapping]] = ..., unbuilt: _Optional[str] = ..., unbuilt_here: bool = ...) -> None: ...
+    from_scratch: bool
+    def __init__(self, replica_id: _Optional[str] = ..., seq: _Optional[int] = ..., version: _Optional[_Union[Version, _Mapping]] = ..., lineage: _Optional[int] = ..., quorum_id: _Optional[int] = ..., failed: bool = ..., reason: _Optional[str] = ..., min_replicas: _Optional[int] = ..., group_world_size: _Optional[int] = ..., heal_addresses: _Optional[_Iterable[str]] = ..., store_address: _Optional[str] = ..., address: _Optional[str] = ..., layout: _Optional[int] = ..., init_sync: bool = ..., allow_heal: bool = ..., shrink_only: bool = ..., heals_before_forward: bool = ..., open_attempt: _Optional[int] = ..., commit_failures: _Optional[int] = ..., data: _Optional[str] = ..., layout_lines: _Optional[_Iterable[str]] = ..., heals_late: bool = ..., unreachable: _Optional[_Iterable[str]] = ..., reached: _Optional[_Iterable[str]] = ..., stable: _Optional[_Union[Version, _Mapping]] = ..., unbuilt: _Optional[str] = ..., unbuilt_here: bool = ..., from_scratch: bool = ...) -> None: ...
 
 class Member(_message.Message):
     __slots__ = ("replica_id", "version", "lineage", "group_world_size", "heal_addresses", "store_address", "address", "init_sync", "allow_heal", "shrink_only", "heals_before_forward", "previous_quorum_id", "open_attempt", "commit_failures", "data", "heals_late")
@@ -155,11 +157,13 @@ class Refused(_message.Message):
         FINISHED: _ClassVar[Refused.Kind]
         PROTOCOL: _ClassVar[Refused.Kind]
         CONFIG: _ClassVar[Refused.Kind]
+        LOST: _ClassVar[Refused.Kind]
     KIND_UNSPECIFIED: Refused.Kind
     REFUSED: Refused.Kind
     FINISHED: Refused.Kind
     PROTOCOL: Refused.Kind
     CONFIG: Refused.Kind
+    LOST: Refused.Kind
     KIND_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
     kind: Refused.Kind

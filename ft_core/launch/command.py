@@ -146,6 +146,8 @@ def parser() -> argparse.ArgumentParser:
     option(restart, "--standby", type=int, default=0, metavar="K", help="processes kept ready with all imports done")
     option(restart, "--drain-timeout", type=float, default=30.0, metavar="S",
            help="how long a group may take to finish its step and leave (default 30)")  # fmt: skip
+    option(restart, "--from-scratch", action="store_true", help="let the job begin again at step 0 if every group that "
+           "held its state is lost and no checkpoint is loaded; otherwise it ends (FT_FROM_SCRATCH)")  # fmt: skip
     option(restart, "--success", choices=SUCCESS, default=ALL,
            help="status 0 when all groups that were not drained finished, or min: --min-replicas")  # fmt: skip
     option(restart, "--monitor-interval", type=float, default=0.1, metavar="S",

@@ -69,6 +69,7 @@ def parse(argv: Sequence[str], environ: Mapping[str, str]) -> JobSpec:
     return JobSpec(
         script=script, run_id=_run_id(a.run_id), name=_name(a.name), first=first, groups=groups, max_groups=most,
         total=total, whole_job=whole, min_replicas=min_replicas, success=a.success, nproc=nproc, lighthouse=lighthouse,
+        from_scratch=a.from_scratch or env.from_scratch,
         lighthouse_bind=bind, token=env.token or ("" if lighthouse else secrets.token_hex(16)),
         host=_host(a, env, towards), timeout_s=a.timeout,
         stall_s=a.timeout or env.timeout_s or JobSpec.stall_s, connect_s=env.connect_s or JobSpec.connect_s,

@@ -67,6 +67,8 @@ class JobSpec:
     whole_job: bool = True
     """All groups of the job run here."""
     min_replicas: int = 1
+    from_scratch: bool = False
+    """If all state is lost after commits, the job may begin again at step 0."""
     success: str = "all"
     """Which groups have to finish for status 0: `status.SUCCESS`."""
     nproc: int = 1
@@ -136,6 +138,8 @@ class JobSpec:
         }
         if total:
             env["FT_NUM_REPLICA_GROUPS"] = env["NUM_REPLICA_GROUPS"] = str(total)
+        if self.from_scratch:
+            env["FT_FROM_SCRATCH"] = "1"
         if self.token:
             env["FT_TOKEN"] = self.token
         if self.timeout_s is not None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ft_core._pb import coordination_pb2 as pb
-from ft_core.errors import ConfigError, JobFinishedError, ProtocolError, RefusedError
+from ft_core.errors import ConfigError, JobFinishedError, ProtocolError, RefusedError, StateLostError
 from ft_core.quorum import VOID
 from ft_core.settings import MAX_REPLICAS, PROTOCOL_VERSION
 from ft_core.step import Verdict
@@ -136,6 +136,7 @@ _KINDS: tuple[tuple[type[Exception], int], ...] = (
     (JobFinishedError, pb.Refused.Kind.FINISHED),
     (ProtocolError, pb.Refused.Kind.PROTOCOL),
     (ConfigError, pb.Refused.Kind.CONFIG),
+    (StateLostError, pb.Refused.Kind.LOST),
     (RefusedError, pb.Refused.Kind.REFUSED),
 )
 _FROM_KIND: dict[int, type[Exception]] = {int(number): error for error, number in _KINDS}

@@ -81,6 +81,7 @@ def pb_ask(ask: Ask) -> pb.Ask:
         heals_before_forward=ask.heals_before_forward, heals_late=ask.heals_late, open_attempt=ask.open_attempt,
         commit_failures=ask.commit_failures, data=ask.data, unreachable=ask.unreachable, reached=ask.reached,
         unbuilt=clip(ask.unbuilt, MAX_UNBUILT), unbuilt_here=ask.unbuilt_here, stable=pb_version(ask.stable),
+        from_scratch=ask.from_scratch,
     )  # fmt: skip
     _check_ask(message, Check(ConfigError, "Ask"))
     return message
@@ -98,7 +99,7 @@ def read_ask(m: pb.Ask) -> Ask:
         init_sync=m.init_sync, allow_heal=m.allow_heal, shrink_only=m.shrink_only,
         heals_before_forward=m.heals_before_forward, heals_late=m.heals_late, open_attempt=m.open_attempt,
         commit_failures=m.commit_failures, data=m.data, unreachable=tuple(m.unreachable), reached=tuple(m.reached),
-        unbuilt=clip(m.unbuilt, MAX_UNBUILT), unbuilt_here=m.unbuilt_here,
+        unbuilt=clip(m.unbuilt, MAX_UNBUILT), unbuilt_here=m.unbuilt_here, from_scratch=m.from_scratch,
         stable=read_version(m.stable, check, "stable") if m.HasField("stable") else VOID,
     )  # fmt: skip
 

@@ -130,8 +130,8 @@ def line(effect: Effect) -> str:
             return f"superseded -> {to}"
         case Paused(to, _, who, for_s):
             return f"{who} busy for {for_s:g} s -> {', '.join(to)}"
-        case Refuse(to, reason, finished):
-            return f"refuse {to}{' (finished)' if finished else ''}: {reason}"
+        case Refuse(to, reason, finished, lost):
+            return f"refuse {to}{' (finished)' if finished else ' (lost)' if lost else ''}: {reason}"
         case Note(text):
             return f"# {text}"
 
@@ -499,7 +499,7 @@ def test_a_stable_step_is_remembered_although_its_holder_was_accused() -> None:
     script.hello("c")
     assert "b holds step 7, newer than the step 0 of those who ask (connection closed, not back" in script.ask("c")[-1]
     assert not [text for text in script.later(ORPHAN - 1) if text.startswith("quorum")]
-    assert "quorum c -> c#1" in script.later(2.0)
+    assert "this job has committed 7 steps, and everybody who held them is gone" in script.later(2.0)[0]
 
 
 def test_a_job_that_dies_in_its_first_step_does_not_wait_for_its_own_dead() -> None:

@@ -176,6 +176,7 @@ class World:
         self.trouble_at = 0.0
         """When a fault that is not announced began or ended last."""
         self.strangers = 0
+        self.from_scratch = False
         self._queue: list[tuple[float, int, Group | Rank | None, Callable[..., None], tuple[Any, ...]]] = []
         self._count = 0
 
@@ -292,6 +293,12 @@ class World:
         self.say("%s starts", group.rid)
         self.at(self.between(0.01, 0.2), group, group.start)
         return group
+
+    def begin_again(self, number: int) -> None:
+        """A group that was refused because all state is lost (R21) is started with FT_FROM_SCRATCH."""
+        self.from_scratch = True
+        if not self.living(number):
+            self.spawn(number)
 
     def living(self, number: int) -> list[Group]:
         """The living processes of a name."""
@@ -639,14 +646,26 @@ class Lighthouse:
                 self._push_all(to, ("reason", paused_s))
             case room_events.Superseded(replica_id, quorum_id):
                 self._push(replica_id, ("lost", quorum_id, "superseded"))
-            case room_events.Refuse(replica_id, reason, finished):
-                self._push(replica_id, ("refused", finished, reason))
+            case room_events.Refuse(replica_id, reason, finished, lost):
+                if lost:
+                    self._check_lost(replica_id)
+                self._push(replica_id, ("refused", finished, reason, lost))
             case room_events.MemberLost(to, quorum_id, lost, held):
                 self._push_all(to, ("lost", quorum_id, f"{', '.join(lost)} is lost", held))
             case room_events.ChangePending(to, quorum_id, reason):
                 self._push_all(to, ("change", quorum_id, reason))
             case room_events.Paused(to, quorum_id, who, for_s):
                 self._push_all(to, ("paused", quorum_id, who, for_s))
+
+    def _check_lost(self, replica_id: str) -> None:
+        """R21: nobody whose lease stands holds what the job has committed."""
+        members = self.room.current.members if self.room.current else ()
+        for group in self.world.active.values():
+            conn = group.conn
+            leased = group.alive and not group.done and conn is not None and conn.client_open and conn.server_open
+            held = {rank.step.version for rank in group.ranks}  # several: the group's state is none
+            if leased and len(held) == 1 and min(held).step > 0 and group.rid in members:
+                raise Violation("I7", f"{replica_id} is told that all state is lost, but {group.rid} holds it")
 
     def _push_all(self, to: tuple[str, ...], message: tuple[Any, ...]) -> None:
         for replica_id in to:
@@ -996,6 +1015,8 @@ class Group:
             if self.world.config.odd and fine and not rest[0]:  # where nobody was in a quorum, the first one counts
                 raise Violation("I7", f"{self.rid} is refused because of one that is set up wrongly: {rest[1]}")
             self.stop()
+            if rest[2]:  # R21: whoever runs the job decides that it may begin again
+                self.world.at(self.world.between(0.4, 1.0), None, self.world.begin_again, self.number)
         for rank in self.ranks:
             if kind == "ack":
                 rank.step.lease_acked_at = max(rank.step.lease_acked_at, rest[0])
@@ -1338,7 +1359,7 @@ class Rank:
         config = self.world.config
         return {
             "heals_before_forward": config.heals_before_forward, "allow_heal": config.allow_heal,
-            "layout_lines": self.group.layout_lines(),
+            "layout_lines": self.group.layout_lines(), "from_scratch": self.world.from_scratch,
         }  # fmt: skip
 
     def enter(self, quorum: Quorum) -> None:

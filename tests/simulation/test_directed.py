@@ -203,3 +203,30 @@ def test_an_attempt_does_not_move_where_somebody_needs_state(seed: int) -> None:
     situation: dict[str, Any] = {"groups": 3, "forward_s": 2.0, "liveness_s": 0.2}
     world = play(seed, (9.0, kill("c")), (9.0, lambda world: world.spawn(2)), **situation)
     assert commits(world, "c")[-1] > 9.0
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_job_that_lost_everything_begins_again_only_if_it_shall(seed: int) -> None:
+    """R21. All are killed at once and started again; who is refused is then started with FT_FROM_SCRATCH."""
+    situation: dict[str, Any] = {"groups": 3, "supervised": True}
+
+    def all_die(world: World) -> None:
+        for name in "a", "b", "c":
+            kill(name)(world)
+
+    def again(world: World) -> None:
+        for number in range(3):
+            world.spawn(number)
+
+    script = (6.0, all_die), (7.5, again)
+    refused = "all state is lost", "everybody who held them is gone"
+    told = {
+        rule: [at for at, text, args in play(seed, *script, **situation, room_rules=Rules(r21_not_again=rule)).story
+               if any(word in (text % args if args else text) for word in refused)]
+        for rule in (True, False)
+    }  # fmt: skip
+    assert len(told[True]) >= 3
+    assert not told[False]
+    world = play(seed, *script, **situation)
+    assert world.from_scratch
+    assert [at for at in commits(world, "a") if at > told[True][0]], "it does when it is told to"

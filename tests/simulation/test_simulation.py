@@ -93,7 +93,10 @@ NECESSARY: dict[str, tuple[int, str, dict[str, Any]]] = {
     "R1 closed": (
         60, "I3", {"groups": 2, "faults": ("proxy", "kill", "oneway"), "room_rules": Rules(r1_closed=False)},
     ),
-    "R2": (60, "I3", {"faults": ("freeze", "duplicate", "kill"), "room_rules": Rules(r2_no_amnesia=False)}),
+    "R2": (
+        60, "I3",
+        {"faults": ("freeze", "duplicate", "kill"), "room_rules": Rules(r2_no_amnesia=False, r21_not_again=False)},
+    ),
     "R3": (
         400, "I3",
         {
@@ -122,7 +125,10 @@ NECESSARY: dict[str, tuple[int, str, dict[str, Any]]] = {
     "R16": (20, "I3", {"faults": ("shutdown",), "member_rules": MemberRules(r16_parting=False)}),
     "links": (
         30, "I7",
-        {"groups": 3, "faults": ("kill",), "cut_forever": (0, 1), "room_rules": Rules(leave_out_unreachable=False)},
+        {
+            "groups": 3, "faults": ("kill",), "cut_forever": (0, 1),
+            "room_rules": Rules(leave_out_unreachable=False, r21_not_again=False),
+        },
     ),
     "R17": (
         60, "I8",
@@ -142,7 +148,11 @@ NECESSARY: dict[str, tuple[int, str, dict[str, Any]]] = {
     ),
     "R18": (200, "I7", {"faults": ("stranger", "kill"), "room_rules": Rules(r18_claims=False)}),
     "R14": (
-        200, "I3", {"faults": ("cut_all", "cut_lighthouse", "freeze"), "room_rules": Rules(r14_in_force=False)},
+        200, "I3",
+        {
+            "faults": ("cut_all", "cut_lighthouse", "freeze"),
+            "room_rules": Rules(r14_in_force=False, r21_not_again=False),
+        },
     ),
 }  # fmt: skip
 """rule -> (seeds within which it must be found, the invariant that breaks, how to look for it)."""

@@ -1,0 +1,83 @@
+"""R21: a job that has committed does not begin again at step 0 unless somebody says that it shall. Pure.
+
+How it works. When a quorum could form of which nobody holds a committed step, although replicas of the room have
+committed some, what was trained is somewhere else or lost. Members of the last quorum that may live are waited for as
+by R2, and for OTHERS_S groups that have not come yet: one may have a checkpoint. When nobody is left to wait for, those
+who ask are refused, in words that say how the job can go on: from a checkpoint, or from the start if that is wanted.
+
+Who has loaded a checkpoint, of whatever step, or was told so by its user (FT_FROM_SCRATCH), asks with `from_scratch`;
+one that does is enough.
+
+Invariant: a quorum in which somebody holds a committed step is never touched. Ownership: `membership.Room` only.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ft_core.quorum import Formed, Life, NotReady, orphaned_at
+from ft_core.reasons import UNTIL, story
+from ft_core.room_events import Refuse
+
+if TYPE_CHECKING:
+    from ft_core.quorum import View
+
+OTHERS_S = 5.0
+"""How long others are waited for, from the first ask on."""
+
+
+def not_again(formed: Formed, view: View, furthest: int) -> tuple[Formed | NotReady, list[Refuse]]:
+    """What becomes of a quorum that could form now, and who is refused.
+
+    Args:
+        formed: what `quorum.decide` answers.
+        view: the room.
+        furthest: the last step that a member of the room's last quorum is known to have committed; 0: none.
+    """
+    asks = formed.asks
+    begins = furthest > 0 and all(ask.version.step <= 0 and not ask.from_scratch for ask in asks)
+    if not begins or not view.rules.r21_not_again:
+        return formed, []
+    waiting = _holder(view, furthest) or _others(formed, view, furthest)
+    if waiting is not None:
+        return waiting, []
+    reason = (
+        f"this job has committed {furthest} step{'' if furthest == 1 else 's'}, and everybody who held them is gone: "
+        "without a checkpoint it would begin again at step 0. Resume from one (Lightning: fit(ckpt_path=...), "
+        "Accelerate: load_state, else Manager.load_state_dict before the first step). If it shall begin from scratch: "
+        "FT_FROM_SCRATCH=1 (ftrun --from-scratch), or another lighthouse or room"
+    )
+    refused = [Refuse(ask.replica_id, reason, lost=True) for ask in asks]
+    return NotReady(reason, None), refused
+
+
+def _holder(view: View, furthest: int) -> NotReady | None:
+    """A member of the last quorum that may still hold what was trained."""
+    for replica_id in view.current.members if view.current else ():
+        seen = view.seen.get(replica_id)
+        if seen is None or seen.life is Life.GONE or (seen.up and seen.ask is not None):
+            continue
+        at = orphaned_at(view, (replica_id,))
+        if at is None or view.now < at:
+            return NotReady(
+                f"{replica_id} may hold step {furthest}, those who ask hold none ({story(view, seen)})"
+                + ("" if at is None else f"; {UNTIL} it has been away for {view.orphan_s:g} s (orphan_s)"),
+                at,
+                (replica_id,),
+            )
+    return None
+
+
+def _others(formed: Formed, view: View, furthest: int) -> NotReady | None:
+    """Groups that have not come: one of them may have a checkpoint."""
+    asked = [seen.asked_at for ask in formed.asks if (seen := view.seen.get(ask.replica_id)) is not None]
+    since = max(min(asked), view.current.ended_at if view.current else 0.0)
+    if view.expected and len(formed.asks) >= view.expected:
+        return None
+    if view.now >= since + OTHERS_S:
+        return None
+    return NotReady(
+        f"those who are here hold none of the {furthest} steps that this job has committed; waiting for {OTHERS_S:g} s "
+        "for others, who may have a checkpoint",
+        since + OTHERS_S,
+    )
