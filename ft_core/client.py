@@ -96,7 +96,9 @@ class LeaseClient(StreamClient):
             self._incomplete = report
             self._send(data)
 
-    def leave(self, reason: str, finished: bool, version: Version, agreed: bool, timeout_s: float) -> bool:
+    def leave(
+        self, reason: str, finished: bool, version: Version, agreed: bool, timeout_s: float, over: bool = False
+    ) -> bool:
         """Say goodbye and close the lease; True if the lighthouse acknowledged it within `timeout_s`.
 
         Args:
@@ -105,6 +107,7 @@ class LeaseClient(StreamClient):
             version: the state this replica leaves with.
             agreed: the other members know, change-wanted rode in the last fence.
             timeout_s: with an unreachable lighthouse, how long to wait for it.
+            over: the script has ended by itself, so nobody misses this state (R21).
         """
         deadline = time.monotonic() + timeout_s
         with self._changed:
@@ -115,7 +118,7 @@ class LeaseClient(StreamClient):
                 return False
             if not self._left:
                 self._parting = True
-                self._goodbye = Left(self.settings.replica_id, 0, reason, finished, version, agreed)
+                self._goodbye = Left(self.settings.replica_id, 0, reason, finished, version, agreed, over)
                 self._send(wire.encode_left(self._goodbye), last=True)
             while not self._left and not self._stopping and self._fatal is None:
                 wait_s = deadline - time.monotonic()

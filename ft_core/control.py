@@ -65,7 +65,9 @@ class Control(Protocol):
     def progress(self, step: int, phase: str, stable: Version, paused_s: float = 0.0) -> None:
         """Note where training is; cheap."""
 
-    def leave(self, reason: str, finished: bool, version: Version, agreed: bool, timeout_s: float) -> bool:
+    def leave(
+        self, reason: str, finished: bool, version: Version, agreed: bool, timeout_s: float, over: bool = False
+    ) -> bool:
         """Say goodbye; True if it was acknowledged."""
 
     def break_group(self, quorum_id: int, reason: str) -> None:
@@ -159,9 +161,11 @@ class LeaderControl:
         """See Control."""
         self._group.local_progress(step, phase, stable, paused_s)
 
-    def leave(self, reason: str, finished: bool, version: Version, agreed: bool, timeout_s: float) -> bool:
+    def leave(
+        self, reason: str, finished: bool, version: Version, agreed: bool, timeout_s: float, over: bool = False
+    ) -> bool:
         """The group leaves when its rank 0 does."""
-        return self._group.lease.leave(reason, finished, version, agreed, timeout_s)
+        return self._group.lease.leave(reason, finished, version, agreed, timeout_s, over)
 
     def break_group(self, quorum_id: int, reason: str) -> None:
         """See Control."""
@@ -232,13 +236,15 @@ class RankControl(StreamClient):
             with self._changed:
                 self._renew_now()
 
-    def leave(self, reason: str, finished: bool, version: Version, agreed: bool, timeout_s: float) -> bool:
+    def leave(
+        self, reason: str, finished: bool, version: Version, agreed: bool, timeout_s: float, over: bool = False
+    ) -> bool:
         """See Control."""
         deadline = time.monotonic() + timeout_s
         with self._changed:
             self._open_ask = None
             if self._fatal is None and self.connected:
-                self._leaving = Left(self.settings.replica_id, 0, reason, finished, version, agreed)
+                self._leaving = Left(self.settings.replica_id, 0, reason, finished, version, agreed, over)
                 self._parting = True
                 self._send(wire.encode_rank(self._leaving), last=True)
                 self._changed.wait_for(

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import sys
 from datetime import timedelta
 from typing import TYPE_CHECKING, NoReturn, cast
 
@@ -36,6 +37,12 @@ if TYPE_CHECKING:
     from ft_core.verdict import Verdict
 
 log = logging.getLogger("ft_core")
+
+
+def _failing() -> bool:
+    """An error is on its way out of the script, or has ended it; what a user's Ctrl-C ends is not missed."""
+    error = sys.exc_info()[1] or getattr(sys, "last_value", None)
+    return isinstance(error, Exception)
 
 
 class Leaving:
@@ -88,7 +95,7 @@ class Leaving:
             session.control.break_group(step.plan.quorum_id, f"this rank has left: {reason}")
         session.control.leave(
             reason=reason, finished=finished, version=step.version, agreed=agreed,
-            timeout_s=min(EXIT_S, self._config.budget.timeout_s),
+            timeout_s=min(EXIT_S, self._config.budget.timeout_s), over=not session.draining and not _failing(),
         )  # fmt: skip
         if not last:
             self._let_peers_finish()
@@ -172,7 +179,12 @@ class Leaving:
             else:
                 self._left = True
                 session.control.leave(
-                    reason="shut down", finished=False, version=self._step.version, agreed=False, timeout_s=1.0
+                    reason="shut down",
+                    finished=False,
+                    version=self._step.version,
+                    agreed=False,
+                    timeout_s=1.0,
+                    over=not session.draining and not _failing(),
                 )
                 self._let_peers_finish()
         self._shut_down = True

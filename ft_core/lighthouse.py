@@ -66,6 +66,7 @@ class LighthouseServer:
         token: secret every call must carry; None: FT_TOKEN.
         tls: certificates; None: FT_TLS_CERT, FT_TLS_KEY, FT_TLS_CA.
         insecure: anybody who reaches the address may take part, stop the job, or take it over, and that is meant so.
+        one_job: it ends with its job: what that has committed is not forgotten when its scripts have ended (R21).
 
     Raises:
         ConfigError: a value cannot work, or the address cannot be bound.
@@ -85,6 +86,7 @@ class LighthouseServer:
         token: str | None = None,
         tls: Tls | None = None,
         insecure: bool = False,
+        one_job: bool = False,
     ) -> None:
         host, port = split_bind(bind, "bind")
         waits = {
@@ -101,6 +103,7 @@ class LighthouseServer:
             boot_window_s=boot_window_ms / 1000,
             grace_s=grace_ms / 1000,
             token=os.environ.get("FT_TOKEN", "") if token is None else token,
+            one_job=one_job,
         )
         settings.check()
         token_metadata(settings.token)

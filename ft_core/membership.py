@@ -321,8 +321,7 @@ class Room:
         # Whose collectives failed may have said so before this stream ended: it is the second witness all the same.
         current = self._current
         member = current is not None and event.replica_id in current.members and self._failed == current.quorum_id
-        record.accused = member and record.ask is None
-        record.ask = None
+        record.accused, record.ask = member and record.ask is None, None
         if not closed:  # what a closed connection amounts to is noted when it is known (`_age`)
             out.append(Note(f"{event.replica_id} went silent (frozen or cut off)"))
 
@@ -410,9 +409,10 @@ class Room:
         # With an open ask it leaves a quorum that has ended without it: nobody waits there for its collectives.
         record.told_lost = record.agreed = event.agreed or (record.ask is not None and not record.ask.failed)
         record.goes(now)
-        record.stable, record.left_with = VOID, event.version
-        record.generation = -1  # nothing that is still under way on this stream brings it back
+        # A generation of -1: nothing that is still under way on this stream brings it back.
+        record.stable, record.left_with, record.generation = VOID, event.version, -1
         out.append(Note(f"{event.replica_id} left: {event.reason}"))
+        self._claims.ended(record, self.records, over=event.over and not self._settings.one_job)
         settled = self._claims.settled(self.records, self._current, self.rules)
         if event.finished and settled and not record.proven:
             out.append(Note(f"{event.replica_id} was in no quorum of this room: that it has finished ends nothing"))

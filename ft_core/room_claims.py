@@ -86,6 +86,11 @@ class Claims:
                 record.proven = True
         return doubted
 
+    def ended(self, leaver: Record, records: Mapping[str, Record], *, over: bool) -> None:
+        """Goodbye. `over`: its script has ended by itself; if nobody else is left, its state is not missed (R21)."""
+        if over and leaver.proven and not any(r.proven and r.life is not Life.GONE for r in records.values()):
+            self.furthest = 0
+
     # ------------------------------------------------------------ what counts
 
     def settled(self, records: Mapping[str, Record], current: Current | None, rules: Rules) -> bool:

@@ -89,6 +89,8 @@ class Left:
     version: Version
     agreed: bool
     """The others know: change-wanted rode in the last fence, so nobody is stuck in a collective with the leaver."""
+    over: bool = False
+    """Its script has ended by itself, neither drained nor by an error: nobody misses its state (R21)."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -155,6 +155,8 @@ class LighthouseSettings:
     """After a start, leases that were never seen are unknown rather than dropped for this long (R9)."""
     grace_s: float = 0.1
     token: str = ""
+    one_job: bool = False
+    """It serves a single job and ends with it: no goodbye makes place for another one (R21)."""
 
     def check(self) -> None:
         """Refuse values that cannot work, naming them."""

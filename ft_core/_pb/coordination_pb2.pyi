@@ -137,16 +137,18 @@ class Progress(_message.Message):
     def __init__(self, clock_us: _Optional[int] = ..., step: _Optional[int] = ..., phase: _Optional[str] = ..., stable: _Optional[_Union[Version, _Mapping]] = ..., paused_ms: _Optional[int] = ..., heal_addresses: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class Left(_message.Message):
-    __slots__ = ("reason", "finished", "version", "agreed")
+    __slots__ = ("reason", "finished", "version", "agreed", "over")
     REASON_FIELD_NUMBER: _ClassVar[int]
     FINISHED_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     AGREED_FIELD_NUMBER: _ClassVar[int]
+    OVER_FIELD_NUMBER: _ClassVar[int]
     reason: str
     finished: bool
     version: Version
     agreed: bool
-    def __init__(self, reason: _Optional[str] = ..., finished: bool = ..., version: _Optional[_Union[Version, _Mapping]] = ..., agreed: bool = ...) -> None: ...
+    over: bool
+    def __init__(self, reason: _Optional[str] = ..., finished: bool = ..., version: _Optional[_Union[Version, _Mapping]] = ..., agreed: bool = ..., over: bool = ...) -> None: ...
 
 class Refused(_message.Message):
     __slots__ = ("kind", "reason")

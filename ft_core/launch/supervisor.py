@@ -162,7 +162,7 @@ class Supervisor:
     def _embed(self) -> LighthouseServer:
         spec = self.spec
         try:
-            return LighthouseServer(spec.lighthouse_bind, spec.min_replicas, token=spec.token)
+            return LighthouseServer(spec.lighthouse_bind, spec.min_replicas, token=spec.token, one_job=True)
         except ConfigError as error:
             raise ConfigError(str(error).replace("bind=", "--lighthouse-bind ")) from None
 

@@ -229,14 +229,18 @@ def read_renewal(m: pb.Progress, replica_id: str, generation: int) -> Renewal:
 def pb_left(left: Left) -> pb.Left:
     """A goodbye, as it travels."""
     return pb.Left(
-        reason=clip(left.reason), finished=left.finished, version=pb_version(left.version), agreed=left.agreed
+        reason=clip(left.reason),
+        finished=left.finished,
+        version=pb_version(left.version),
+        agreed=left.agreed,
+        over=left.over,
     )
 
 
 def read_left(m: pb.Left, replica_id: str, generation: int) -> Left:
     """A goodbye, checked."""
     version = read_version(m.version, Check(ProtocolError, "Left"), "version")
-    return Left(replica_id, generation, clip(m.reason), m.finished, version, m.agreed)
+    return Left(replica_id, generation, clip(m.reason), m.finished, version, m.agreed, m.over)
 
 
 _OUTCOMES = {

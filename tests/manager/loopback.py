@@ -233,9 +233,11 @@ class LoopbackControl:
     def progress(self, step: int, phase: str, stable: Version, paused_s: float = 0.0) -> None:
         self._loopback.event(m.Progress(self._id, self.generation, step, phase, stable, paused_s), self._room)
 
-    def leave(self, reason: str, finished: bool, version: Version, agreed: bool, timeout_s: float) -> bool:
+    def leave(
+        self, reason: str, finished: bool, version: Version, agreed: bool, timeout_s: float, over: bool = False
+    ) -> bool:
         if self.connected:
-            self._loopback.event(m.Left(self._id, self.generation, reason, finished, version, agreed), self._room)
+            self._loopback.event(m.Left(self._id, self.generation, reason, finished, version, agreed, over), self._room)
         self.connected = False
         return True
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from ft_core.lost_state import OTHERS_S
-from ft_core.membership import Ended
+from ft_core.membership import Ended, Left
 from ft_core.quorum import Rules, Version
 from tests.pure.test_room import JOIN, ORPHAN, Script
 
@@ -96,3 +96,17 @@ def test_a_member_that_may_live_is_waited_for() -> None:
     assert "a:1 holds step 1, newer than the step 0 of those who ask" in script.ask("b:2")[-1]
     assert not script.later(ORPHAN - 2)
     assert "(lost)" in script.later(4.0)[-1]
+
+
+@pytest.mark.parametrize("over", [False, True])
+def test_a_script_that_ended_by_itself_leaves_its_lighthouse_to_the_next(over: bool) -> None:
+    """A drained one, or one that ends with an error, does not."""
+    script = Script(expected=2)
+    script.train("a:1", "b:1")
+    script.progress("a:1", 5)
+    for name in "a:1", "b:1":
+        script.do(Left(name, 1, "shut down", finished=False, version=Version(5, 1), agreed=True, over=over))
+    for name in "a:2", "b:2":
+        script.hello(name, incarnation=2)
+    told = [*script.ask("a:2"), *script.ask("b:2")]
+    assert any("(lost)" in text for text in told) != over

@@ -1071,14 +1071,18 @@ class RoomMachine(RuleBasedStateMachine):
             )
         )
 
-    @rule(name=st.sampled_from(NAMES), step=st.integers(-1, 3), failed=st.booleans(), again=st.booleans())
-    def asks(self, name: str, step: int, failed: bool, again: bool) -> None:
+    @rule(
+        name=st.sampled_from(NAMES), step=st.integers(-1, 3), failed=st.booleans(), again=st.booleans(),
+        may_begin=st.booleans(),
+    )  # fmt: skip
+    def asks(self, name: str, step: int, failed: bool, again: bool, may_begin: bool) -> None:
         script = self.script
         if name not in script.generation:
             return
         script.seq[name] = max(1, script.seq.get(name, 0) + (not again))
         version = VOID if step < 0 else Version(step, min(script.quorum.get(name, 0), step and 1 << 60))
-        ask = Ask(name, script.seq[name], version, quorum_id=script.quorum.get(name, 0), failed=failed)
+        left = script.quorum.get(name, 0)
+        ask = Ask(name, script.seq[name], version, quorum_id=left, failed=failed, from_scratch=may_begin)
         self.step(Asked(ask, script.generation[name]))
 
     @rule(name=st.sampled_from(NAMES), old=st.booleans(), silence=st.sampled_from([0.1, LIVENESS]))
@@ -1106,8 +1110,10 @@ class RoomMachine(RuleBasedStateMachine):
     def nothing_that_may_form_is_left_unformed(self) -> None:
         room = self.script.room
         view = room._view(self.script.now)
+        asks = [seen.ask for seen in view.seen.values() if seen.ask is not None]
+        lost = room._claims.furthest > 0 and all(ask.version.step <= 0 and not ask.from_scratch for ask in asks)
         if room.next_at is None or room.next_at > self.script.now:
-            assert may_form(view) is None
+            assert may_form(view) is None or lost  # R21
 
     @invariant()
     def the_next_instant_lies_ahead(self) -> None:
