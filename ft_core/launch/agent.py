@@ -37,6 +37,7 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from torch.distributed.elastic.multiprocessing.api import LogsDest, LogsSpecs, SubprocessContext
 
 from ft_core.launch import stub
+from ft_core.launch.common_cause import Death, patience_s
 from ft_core.launch.dying import REAP_S, Dying
 from ft_core.launch.output import TAIL
 from ft_core.launch.rendezvous import Stopped, attempt_key, rendezvous
@@ -63,8 +64,6 @@ IDLE_S = 1.0
 DUMP_S = 2.0
 """How long a stalled worker may take to print its stacks."""
 SETTLE_S = 0.3
-LOOK_S = 0.5
-"""Pause before the next start of a group that failed before it reached the lighthouse."""
 
 
 @dataclass
@@ -88,8 +87,8 @@ class Tools:
     """(group name, pids by local rank, warm) after every start."""
     ended: Callable[[str], None]
     """All processes of this group have ended unasked."""
-    failed: Callable[[str, Failure, bool], None]
-    """(group name, how, whether it had reached the lighthouse) after every failure."""
+    failed: Callable[[Failure, Death, bool], None]
+    """(how, the same for comparison, whether the job has committed) after every failure."""
 
 
 class GroupLogs(LogsSpecs):
@@ -354,7 +353,8 @@ class GroupAgent(LocalElasticAgent):
             self.name, rank, pid, code, at, time.monotonic() - run.started_at, last_error(tail), tail
         )
         facts = self.tools.facts(self.name)
-        self.tools.failed(self.name, self.failure, facts.known or not facts.reachable)
+        death = Death.of(self.failure, facts)
+        self.tools.failed(self.failure, death, facts.job_committed)
         self._delay_s = 0.0
         if self._stop.is_set():
             self._remaining_restarts = 0
@@ -372,9 +372,10 @@ class GroupAgent(LocalElasticAgent):
             why += "; the lighthouse does not answer"
         match decision:
             case Restart(after_s, text):
-                # A script that fails at once everywhere is the supervisor's to notice, before a second round.
-                self._delay_s = after_s if facts.known or code < 0 else max(after_s, LOOK_S)
-                after_s = self._delay_s
+                # An error that hits every group is the supervisor's to notice, before a second round.
+                others = self.tools.spec.groups > 1 or not facts.known
+                look_s = patience_s(death, job_committed=facts.job_committed) if others else 0.0
+                self._delay_s = after_s = max(after_s, look_s)
                 wait = f"in {after_s:g} s" if after_s else "now"
                 detail = f" ({text})" if text and not self._excused and facts.reachable else ""
                 self.tools.say(self.name, f"{why}; starting again {wait}{detail}")

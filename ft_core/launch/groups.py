@@ -46,8 +46,6 @@ class Group:
     """Monotonic, of its processes that run now; 0: none were started yet."""
     training: bool = False
     """It has committed since its last start."""
-    at_start: str = ""
-    """How its first run failed, if that was before it reached the lighthouse."""
     stalled: str = ""
     """What the lighthouse says, while others wait for it."""
     stalled_at: float = 0.0

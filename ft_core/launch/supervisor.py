@@ -18,7 +18,6 @@ import contextlib
 import itertools
 import os
 import queue
-import re
 import signal
 import threading
 import time
@@ -29,6 +28,7 @@ from typing import TYPE_CHECKING, Any
 from ft_core.errors import ConfigError
 from ft_core.launch.agent import GroupAgent, Tools
 from ft_core.launch.apart import Apart
+from ft_core.launch.common_cause import CommonCause
 from ft_core.launch.exits import Exits
 from ft_core.launch.groups import Group
 from ft_core.launch.monkey import Monkey
@@ -46,6 +46,7 @@ if TYPE_CHECKING:
 
     from torch.distributed.elastic.agent.server.api import RunResult
 
+    from ft_core.launch.common_cause import Death
     from ft_core.launch.keeper import Keeper
     from ft_core.launch.runs import Failure
     from ft_core.launch.screen import Screen
@@ -59,13 +60,8 @@ JOIN_S = 10.0
 STATUS_S = 1.0
 """How often the status lines are renewed."""
 DRAIN_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-HOPELESS_CODES = (2, 126, 127)
-"""A command line that the script refuses, a program that cannot be run: not worth a second try."""
 GONE_FOR_GOOD = ("quarantined", "drained", "stopped")
 """How a group ends that comes no more, while the others train on (`status.KINDS`)."""
-HOPELESS_ERRORS = re.compile(r"^(ImportError|ModuleNotFoundError|SyntaxError|NameError)\b")
-MISTAKES = re.compile(r"^[\w.]*\b(ConfigError|MisconfigurationException)\b")
-"""Errors that say that the settings cannot work, also where they come after the lighthouse was reached."""
 
 
 @dataclass
@@ -91,8 +87,6 @@ class Supervisor:
     """Why everything is being stopped."""
     _status: int | None = None
     _signalled_at: float = 0.0
-    _began: bool = False
-    """Some group got further than its imports."""
     _started_at: float = field(default_factory=time.monotonic)
 
     # ------------------------------------------------------------ the run
@@ -101,6 +95,7 @@ class Supervisor:
         """Run the job. Returns the exit status. Raises ConfigError or LighthouseError before anything is started."""
         spec = self.spec
         self._wanted = spec.groups
+        self._common = CommonCause(str(spec.script), whole_job=spec.whole_job)
         self._monkey = Monkey(spec.chaos, 0 if spec.whole_job else spec.total, self._say_about, self._drain)
         with contextlib.ExitStack() as stack:
             lighthouse = spec.lighthouse
@@ -136,7 +131,7 @@ class Supervisor:
                 lighthouse=lighthouse, total=self._total, facts=self._watch.facts, say=self._say_about,
                 another_run=self._another_run,
                 started=lambda n, pids, warm: self._put("started", n, pids, warm), ended=self._watch.ended,
-                failed=lambda n, failure, known: self._put("failed", n, failure, known),
+                failed=lambda *how: self._put("failed", *how),
             )  # fmt: skip
             stack.callback(self._stop_everything)
             self._install_signals(stack)
@@ -249,22 +244,17 @@ class Supervisor:
         which = ", ".join(str(pid) for pid in pids.values())
         self._say_about(name, f"started{' from a warm standby' if warm else ''} (pid {which})")
 
-    def _on_failed(self, name: str, failure: Failure, known: bool) -> None:
-        """Every group fails at its start, before it reached the lighthouse or by a mistake: once is enough."""
-        group = self._named(name)
-        if group is None or self._why:
+    def _on_failed(self, failure: Failure, death: Death, job_committed: bool) -> None:
+        """A group has failed: does that end the job?"""
+        now = time.monotonic()
+        ages = {g.name: now - g.started_at if g.agent.pids() else 0.0 for g in self._groups.values() if not g.ended}
+        if failure.name not in ages or self._why:
             return
-        if (known and not MISTAKES.search(failure.error)) or failure.code < 0:
-            self._began = True
-        group.at_start = group.at_start or str(failure)
-        if self._began or not all(g.at_start for g in self._groups.values()):
+        why = self._common.failed(death, ages, job_committed=job_committed)
+        if not why:
             return
-        errors = HOPELESS_ERRORS.search(failure.error) or MISTAKES.search(failure.error)
-        if len(self._groups) < 2 and not (failure.code in HOPELESS_CODES or errors):
-            return
-        everywhere = f" in all {len(self._groups)} groups" if len(self._groups) > 1 else ""
         self._status = 1
-        self._stop_all(f"{self.spec.script} fails at its start{everywhere} ({failure.error or failure})")
+        self._stop_all(why)
         for other in self._groups.values():
             other.agent.send(signal.SIGKILL, group=True)
 
@@ -313,7 +303,7 @@ class Supervisor:
             seen = self._watch.now(group.name)
             if group.ended or seen is None:
                 continue
-            self._began = True
+            self._common.began()
             group.observe(seen, now)
             if group.stands_still(seen, now, self.spec.stall_s):
                 group.agent.stall(seen.stalled)

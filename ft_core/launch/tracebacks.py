@@ -185,10 +185,7 @@ class Repeats:
             who: the worker's label without brackets, such as replica-0/1.
             now: seconds, of a clock that does not go back.
         """
-        text = "\n".join(block.lines)
-        for pattern, instead in _DIFFERS:
-            text = pattern.sub(instead, text)
-        key = hashlib.sha256(text.encode(errors="surrogatepass")).digest()
+        key = _digest("\n".join(block.lines))
         first = self._shown.get(key)
         if first is not None and now - first[1] <= WINDOW_S:
             error = last_error(block.lines)
@@ -224,6 +221,20 @@ def last_error(lines: Iterable[str]) -> str:
         elif _LOOSE.fullmatch(body):
             loose = body
     return error or loose
+
+
+def fingerprint(lines: Iterable[str]) -> str:
+    """Equal for runs that ended with the same traceback, whosever they were; '' if there is none among `lines`."""
+    blocks = Blocks()
+    out = [one for line in lines for one in blocks.feed(line)] + blocks.flush()
+    last = next((one for one in reversed(out) if isinstance(one, Block)), None)
+    return _digest("\n".join(last.lines)).hex() if last is not None else ""
+
+
+def _digest(text: str) -> bytes:
+    for pattern, instead in _DIFFERS:
+        text = pattern.sub(instead, text)
+    return hashlib.sha256(text.encode(errors="surrogatepass")).digest()
 
 
 def _plain(lines: Iterable[str]) -> Sequence[str]:

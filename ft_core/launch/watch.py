@@ -45,6 +45,8 @@ class Facts:
     committed: bool
     closed: str
     """The room is closed: training has ended."""
+    job_committed: bool = False
+    """A group of the job has committed in this run of it."""
     reachable: bool = True
     """The lighthouse answered; otherwise nothing is known, and the run's end may have been its absence."""
 
@@ -114,6 +116,7 @@ class Watch:
         """The groups that were started here: a lighthouse of many groups need not tell of the others. Empty: all."""
         self._came: set[str] = set()
         """Groups that were started here, and that the lighthouse has told of."""
+        self._job_committed = False
         self._given_up: dict[str, str] = {}
         """Groups that are not started again, and why; as many as ftrun has groups."""
         self._thread = threading.Thread(target=self._run, name="ftrun-watch", daemon=True)
@@ -176,7 +179,7 @@ class Watch:
         self._over[name] = dict.fromkeys(both[-MAX_OVER:])  # replaced, not changed: `now` reads it on another thread
         return Facts(
             known=bool(runs), committed=any(seen.committed for seen in runs), closed=picture.closed,
-            reachable=picture.at >= asked,
+            job_committed=self._job_committed, reachable=picture.at >= asked,
         )  # fmt: skip
 
     def nobody_came(self, name: str) -> bool:
@@ -272,6 +275,7 @@ class Watch:
         with self._condition:
             self._came |= self._names & dict(picture.groups).keys()
             self._picture = picture
+            self._job_committed |= any(seen.committed for _, runs in picture.groups for seen in runs)
             untold = {n: why for n, why in self._given_up.items() if room is None or n not in room.given_up}
         for name, reason in untold.items():
             self._client.report_given_up(name, reason, CALL_S)
