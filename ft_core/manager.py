@@ -28,7 +28,7 @@ import weakref
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-from ft_core import drain, saved_progress
+from ft_core import drain, last_words, saved_progress
 from ft_core import manager_setup as setup
 from ft_core.agreement import Agreement
 from ft_core.assignment import Plan, WorldSizeMode
@@ -196,6 +196,7 @@ class Manager(DataPort, Collectives, Commit, Agreement, Weighted, Exhaustion, Le
         self._session.cancel_heal = self._healing.cancel
         self._session.kill = lambda _reason: drain.kill(told_first=config.world_size > 1)
         self._session.submit = self._worker.submit
+        last_words.install()
         self._session.watchdog.start()
         self._worker.start()
         try:

@@ -88,6 +88,8 @@ class Claims:
 
     def ended(self, leaver: Record, records: Mapping[str, Record], *, over: bool) -> None:
         """Goodbye. `over`: its script has ended by itself; if nobody else is left, its state is not missed (R21)."""
+        if leaver.proven:
+            self.furthest = max(self.furthest, leaver.left_with.step)
         if over and leaver.proven and not any(r.proven and r.life is not Life.GONE for r in records.values()):
             self.furthest = 0
 
