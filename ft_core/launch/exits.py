@@ -22,15 +22,13 @@ import threading
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ft_core.launch.keeper import NOTICE
+from ft_core.launch.keeper import EXIT_CODE, NOTICE
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
 NOTICES = 1024
 """Read at once."""
-EXIT_CODE = 49
-"""Where field 52 is among those that follow the name in /proc/<pid>/stat: the status that waitpid will return."""
 STOPS = frozenset({signal.SIGSTOP, signal.SIGTSTP, signal.SIGTTIN, signal.SIGTTOU})
 """They end nothing: in that field they say that the process is stopped."""
 

@@ -1,11 +1,13 @@
 """Ends every worker if ftrun itself is killed: a process that outlives it by a moment, and the handle ftrun holds.
 
-How it works. `kill -9` cannot be caught, and PR_SET_PDEATHSIG follows the forking *thread*, not the process. So ftrun
+How it works. `kill -9` cannot be caught, and PR_SET_PDEATHSIG ends a worker, but nothing that it has started. So ftrun
 starts one small process in a session of its own and holds the write end of a pipe to it. Workers introduce
 themselves over a Unix socket before they run anything (`stub`); the kernel says who they are, and a pidfd keeps the
 keeper from ever signalling a process that took over the number. When the pipe closes, and it closes however ftrun
-ended, the process group of every registered worker is killed, the run directory removed, and the keeper ends. Who
-connects later finds nobody, and who waits in the socket's queue is sent away when it closes: such a stub ends.
+ended, the process group of every registered worker is killed, the run directory removed, and the keeper ends. The
+kernel may have killed the workers themselves a moment before (`stub`): of those that ended like that within RECENT_S
+the rest of the session is killed, too. Who connects later finds nobody, and who waits in the socket's queue is sent
+away when it closes: such a stub ends.
 
 It is the workers' witness, too (`ft_core.witness`, FT_WITNESS): on a thread of its own it waits for the death of those
 that train, and ends their connections at once. Then it writes their pids into a pipe to ftrun (`Keeper.deaths`), which
@@ -33,12 +35,18 @@ import struct
 import subprocess
 import sys
 import threading
-from collections.abc import Sequence
+import time
+from collections import deque
+from collections.abc import Collection, Iterator, Sequence
 
 WITNESS = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "witness", "process.py")
 """Run as a file, this one finds nothing of the project by name."""
 END_S = 5.0
 """How long a keeper that does not end by itself is waited for."""
+RECENT_S = 0.5
+"""A worker that ended so shortly before ftrun did has ended because of it."""
+EXIT_CODE = 49
+"""Where field 52 is among those that follow the name in /proc/<pid>/stat: the status that waitpid will return."""
 NOTICE = struct.Struct("=i")
 """A pid in the pipe of deaths. So short a write is never torn."""
 
@@ -142,15 +150,19 @@ def _children_with_sessions() -> list[int]:
 
     Not what the agents believe to run: a process registers before they have heard of it.
     """
-    own, found = os.getpid(), []
+    own = os.getpid()
+    return [pid for pid, parent, session in _living() if parent == own and session == pid]
+
+
+def _living() -> Iterator[tuple[int, int, int]]:
+    """(pid, parent, session) of every process that has not ended."""
     for entry in os.listdir("/proc"):
         with contextlib.suppress(OSError, ValueError):  # not a process, or it has ended
             pid = int(entry)
             with open(f"/proc/{pid}/stat") as stat:
                 state, parent, _, session = stat.read().rpartition(")")[2].split()[:4]
-            if int(parent) == own and int(session) == pid and state != "Z":
-                found.append(pid)
-    return found
+            if state != "Z":
+                yield pid, int(parent), int(session)
 
 
 # ---------------------------------------------------------------- the process
@@ -159,6 +171,7 @@ def _children_with_sessions() -> list[int]:
 def keep(door: socket.socket, pipe: int, folder: str, pids: Sequence[int]) -> None:
     """Register workers until `pipe` closes, then kill them. `pids`: those of a keeper that has ended."""
     workers: dict[int, int] = {}  # pidfd -> pid
+    recent: deque[tuple[float, int]] = deque()  # (when it ended, pid)
     selector = selectors.DefaultSelector()
     for pid in pids:
         with contextlib.suppress(ProcessLookupError):
@@ -174,10 +187,14 @@ def keep(door: socket.socket, pipe: int, folder: str, pids: Sequence[int]) -> No
                 _receive(door, selector, workers)
             else:
                 selector.unregister(key.fd)
-                del workers[key.fd]
+                if _killed(pid := workers.pop(key.fd)):
+                    recent.append((time.monotonic(), pid))
                 os.close(key.fd)
+        while recent and recent[0][0] < time.monotonic() - RECENT_S:
+            recent.popleft()
     for pidfd, pid in workers.items():
         _kill(pidfd, pid)
+    _kill_sessions({*workers.values(), *(pid for _, pid in recent)})
     door.close()
     shutil.rmtree(folder, ignore_errors=True)
 
@@ -201,6 +218,23 @@ def _kill(pidfd: int, pid: int) -> None:
     with contextlib.suppress(ProcessLookupError, PermissionError):
         signal.pidfd_send_signal(pidfd, 0)  # still the process that registered
         os.killpg(pid, signal.SIGKILL)
+
+
+def _killed(pid: int) -> bool:
+    """Whether it was, as far as can be known: it may have been reaped already."""
+    try:
+        with open(f"/proc/{pid}/stat") as stat:
+            return int(stat.read().rpartition(")")[2].split()[EXIT_CODE]) == signal.SIGKILL
+    except (OSError, IndexError, ValueError):
+        return True
+
+
+def _kill_sessions(leaders: Collection[int]) -> None:
+    """Kill what is left of the sessions of workers that may have ended. No other process can have such a session."""
+    for pid, _, session in _living() if leaders else ():
+        if session in leaders:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
 
 
 def bear_witness(door: socket.socket, deaths: int) -> None:

@@ -5,10 +5,15 @@ the keeper's socket (FTRUN_KEEPER) and waits for one byte: from then on the keep
 ftrun may have died before that, so the parent is looked at once more afterwards. Nothing runs unregistered: whatever
 happens to ftrun, and whenever, no worker is left behind. Without a keeper there is no protection, so no worker either;
 but one that was killed is replaced within moments, so that the stub asks again for WAIT_S.
+
+Should ftrun and the keeper be killed in the same moment, the kernel ends the worker (PR_SET_PDEATHSIG), though nothing
+that it has started. That follows the thread which forks it, and those of ftrun live longer than their workers.
 """
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import os
 import signal
 import socket
@@ -18,12 +23,14 @@ import time
 WAIT_S = 10.0
 """How long the next keeper may take to be there, on a machine that is overloaded."""
 ASK_S = 0.02
+PR_SET_PDEATHSIG = 1
 
 
 def main(argv: list[str]) -> int:
     """Register, then become `argv`. Returns only if that fails."""
     keeper = os.environ.pop("FTRUN_KEEPER")
     parent = int(os.environ.pop("FTRUN_PID"))
+    die_with_parent()
     until = time.monotonic() + WAIT_S
     while not (known := register(keeper)) and os.getppid() == parent and time.monotonic() < until:
         if not os.path.isdir(os.path.dirname(keeper)):
@@ -42,6 +49,12 @@ def main(argv: list[str]) -> int:
     except OSError as error:
         print(f"ftrun: cannot run {argv[0]}: {error.strerror}", file=sys.stderr)
         return 127 if isinstance(error, (FileNotFoundError, NotADirectoryError)) else 126
+
+
+def die_with_parent() -> None:
+    """Be killed when ftrun is; it stays so across exec."""
+    with contextlib.suppress(OSError, AttributeError):  # no such call here: the keeper has to do
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def register(keeper: str) -> bool:

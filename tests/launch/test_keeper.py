@@ -120,6 +120,18 @@ def test_killing_the_owner_ends_workers_their_children_and_stopped_ones(owner: O
     assert not owner.folder.exists()
 
 
+def test_killing_the_owner_and_its_keeper_at_once_ends_workers(owner: Owner) -> None:
+    """The keeper is dead before it could learn of the owner's death, and nobody is left to start another one."""
+    for _ in range(2):
+        owner.start("echo worker $$; exec sleep 1000")
+        owner.read("worker")
+    os.kill(owner.process.pid, signal.SIGSTOP)
+    os.kill(owner.keeper, signal.SIGKILL)
+    assert ended(owner.pidfds[0])
+    owner.kill()
+    assert all(ended(pidfd) for pidfd in owner.pidfds)
+
+
 def test_a_worker_that_ended_before_is_not_signalled(owner: Owner) -> None:
     """Its child, still in its process group, shows it: the number may be somebody else's by now."""
     owner.start("(echo child $(sh -c 'echo $PPID'); exec sleep 1000) & echo worker $$")
