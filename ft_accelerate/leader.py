@@ -23,6 +23,7 @@ import os
 from typing import TYPE_CHECKING, Any
 
 from ft_accelerate.patience import trains_already
+from ft_core import events
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -94,7 +95,10 @@ class Leadership:
             self._held = {name: held for name, held in self._held.items() if held[1] != self._step}
         self._missed = []
         if leads:
-            log.info("%s saves and logs from step %d on", manager.replica_id, manager.current_step())
+            step = manager.current_step()
+            events.say(
+                f"{manager.replica_id} saves and logs from step {step} on", quiet=step <= 0 or self._run.rank > 0
+            )
         self._changed(leads)
         for _name, write, _steps in missed if leads else ():
             write()

@@ -16,6 +16,7 @@ import time
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from ft_core import events
 from ft_core.data_port import contributed
 from ft_core.drain import DrainedError
 from ft_core.errors import HealError, UsageError
@@ -192,8 +193,7 @@ class Commit:
         if gave_up:
             raise RuntimeError(f"{gave_up}; last reason: {verdict.reason or session.error}")
         if not commit and verdict.reason and not verdict.stop and not verdict.exhausted:
-            why = session.untold(verdict.reason)
-            log.info("%s: step %d not committed%s", self.replica_id, self.current_step(), why)
+            session.tell_not_committed(self.current_step(), verdict)
         self._quorum_lost = verdict.outcome is Outcome.BROKEN
         if again and not self._shut_down and not session.draining:
             # What broke after the vote is told in the next one, where all ranks of the group ask (R12).
@@ -309,10 +309,9 @@ class Commit:
             step.batches_committed = int(told["batches_committed"])
             step.commit_weight = int(told["commit_weight"])
         round_.received = round_.in_place = None
-        log.info(
-            "%s: healed to step %d: %.1f MB in %.3f s from %d donors",
-            self.replica_id, step.version.step, received.bytes / 1e6, received.seconds, len(received.donors),
-        )  # fmt: skip
+        took = f"{received.bytes / 1e6:.1f} MB in {received.seconds:.3f} s from {len(received.donors)} donors"
+        text = f"{self.replica_id}: healed to step {step.version.step}: {took}"
+        events.say(text, quiet=step.version.step <= 0 or self._config.rank > 0)
 
     def _recover(self, attempt: StepAttempt, places: int) -> bool:
         """Ask from inside should_commit; R5: if only the reduced gradients were missed, fetch and apply them.

@@ -14,6 +14,7 @@ from datetime import timedelta
 from threading import Lock
 from typing import TYPE_CHECKING, Any
 
+from ft_core import events
 from ft_core.assignment import WorldSizeMode
 from ft_core.certificates import Tls
 from ft_core.checkpointing import CheckpointTransport, HTTPTransport
@@ -122,6 +123,7 @@ class Parts:
 def resolve(arguments: Arguments, variables: Mapping[str, str]) -> Config:
     """Merge arguments, environment and defaults. Raises ConfigError naming the setting, the value and what to do."""
     env = Environment.read(variables)
+    events.configure(variables)
     a = arguments
     rank = a.rank if a.rank is not None else whole_number(variables, "RANK", 0)
     world_size = a.world_size if a.world_size is not None else whole_number(variables, "WORLD_SIZE", 1)

@@ -210,6 +210,7 @@ class QuorumWorker:
                 if not session.step.soft_error:
                     session.error = None
             round_.plan = plan
+            session.tell_members(quorum)
             if round_.moves and (refusal := why_not_here(plan)):
                 session.fail(CollectiveError(refusal))
                 return

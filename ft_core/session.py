@@ -17,6 +17,7 @@ import threading
 import time
 from typing import TYPE_CHECKING
 
+from ft_core import events
 from ft_core.errors import CollectiveError
 from ft_core.links import PROBE_S, Links
 from ft_core.moving import may_move
@@ -24,7 +25,7 @@ from ft_core.pauses import Pauses
 from ft_core.peer_ends import PeerEnds
 from ft_core.process_group import sockets
 from ft_core.quorum import VOID
-from ft_core.step import MustAsk, Phase
+from ft_core.step import MustAsk, Outcome, Phase
 from ft_core.user_works import UserWorks
 from ft_core.watchdog import Watchdog
 from ft_core.witness.link import DeathNotice
@@ -39,7 +40,7 @@ if TYPE_CHECKING:
     from ft_core.quorum import Quorum, Version
     from ft_core.rounds import Round
     from ft_core.settings import TimeBudget
-    from ft_core.step import Step
+    from ft_core.step import Step, Verdict
 
 log = logging.getLogger("ft_core")
 MAX_ANSWERS = 4
@@ -79,6 +80,7 @@ class Session:
         """The Manager ends the process then; False: the training loop decides."""
         self._told = ""
         """The reason that was logged last."""
+        self._membership, self._vetoes = events.Membership(), events.Vetoes()
         self.movable: StepAttempt | None = None
         """The attempt that is open, as long as nothing of it was launched and nobody was told who takes part in it."""
         self._open_since = 0.0
@@ -350,6 +352,22 @@ class Session:
     def on_superseded(self, quorum_id: int) -> None:
         """The others have formed a newer quorum without us."""
         self._lost(quorum_id, "the other replicas have formed a newer quorum")
+
+    def tell_members(self, quorum: Quorum) -> None:
+        """A quorum was entered: tell the user who was lost, and who is back."""
+        settings = self.step.settings
+        for line in self._membership.entered(quorum, settings.replica_id) if settings.group_rank == 0 else ():
+            events.say(line)
+
+    def tell_not_committed(self, step: int, verdict: Verdict) -> None:
+        """An attempt on the state of `step` has failed; that all have agreed to skip it is said once per job."""
+        plan, settings, reason = self.step.plan, self.step.settings, verdict.reason
+        first = plan is not None and plan.replica_rank == 0 and settings.group_rank == 0
+        said = self._vetoes.vetoed(step, reason, time.monotonic()) if first and verdict.outcome is Outcome.VETO else ""
+        if said:
+            events.say(said)
+        else:
+            log.info("%s: step %d not committed%s", settings.replica_id, step, self.untold(reason))
 
     def on_refused(self, error: Exception) -> None:
         """Final: the lighthouse will not have us."""

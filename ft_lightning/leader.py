@@ -32,6 +32,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.distributed import ReduceOp
 
+from ft_core import events
 from ft_lightning import _compat_writers as writers
 from ft_lightning.rooms import RUNS
 
@@ -191,7 +192,8 @@ class Leadership:
             writers.continue_logger(tree, logger)
         writers.first_words(tree, trainer)
         writers.progress_bar(trainer, shown=True)
-        log.info("%s writes checkpoints and logs from step %d on", manager.replica_id, manager.current_step())
+        step = manager.current_step()
+        events.say(f"{manager.replica_id} writes checkpoints and logs from step {step} on", quiet=step <= 0)
 
     def _make_good(self, manager: Manager) -> None:
         missed, self._missed = self._missed, []
