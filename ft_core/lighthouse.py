@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 DEFAULT_LIVENESS_S = 1.0
+DEFAULT_BOOT_WINDOW_MS = 500
 OPEN = (
     "%s without FT_TOKEN: whoever reaches this address may stop the job or take it over. Set FT_TOKEN to the same "
     "secret here and in all trainers"
@@ -62,7 +63,8 @@ class LighthouseServer:
         heartbeat_timeout_ms: how long a client of the unary calls is believed alive after its last call.
         liveness_ms: unanswered keepalives for this long end a lease; None: FT_LIVENESS_S, else 1000.
         grace_ms: a closed lease that is not re-opened within this time is a death.
-        boot_window_ms: how long after its start the lighthouse waits for groups that were running before it (R9).
+        boot_window_ms: how long after its start the lighthouse waits for groups that were running before it (R9);
+            None: 500, but not at all on a port that the system chose (port 0), which nobody can have known.
         token: secret every call must carry; None: FT_TOKEN.
         tls: certificates; None: FT_TLS_CERT, FT_TLS_KEY, FT_TLS_CA.
         insecure: anybody who reaches the address may take part, stop the job, or take it over, and that is meant so.
@@ -82,13 +84,15 @@ class LighthouseServer:
         *,
         liveness_ms: int | None = None,
         grace_ms: int = 100,
-        boot_window_ms: int = 500,
+        boot_window_ms: int | None = None,
         token: str | None = None,
         tls: Tls | None = None,
         insecure: bool = False,
         one_job: bool = False,
     ) -> None:
         host, port = split_bind(bind, "bind")
+        unknown = boot_window_ms is None and port == 0
+        boot_window_ms = DEFAULT_BOOT_WINDOW_MS if boot_window_ms is None else boot_window_ms
         waits = {
             "join_timeout_ms": join_timeout_ms, "heartbeat_timeout_ms": heartbeat_timeout_ms, "grace_ms": grace_ms,
             "boot_window_ms": boot_window_ms,
@@ -116,7 +120,7 @@ class LighthouseServer:
             _log.log(logging.INFO if insecure else logging.WARNING, OPEN, f"bind={bind}")
         self._scheme = "http" if tls is None else "https"
         self._host = reachable_host(host)
-        self._rooms = Rooms(settings, liveness_s)
+        self._rooms = Rooms(settings, liveness_s, unknown)
         self._server = LoopServer("ft-lighthouse", server_options(liveness_s), tls)
         lease: grpc.RpcMethodHandler[bytes, bytes] = grpc.stream_stream_rpc_method_handler(self._rooms.serve)
         self._server.start(host, port, "bind", {LIGHTHOUSE: {"Lease": lease, **Calls(self._rooms).handlers()}})
@@ -203,8 +207,7 @@ def _parser() -> argparse.ArgumentParser:
     option(
         "boot-window-ms",
         type=int,
-        default=500,
-        help="time running groups have to return after a restart of this server",
+        help="time running groups have to return after a restart of this server (500; none on port 0)",
     )
     parser.add_argument("--version", action="version", version=f"ft-lighthouse {release()}")
     return parser

@@ -48,7 +48,17 @@ _JSON, _TEXT = "json:", "text:"
 
 @dataclass(frozen=True)
 class QuorumMember:
-    """One member of a quorum, as it asked for it."""
+    """One member of a quorum, as it asked for it.
+
+    Args:
+        replica_id: who it is.
+        address: of its group's server, host:port.
+        store_address: of its group's c10d store, host:port.
+        step: the newest step that it holds; 0: none.
+        world_size: number of ranks in the group.
+        shrink_only: it asked for a quorum without newcomers.
+        data: what it sent along, text or a dict.
+    """
 
     replica_id: str
     address: str
@@ -61,7 +71,13 @@ class QuorumMember:
 
 @dataclass(frozen=True)
 class Quorum:
-    """An agreed member list, sorted by replica_id. `created`: the lighthouse's wall clock, in seconds since 1970."""
+    """An agreed member list.
+
+    Args:
+        quorum_id: grows with every change of the members, also across restarts of the lighthouse.
+        participants: the members, sorted by replica_id.
+        created: when, by the lighthouse's wall clock, in seconds since 1970.
+    """
 
     quorum_id: int
     participants: list[QuorumMember]

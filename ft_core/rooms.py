@@ -118,14 +118,15 @@ class RoomShell:
 
 
 class Rooms:
-    """All rooms of one lighthouse. Used on one event loop only.
+    """All rooms of one lighthouse, on one event loop.
 
     Args:
         settings: of the lighthouse.
         liveness_s: the keepalive timeout its server runs with.
+        unknown: nobody can know this lighthouse's address from before, so nobody is waited for at its start.
     """
 
-    def __init__(self, settings: LighthouseSettings, liveness_s: float) -> None:
+    def __init__(self, settings: LighthouseSettings, liveness_s: float, unknown: bool = False) -> None:
         self.settings = settings
         self.liveness_s = liveness_s
         self._rooms: dict[str, RoomShell] = {}
@@ -137,9 +138,9 @@ class Rooms:
         self._boot = secrets.randbits(63)
         entropy = deque(secrets.randbits(16) for _ in range(256))
         self._ids = QuorumIds(boot_of(time.time()), secrets.randbits(16), entropy)
-        # Rooms are told wall-clock seconds that never jump: the loop's clock plus a constant.
-        self._offset = time.time() - time.monotonic()
-        self.started = self._forgot_at = self.now()
+        self._offset = time.time() - time.monotonic()  # rooms are told wall-clock seconds that never jump
+        self.started = self.now()
+        self._forgot_at = self.started - unknown * settings.boot_window_s
         self._finished = FinishedRooms()
         self._beat_at = self.started
         self._beat_timer: asyncio.TimerHandle | None = None

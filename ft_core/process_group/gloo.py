@@ -93,8 +93,9 @@ class ProcessGroupGloo(ProcessGroup):
     def __del__(self) -> None:
         # Only hands it over: destroying happens on the reaper's thread, never here.
         incarnation = getattr(self, "_incarnation", None)
-        if incarnation is not None:
-            reaping.reaper.retire(incarnation)
+        reaper = getattr(reaping, "reaper", None)  # None while an ending interpreter takes its modules apart
+        if incarnation is not None and reaper is not None:
+            reaper.retire(incarnation)
 
     def configure(self, store_addr: str, replica_id: str, rank: int, world_size: int) -> None:
         """Form a new group; see the base class. With one rank no store is contacted."""

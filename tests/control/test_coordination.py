@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import socket
+import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import TYPE_CHECKING
@@ -232,3 +234,35 @@ def test_a_client_that_gave_up_is_no_member_later(client: LighthouseClient) -> N
     other.close()
     server.shutdown()
     client.heartbeat("x")
+
+
+def seconds_to_a_quorum(bind: str, boot_window_ms: int | None = None) -> float:
+    """Until the first client of a lighthouse that has just started is in a quorum."""
+    server = LighthouseServer(bind, min_replicas=1, token="", boot_window_ms=boot_window_ms)
+    try:
+        caller = LighthouseClient(server.address(), SOON, token="")
+        began = time.monotonic()
+        assert caller.quorum("a", SOON).participants
+        return time.monotonic() - began
+    finally:
+        server.shutdown()
+
+
+def test_nobody_is_waited_for_at_a_new_address() -> None:
+    """The reference's own limit is 0.4 s after the last ask. The best of three: other processes run here, too."""
+    assert min(seconds_to_a_quorum("127.0.0.1:0") for _ in range(3)) < 0.4
+    assert seconds_to_a_quorum("127.0.0.1:0", boot_window_ms=600) > 0.5, "given, it holds"
+
+
+def test_running_groups_are_waited_for_at_an_address_that_may_be_known() -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    assert seconds_to_a_quorum(f"127.0.0.1:{port}") > 0.4
+
+
+@pytest.mark.parametrize(
+    "kind", [LighthouseClient, LighthouseServer, ManagerClient, ManagerServer, Quorum, QuorumMember]
+)
+def test_every_public_class_documents_its_arguments(kind: type) -> None:
+    assert "Args:" in str(kind.__doc__)

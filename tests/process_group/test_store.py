@@ -50,6 +50,7 @@ def test_a_malformed_address_is_refused(wrong: str) -> None:
 def test_addresses_are_taken_apart() -> None:
     assert stores.parse_store_addr("[::1]:5/a/b") == (Endpoint("::1", 5), "a/b")
     assert stores.parse_store_addr("name:5") == (Endpoint("name", 5), "")
+    assert stores.parse_store_addr("fdaa::2:3:29521/a/0") == (Endpoint("fdaa::2:3", 29521), "a/0"), "as others write it"
 
 
 def test_nobody_there_is_told_at_once() -> None:
