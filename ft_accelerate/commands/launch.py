@@ -2,8 +2,8 @@
 
 How it works. accelerate's own parser reads the command line, with one group of options more. The config file's
 `fault_tolerance_config` section is taken out; accelerate validates the rest and prepares the environment for it as
-ever. ftrun (`ft_core.launch`) then starts `replicas` groups of `num_processes` processes each with that environment,
-and supervises them. With `enabled: false` accelerate's own launcher does everything.
+ever. ftrun (`ft_core.launch`) then starts `replicas` groups of `num_processes` processes each with that environment (on
+CPUs of one, as accelerate does), and supervises them. With `enabled: false` accelerate's own launcher does everything.
 
 Threads: the main one; ftrun takes the signals.
 """
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 from typing import TYPE_CHECKING, Any
 
 from ft_accelerate._compat import launch as _compat_launch
@@ -75,6 +76,7 @@ def main(argv: Sequence[str]) -> int:
         _fill(args, document, given)
         args = _compat_launch.validated(args)
     _refuse(args)
+    one_on_cpus(args, document)
     command = [*ftrun_options(given), *group_options(args, given), *script(args)]
     environ = {**exported(given, os.environ), **_compat_launch.environment(args)}
     try:
@@ -152,6 +154,27 @@ def _fill(args: argparse.Namespace, document: Document, given: Mapping[str, Give
                 setattr(args, name, usual)
     if not devices and not (args.multi_gpu or args.tpu or args.use_deepspeed or args.use_fsdp or args.use_megatron_lm):
         args.cpu = True  # else accelerate takes the processes of a group for unrelated ones
+
+
+def one_on_cpus(args: argparse.Namespace, document: Document) -> None:
+    """On CPUs accelerate launch starts one process on each machine, whatever num_processes says, and so does this.
+
+    Args:
+        args: validated; changed.
+        document: the config file, which may ask for more by its distributed_type MULTI_CPU.
+    """
+    machines, processes = args.num_machines or 1, args.num_processes or 1
+    # "DistributedType.MULTI_CPU" where accelerate wrote it.
+    several = str(document.rest.get("distributed_type", "")).rpartition(".")[2] == "MULTI_CPU"
+    if several or processes <= machines or not (args.cpu or getattr(args, "use_cpu", False)):
+        return
+    args.num_processes = machines
+    print(
+        f"ft-accelerate: num_processes={processes} on CPUs: each replica group has one process per machine, as with "
+        f"accelerate launch. For groups of {processes} write distributed_type: MULTI_CPU into the config file; for "
+        f"{processes} replica groups, which survive each other's loss, {FLAG}replicas {processes}",
+        file=sys.stderr,
+    )
 
 
 def _counts(given: Mapping[str, Given]) -> bool:

@@ -15,7 +15,7 @@ from accelerate.test_utils import path_in_accelerate_package
 
 from ft_accelerate.commands import launch, main
 from ft_accelerate.commands import test as trial
-from ft_accelerate.config import find
+from ft_accelerate.config import Document, find
 from ft_accelerate.launching import OPTIONS, Given, exported, ftrun_options, in_our_words, resolve
 from ft_core.errors import ConfigError
 
@@ -114,6 +114,38 @@ def test_ftruns_complaints_are_translated() -> None:
 # ---------------------------------------------------------------- one group
 
 
+@pytest.mark.parametrize(
+    ("words", "kind", "processes"),
+    [
+        (("--cpu", "--num_processes", "2"), "NO", 1),
+        (("--cpu", "--num_processes", "2"), "MULTI_CPU", 2),
+        (("--cpu", "--num_processes", "2"), None, 1),
+        (("--multi_gpu", "--num_processes", "2"), "MULTI_GPU", 2),
+        (("--cpu", "--num_processes", "4", "--num_machines", "2"), None, 2),
+    ],
+)
+def test_on_cpus_num_processes_means_what_it_does_for_accelerate(
+    words: tuple[str, ...], kind: str | None, processes: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One process per machine, unless the file says MULTI_CPU."""
+    args = parsed(*words)
+    launch.one_on_cpus(args, Document("", {} if kind is None else {"distributed_type": kind}, {}))
+    assert args.num_processes == processes
+    said = capsys.readouterr().err
+    assert ("--ft_replicas" in said) == (words[words.index("--num_processes") + 1] != str(processes))
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("enabled", ["true", "false"])
+def test_as_many_processes_with_and_without_fault_tolerance(run: Any, enabled: str) -> None:
+    """Without, it is accelerate's own launcher."""
+    env = {"FT_REPLICA_GROUP": "0", "RANK": "0"} if enabled == "false" else {}
+    done, told = run("--cpu", "--num_processes", "2", "--ft_enabled", enabled, env=env)
+    assert done.returncode == 0, done.stderr
+    assert list(told) == ["0-0"]
+    assert ("num_processes=2 on CPUs: each replica group has one process" in done.stderr) == (enabled == "true")
+
+
 def test_a_group_is_what_accelerate_would_start() -> None:
     args = parsed("--cpu", "--num_processes", "2", "--tee", "3", "--log_dir", "logs")
     assert launch.group_options(args, given({"replicas": "2"})) == [
@@ -173,13 +205,13 @@ def test_refused_before_anything_starts(
 def run(tmp_path: pathlib.Path) -> Callable[..., tuple[subprocess.CompletedProcess[str], dict[str, list[Any]]]]:
     """Runs the command on a script that writes down what it was told; gives the process and, per worker, its lives."""
 
-    def started(*words: str, section: str = "", env: Mapping[str, str] = {}) -> Any:
+    def started(*words: str, section: str = "", kind: str = "NO", env: Mapping[str, str] = {}) -> Any:
         script, file, folder = tmp_path / "show.py", tmp_path / "ft.yaml", tmp_path / "told"
         script.write_text(SHOW)
         folder.mkdir()
         options = [*words]
         if section:
-            file.write_text(HEAD + section)
+            file.write_text(HEAD.replace("NO", kind) + section)
             options = ["--config_file", str(file), *words]
         done = subprocess.run(
             [sys.executable, "-m", "ft_accelerate", "launch", *options, str(script), str(folder), "--lr", "1", "-x"],
@@ -197,7 +229,7 @@ def run(tmp_path: pathlib.Path) -> Callable[..., tuple[subprocess.CompletedProce
 def test_groups_of_two_cpu_processes_are_started_told_and_restarted(run: Any) -> None:
     done, told = run(
         "--num_processes", "2", "--ft_timeout_s", "33", "--mixed_precision", "bf16",
-        section="  replicas: 2\n  timeout_s: 44\n  parity_check_every: 10\n",
+        section="  replicas: 2\n  timeout_s: 44\n  parity_check_every: 10\n", kind="MULTI_CPU",
         env={"ACCELERATE_FT_TIMEOUT_S": "55", "ACCELERATE_FT_QUORUM_TIMEOUT_S": "66", "ACCELERATE_FT_STANDBY": "0"},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr

@@ -8,6 +8,7 @@ import lightning as pl
 import pytest
 from lightning.pytorch.callbacks import Callback, GradientAccumulationScheduler, ModelCheckpoint, TQDMProgressBar
 from lightning.pytorch.utilities import CombinedLoader
+from torch.optim.lr_scheduler import OneCycleLR
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from ft_core.data import ElasticDataLoader
@@ -139,6 +140,30 @@ def test_windows_of_micro_batches(runs: Runs) -> None:
         assert model.net.faults() == []
         assert trainer.accumulate_grad_batches == options.get("accumulate_grad_batches", 1)
     assert estimates == [4, 4]
+
+
+@pytest.mark.parametrize("elastic", [True, False])
+def test_a_schedule_of_the_whole_run_after_vetoed_steps(runs: Runs, elastic: bool) -> None:
+    """Elastic data makes up for them; with plain data it ends short by as many as were vetoed, as the docs say."""
+
+    class OneCycle(Model):
+        def configure_optimizers(self) -> Any:
+            optimizer = super().configure_optimizers()
+            self.scheduler = OneCycleLR(optimizer, 0.1, total_steps=int(self.trainer.estimated_stepping_batches))
+            return [optimizer], [{"scheduler": self.scheduler, "interval": "step"}]
+
+        def on_before_backward(self, loss: torch.Tensor) -> None:
+            self.attempts += 1
+            if self.attempts in (2, 3):
+                self.trainer.strategy.manager.report_error(RuntimeError("injected by the test"))
+
+    model = OneCycle()
+    trainer = runs.trainer({"elastic_data": elastic})
+    if not elastic:
+        model.training_step = lambda batch, batch_idx: model.net(batch) * 1.0  # type: ignore[method-assign]
+    trainer.fit(model, numbers())
+    assert model.scheduler.total_steps == 12
+    assert (trainer.global_step, model.scheduler.last_epoch) == ((12, 12) if elastic else (10, 10))
 
 
 @pytest.mark.parametrize(
