@@ -447,5 +447,4 @@ class Rooms:
 
 
 def _refusal(effect: Refuse) -> FaultToleranceError:
-    error = JobFinishedError if effect.finished else StateLostError if effect.lost else RefusedError
-    return error(effect.reason)
+    return (JobFinishedError if effect.finished else StateLostError if effect.lost else RefusedError)(effect.reason)

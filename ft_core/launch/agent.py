@@ -247,8 +247,7 @@ class GroupAgent(LocalElasticAgent):
             raise Stopped
         if self.tools.spec.nodes > 1 and worker_group.group_rank == 0:
             self.tools.ended(self.name)  # all hosts are here, so no rank of the last start can commit any more
-            hosts = worker_group.group_world_size
-            self.tools.say(self.name, f"starts on {hosts} host{'' if hosts == 1 else 's'}")
+            self.tools.say(self.name, f"starts on {worker_group.group_world_size} of {self.tools.spec.nodes} hosts")
         standby = self._standby()
         try:
             pids = self._adopt(worker_group, standby) if standby is not None else {}
