@@ -191,8 +191,24 @@ def progress_bar(trainer: Trainer, *, shown: bool) -> None:
         bar.on_train_start(trainer, module)
         bar.on_train_epoch_start(trainer, module)
     else:
+        if (drawn := getattr(bar, "_train_progress_bar", None)) is not None:
+            drawn.disable = True  # tqdm: else it would print its last word, which is stale
         bar.on_train_end(trainer, module)
         bar.disable()
+
+
+def progress_for_logs(tree: str, trainer: Trainer) -> None:
+    """Where the output is no terminal, show progress with tqdm: rich would print its bar once, at the end.
+
+    Before the callbacks are set up. Relies on `trainer.callbacks` being the list that all hooks are called from.
+    """
+    bar = trainer.progress_bar_callback
+    if type(bar) is not part(tree, "callbacks.RichProgressBar") or sys.stdout.isatty():
+        return
+    plain = part(tree, "callbacks.TQDMProgressBar")(refresh_rate=bar.refresh_rate)
+    if bar.is_disabled:
+        plain.disable()
+    trainer.callbacks[trainer.callbacks.index(bar)] = plain
 
 
 # ---------------------------------------------------------------------- checkpoints (resume.py)

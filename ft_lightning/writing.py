@@ -19,6 +19,7 @@ from ft_core import Manager
 from ft_core.errors import JobFinishedError, UsageError
 from ft_core.settings import DEFAULT_ROOM
 from ft_lightning import _compat, agreement
+from ft_lightning import _compat_writers as writers
 from ft_lightning.adoption import patiently
 from ft_lightning.leader import Leadership
 from ft_lightning.resume import Resume
@@ -101,6 +102,8 @@ class Writing:
         self.resume.reset()
         if self._trains:
             self.leader.start(self._trainer)
+        if self._trainer is not None:
+            writers.progress_for_logs(self._tree, self._trainer)
         super().setup_environment()  # type: ignore[misc]
         if self._trainer is not None and _compat.tunes(self._trainer):
             self.leader.tunes()

@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import transformers
-from transformers.trainer_callback import CallbackHandler, TrainerState
+from transformers.trainer_callback import CallbackHandler, ProgressCallback, TrainerState
 
 from ft_core.errors import NotAvailableError
 
@@ -69,6 +69,8 @@ class FollowingHandler(CallbackHandler):  # type: ignore[misc]
         self._leads = leads
         self._stepped = stepped
         self._skips = skips
+        self._trains = False
+        """Training has begun, and has not ended."""
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
         """After a commit as ever."""
@@ -82,7 +84,23 @@ class FollowingHandler(CallbackHandler):  # type: ignore[misc]
         """Callbacks look at the state to know whether they should write."""
         state.is_world_process_zero = self._leads()
         state.is_local_process_zero = state.is_world_process_zero  # groups of one machine would print the same
+        self._trains = (self._trains or event == "on_train_begin") and event != "on_train_end"
+        if event not in ("on_train_begin", "on_train_end"):
+            self._pass_on_bars(args, state, control)
         return super().call_event(event, args, state, control, **kwargs)
+
+    def _pass_on_bars(self, args: Any, state: Any, control: Any) -> None:
+        """The progress bar is the leader's: a new one has none yet, a former one's prints no last word."""
+        for callback in self.callbacks:
+            if not isinstance(callback, ProgressCallback):
+                continue
+            if state.is_world_process_zero and callback.training_bar is None and self._trains:
+                callback.on_train_begin(args, state, control)
+            if not state.is_world_process_zero:
+                for bar in (callback.training_bar, callback.prediction_bar):
+                    if bar is not None:
+                        bar.disable = True
+                callback.training_bar = callback.prediction_bar = None
 
 
 def follow(

@@ -36,7 +36,8 @@ PASSES = 2
 TAIL = 60
 """Lines remembered per worker."""
 HELD_S = 0.5
-PROGRESS_S = 1.0
+PROGRESS_S = 3.0
+"""How often a progress bar, which writes over its line, is shown."""
 CLOSE_S = 2.0
 """How long a screen that stands still may hold up the end."""
 

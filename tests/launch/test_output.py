@@ -147,7 +147,7 @@ def test_a_line_without_end_is_shown_if_nothing_follows(
     assert shown.texts() == ["loading ...", "next"], "its late end is no line of its own"
 
 
-def test_progress_bars_show_at_most_once_a_second(output: Output, shown: Shown, worker: Worker) -> None:
+def test_progress_bars_show_every_few_seconds(output: Output, shown: Shown, worker: Worker) -> None:
     for percent in range(100):
         worker.write(b"\r%3d%%|####" % percent)
     worker.write(b"\r100%|done\nafter\n")
