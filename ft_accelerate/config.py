@@ -98,7 +98,10 @@ def check(section: Any, path: str) -> dict[str, Any]:
         ConfigError: see `load`.
     """
     if not isinstance(section, dict):
-        raise ConfigError(f"{SECTION} in {path} must be a list of settings such as `replicas: 2`, not {section!r}")
+        dashes = "; leave out the dashes" if isinstance(section, list) else ""
+        raise ConfigError(
+            f"{SECTION} in {path} must be followed by indented lines such as `replicas: 2`{dashes}. It is {section!r}"
+        )
     version = section.get(VERSION_KEY, VERSION)
     if not str(version).isdecimal() or int(version) < 1:
         raise ConfigError(f"{SECTION}.{VERSION_KEY}={version!r} in {path} must be a whole number, {VERSION} at most")

@@ -72,6 +72,11 @@ class Options:
     buckets: BucketSettings
 
 
+def known_arguments() -> frozenset[str]:
+    """Names of torch's DDP that `check_arguments` has an answer to."""
+    return frozenset((*IMPOSSIBLE, *_MOOT, *_FUNCTIONAL))
+
+
 def check_arguments(kwargs: dict[str, object]) -> Options:
     """Sort the arguments of torch's DDP into effective, moot and impossible ones."""
     for name, value in kwargs.items():

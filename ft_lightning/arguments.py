@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from ft_core import Manager
 from ft_core.data import LearningRateScaling
 from ft_core.errors import ConfigError
+from ft_core.inventory import known_arguments
 from ft_core.settings import parse_address
 
 if TYPE_CHECKING:
@@ -207,12 +208,24 @@ def check_fabric(kwargs: Mapping[str, Any]) -> None:
             )
 
 
-def check_kwargs(kwargs: Mapping[str, Any]) -> None:
-    """Refuse arguments of Lightning's DDPStrategy that mean nothing here.
+def check_kwargs(kwargs: Mapping[str, Any], strategy: type) -> None:
+    """Refuse arguments of Lightning's DDPStrategy that mean nothing here, and those that nobody knows.
+
+    Args:
+        kwargs: those that are not named in the strategy's signature.
+        strategy: the class; its bases are Lightning's.
 
     Raises:
-        ConfigError: there is one; says why.
+        ConfigError: there is one; says why, or which name was meant.
     """
+    ours = set(inspect.signature(strategy).parameters)
+    bases = (base for base in strategy.__mro__ if "__init__" in vars(base))
+    known = known_arguments() | ours.union(*(inspect.signature(vars(base)["__init__"]).parameters for base in bases))
+    for name in kwargs:
+        if name not in known and name not in DDP_ONLY:
+            near = difflib.get_close_matches(name, ours - {"kwargs"}, 1) or difflib.get_close_matches(name, known, 1)
+            hint = f"; did you mean {near[0]}=?" if near else f" (it has {', '.join(sorted(ours - {'kwargs'}))})"
+            raise ConfigError(f"{strategy.__name__} has no argument {name}{hint}")
     for name, why in DDP_ONLY.items():
         if kwargs.get(name) not in (None, "popen"):
             raise ConfigError(f"{name}={kwargs[name]!r} cannot be used with strategy='fault_tolerant': {why}")

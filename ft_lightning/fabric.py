@@ -110,7 +110,7 @@ class FabricFaultTolerance(Placed):
         kwargs.update({} if find_unused_parameters is None else {"find_unused_parameters": find_unused_parameters})
         kwargs.update({} if broadcast_buffers else {"broadcast_buffers": False})
         kwargs.update({} if bucket_cap_mb is None else {"bucket_cap_mb": bucket_cap_mb})
-        check_kwargs(kwargs)
+        check_kwargs(kwargs, type(self))
         super().__init__(process_group_backend=process_group_backend, **kwargs)  # type: ignore[call-arg]
         check_arguments(self._ddp_kwargs)  # type: ignore[attr-defined]
         self.manager: Manager | None = None

@@ -57,6 +57,7 @@ class GroupLauncher:
             return function(*args, **kwargs)
         strategy = self._strategy
         check(os.environ, strategy.wanted_devices, strategy._num_nodes)  # type: ignore[attr-defined]
+        check_quorum(strategy._arguments.min_replicas, strategy.wanted_devices)
         command = own_command()
         if trainer is not None:
             _compat.silence(trainer)
@@ -98,6 +99,15 @@ def check(environ: Mapping[str, str], devices: int, nodes: int) -> None:
         )
     if threading.current_thread() is not threading.main_thread():
         raise ConfigError(f"training was started in a thread that cannot take signals: {ELSEWHERE}")
+
+
+def check_quorum(min_replicas: int | None, devices: int) -> None:
+    """Whether the groups that this process starts can ever be enough. Raises ConfigError."""
+    if min_replicas is not None and min_replicas > devices:
+        raise ConfigError(
+            f"min_replicas={min_replicas} with devices={devices}: a replica group is started for each device, so there "
+            f"would never be enough to train. Write devices={min_replicas} or more, or min_replicas={devices} or less"
+        )
 
 
 def own_command() -> list[str]:

@@ -107,7 +107,7 @@ class FaultTolerance(Modes, Writing, Placed):
         unused = {} if find_unused_parameters is None else {"find_unused_parameters": find_unused_parameters}
         kwargs.update(unused, **({} if broadcast_buffers else {"broadcast_buffers": False}))
         kwargs.update({} if bucket_cap_mb is None else {"bucket_cap_mb": bucket_cap_mb})
-        check_kwargs(kwargs)
+        check_kwargs(kwargs, type(self))
         super().__init__(process_group_backend=process_group_backend, **kwargs)
         check_arguments(self._ddp_kwargs)  # type: ignore[attr-defined]
         self.manager: Manager | None = None

@@ -60,6 +60,10 @@ JOIN_S = 10.0
 STATUS_S = 1.0
 """How often the status lines are renewed."""
 DRAIN_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+ALONE = (
+    "one replica group: nothing survives its loss but the script's own checkpoints. Two or more survive (ftrun "
+    "--replicas 2, Lightning: devices=2, ft-accelerate launch --ft_replicas 2)"
+)
 GONE_FOR_GOOD = ("quarantined", "drained", "stopped")
 """How a group ends that comes no more, while the others train on (`status.KINDS`)."""
 
@@ -168,6 +172,8 @@ class Supervisor:
         where = lighthouse if spec.lighthouse else f"{lighthouse} (embedded)"
         logs = f", logs in {os.path.join(spec.log_dir, spec.run_id)}" if spec.log_dir else ""
         self.screen.say(f"{spec.script}: {count}{workers}, lighthouse {where}, run id {spec.run_id}{logs}")
+        if spec.whole_job and spec.max_groups == 1:
+            self.screen.say(ALONE)
 
     def _loop(self) -> None:
         while any(not group.ended for group in self._groups.values()):

@@ -78,7 +78,7 @@ def test_each_field_of_the_plugin_is_an_option_but_for_those_the_launcher_sets()
         (f"{SECTION}: {{replicas: 3:2}}", "replicas in .*='3:2' must be 1 to 256 replica groups, the first number not"),
         (f"{SECTION}: {{chaos: explode=1s}}", "explode"),
         (f"{SECTION}: {{name: [a]}}", "name in .* must be a text"),
-        (f"{SECTION}: [replicas]", "must be a list of settings such as"),
+        (f"{SECTION}: [replicas]", "must be followed by indented lines such as `replicas: 2`; leave out the dashes"),
         ("fault_tolerance: {replicas: 2}", "has an unknown key fault_tolerance; did you mean fault_tolerance_config"),
         ("num_proceses: 2", "has an unknown key num_proceses; did you mean num_processes"),
         ("mixed_precision: no", "mixed_precision in .*: YAML reads a bare no as false"),

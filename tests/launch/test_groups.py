@@ -110,6 +110,14 @@ def test_a_group_that_ends_well(write: Any, states: dict[str, list[str]]) -> Non
     assert re.search(r"2 finished after .* 0 restarts", running.lines.all[-1])
 
 
+def test_one_group_is_told_that_nothing_survives_its_loss(write: Any) -> None:
+    script = write("print('hello')")
+    for groups, times in ("1", 1), ("1:2", 0), ("2", 0):
+        with job(script, "--replicas", groups) as running:
+            assert running.run() == 0
+        assert running.count("one replica group: nothing survives its loss") == times
+
+
 def test_a_group_that_fails_once_is_restarted_and_nobody_else(write: Any, states: dict[str, list[str]]) -> None:
     script = write(
         "first = folder / 'first'\n"

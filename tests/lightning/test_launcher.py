@@ -197,6 +197,18 @@ def test_what_may_not_start_a_job(environ: dict[str, str], devices: int, nodes: 
     launcher.check({"SLURM_JOB_ID": "1", "WORLD_SIZE": "1"}, 3, 1)
 
 
+def test_more_groups_wanted_than_there_are_devices() -> None:
+    with pytest.raises(ConfigError, match=r"min_replicas=5 with devices=2: .* Write devices=5 or more, or"):
+        launcher.check_quorum(5, 2)
+    for fine in None, 1, 2:
+        launcher.check_quorum(fine, 2)
+
+
+def test_an_argument_with_nearly_the_right_name() -> None:
+    with pytest.raises(ConfigError, match="FaultTolerantStrategy has no argument elastic; did you mean elastic_data="):
+        strategy_class()(elastic=True)
+
+
 def test_signals_need_the_main_thread() -> None:
     caught: list[BaseException] = []
 
