@@ -310,7 +310,8 @@ class Cluster:
             return lighthouse.asking(replica.name) or bool(replica.commits) or not replica.thread.is_alive()
 
         def wanted() -> bool:
-            managers = [r.manager for r in self.replicas if r is not replica and r.thread.is_alive()]
+            others = [r for r in self.replicas if r is not replica and r.thread.is_alive()]
+            managers = [r.manager for r in others if hasattr(r, "manager")]  # one may still be about to make it
             return asks() or any(m._healing.snapshot_wanted for m in managers)
 
         def act(actor: Replica) -> None:
