@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from ft_accelerate.data import Position
-    from ft_accelerate.elastic import Elastic
     from ft_accelerate.succession import Succession
     from ft_core import Manager
 
@@ -30,11 +29,9 @@ class Ending:
 
     manager: Manager | None
     after_vote: Callable[[], None] | None
-    elastic: Elastic | None
     left: bool
     _agreed_in: int
     _ended: bool
-    _kept_alive: object
     _open: bool
     _opened: Callable[[], None]
     _pauses: contextlib.ExitStack
@@ -103,6 +100,3 @@ class Ending:
         if self.after_vote is not None:
             self.after_vote()
         manager.shutdown()
-        if self.elastic is not None:
-            self.elastic.release()
-        self._kept_alive = None

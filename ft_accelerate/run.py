@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -75,7 +74,6 @@ class Run(Ending):
         plugin: the settings.
         ranks: processes of this replica group.
         rank: of this one.
-        owner: the Accelerator, which is kept alive while there is a Manager: scripts may keep its models only.
         save: returns all state that must be equal on all replicas.
         load: takes it over; called between two windows only.
         opened: called after each quorum was opened.
@@ -87,7 +85,6 @@ class Run(Ending):
         plugin: FaultTolerancePlugin,
         ranks: int,
         rank: int,
-        owner: weakref.ref[Any],
         save: Callable[[], Any],
         load: Callable[[Any], None],
         opened: Callable[[], None],
@@ -100,7 +97,6 @@ class Run(Ending):
         """By how many the data is divided, and the schedules are advanced; equal on all members."""
         self.ranks, self.rank = ranks, rank
         self._functions = load, save
-        self._owner = owner
         self._opened = opened
         self._divide = divide
         self._pauses = contextlib.ExitStack()
@@ -111,9 +107,7 @@ class Run(Ending):
 
     def _begin(self) -> None:
         self.manager: Manager | None = None
-        self._kept_alive: object = None
-        """The owner, while the Manager trains: otherwise it sits in no cycle, and goes with the script's last name."""
-        self._models: list[weakref.ref[WrappedModel]] = []
+        self.models: list[WrappedModel] = []
         self.lost = False
         """The quorum broke in this window: nothing is communicated before the next one."""
         self.aside = False
@@ -185,7 +179,6 @@ class Run(Ending):
             if self.ranks > 1:
                 torch.distributed.barrier()  # the first rank serves the others: it may not end before they have begun
             self.first_step = self._runs.carry(self.manager, self.group)
-            self._kept_alive = self._owner()
             load, save = self._functions
             self.manager.register_state_dict_fn(KEY, load, save)
         return self.manager
@@ -223,15 +216,10 @@ class Run(Ending):
                 for tensor in (*module.parameters(), *module.buffers()):
                     torch.distributed.broadcast(tensor.data, 0)
         model = WrappedModel(self, module, **arguments)
-        self._models.append(weakref.ref(model))
+        self.models.append(model)
         return model
 
     # ------------------------------------------------------------ windows
-
-    @property
-    def models(self) -> list[WrappedModel]:
-        """Those of this run. The owner keeps them alive."""
-        return [model for known in self._models if (model := known()) is not None]
 
     @property
     def training(self) -> bool:
