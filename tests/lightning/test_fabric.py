@@ -68,7 +68,8 @@ def test_a_killed_replica_comes_back_and_all_end_equal(
     assert len(digests(running)) == 3
     assert len(set(digests(running))) == 1
     steps = [int(n) for n in re.findall(r"replica-0/0\] commit (\d+) ", running.text)]
-    assert steps == list(range(1, steps[-1] + 1))  # the registered object counts commits only
+    # The registered object counts commits only; on a busy machine replica-0 may come when others have made the first.
+    assert steps == list(range(steps[0], steps[-1] + 1))
 
 
 @pytest.mark.process

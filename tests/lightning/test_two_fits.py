@@ -43,7 +43,7 @@ def test_a_kill_in_the_second_fit_or_in_the_first(
 def test_a_second_fit_that_fails_everywhere_is_no_success(
     monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path
 ) -> None:
-    """Who is started again finds the first run finished; what it trained has died in the second one."""
+    """The first run has finished; what it trained has died in the second one."""
     options = {"FOLDER": str(tmp_path), "KILL": "9 9", "GAP_S": "0", "FAIL": "1"}
     for name, value in (options | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}).items():
         monkeypatch.setenv(name, value)
@@ -52,4 +52,7 @@ def test_a_second_fit_that_fails_everywhere_is_no_success(
         assert running.run() == 1, running.text
     assert running.count(r"\] fit 0 ") == 2, running.text
     assert running.count("ValueError: a mistake in the second fit") >= 1
-    assert running.count("every replica has died in a later call of fit than this one") >= 1, running.text
+    # Which of both depends on whether ftrun's last picture shows the first fit's steps, half a second before.
+    at_once = running.count(r"fails at its start in all 2 groups \(ValueError: a mistake in the second fit\)")
+    once_more = running.count("every replica has died in a later call of fit than this one")
+    assert at_once or once_more, running.text
