@@ -20,6 +20,7 @@ import contextlib
 import functools
 import inspect
 import os
+import weakref
 from typing import TYPE_CHECKING, Any
 
 from accelerate.utils import broadcast_object_list
@@ -38,6 +39,16 @@ if TYPE_CHECKING:
     import torch
 
     from ft_core import Manager
+
+
+def _of(owner: weakref.ref[Any], function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function(owner, ...)`, which keeps no owner alive: what is called when it is gone has nothing to do any more."""
+
+    def call(*arguments: Any) -> Any:
+        alive = owner()
+        return None if alive is None else function(alive, *arguments)
+
+    return call
 
 
 class FaultTolerantAccelerator(ElasticSteps, _compat.Accelerator):  # type: ignore[misc]
@@ -74,10 +85,13 @@ class FaultTolerantAccelerator(ElasticSteps, _compat.Accelerator):  # type: igno
             self._begin(self.fault_tolerance_plugin)
 
     def _begin(self, plugin: FaultTolerancePlugin) -> None:
-        save, load = functools.partial(heal.save, self), functools.partial(heal.load, self)
-        self._run = Run(plugin, self.num_processes, self.process_index, save, load, self._opened, self._divide)
+        kind, owner = type(self), weakref.ref(self)
+        save, load, opened, divide, lead = (
+            _of(owner, function) for function in (heal.save, heal.load, kind._opened, kind._divide, kind._lead)
+        )
+        self._run = Run(plugin, self.num_processes, self.process_index, owner, save, load, opened, divide)
         refusals.check_groups(self._run.group, plugin.expected_replicas)
-        self._leadership = Leadership(self._run, self._lead)
+        self._leadership = Leadership(self._run, lead)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_run": None, "_leadership": None}

@@ -317,23 +317,27 @@ def divider(accelerator: Any, loader: Any, run: Run, device_placement: bool) -> 
     if groups > 1:
         _make_replayable(loader, accelerator.dataloader_config.data_seed)
 
+    # Not the accelerator, which keeps the loader: who drops both is rid of the workers at once.
+    settings, device, rng_types = accelerator.dataloader_config, accelerator.device, accelerator.rng_types
+    seedable, stateful = accelerator.use_seedable_sampler, accelerator.use_stateful_dataloader
+
     def divided(number: int, index: int, *, dispatch: bool = False, slice_fn: Any = None) -> Any:
         return _compat.prepare_data_loader(
             loader,
-            accelerator.device,
+            device,
             num_processes=number,
             process_index=index,
-            split_batches=accelerator.split_batches,
+            split_batches=settings.split_batches,
             put_on_device=device_placement,
-            rng_types=accelerator.rng_types.copy(),
+            rng_types=rng_types.copy(),
             dispatch_batches=dispatch,
-            even_batches=accelerator.even_batches,
+            even_batches=settings.even_batches,
             slice_fn_for_dispatch=slice_fn,
             # One group alone has nobody to share an order with: it keeps the one that the user asked for.
-            use_seedable_sampler=accelerator.use_seedable_sampler or run.groups > 1,
-            data_seed=accelerator.dataloader_config.data_seed,
-            non_blocking=accelerator.non_blocking,
-            use_stateful_dataloader=accelerator.use_stateful_dataloader,
+            use_seedable_sampler=seedable or run.groups > 1,
+            data_seed=settings.data_seed,
+            non_blocking=settings.non_blocking,
+            use_stateful_dataloader=stateful,
         )
 
     return divided

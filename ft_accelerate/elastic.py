@@ -133,6 +133,11 @@ class Elastic:
         self._manager, run.elastic = manager, self
         return loader
 
+    def release(self) -> None:
+        """The run is over: unless a loop is open, the workers end. Another loop would start new ones."""
+        if self._loader is not None and not self.reading:
+            self._loader.close()
+
     def open_loop(self) -> ElasticDataLoader:
         """As `open`, over the epoch that `set_epoch` asked for."""
         loader = self.open()
@@ -290,10 +295,11 @@ def converted(accelerator: Any, loader: Any, run: Run) -> Elastic:
     plugin = accelerator.fault_tolerance_plugin
     check(accelerator, plugin.global_batch_size)
     steps = 1 if plugin.global_batch_size is not None else accelerator.gradient_accumulation_steps
+    settings = accelerator.dataloader_config  # not the accelerator, which keeps what is made here
 
     def make() -> ElasticDataLoader:
         return elastic_loader(
-            loader, seed=accelerator.dataloader_config.data_seed or 0, global_batch_size=plugin.global_batch_size,
+            loader, seed=settings.data_seed or 0, global_batch_size=plugin.global_batch_size,
             accumulation_steps=steps, max_micro_steps=plugin.max_micro_steps,
             min_readers=(plugin.min_replicas or 1) * run.ranks, group_rank=run.rank, num_replicas=run.ranks,
         )  # fmt: skip

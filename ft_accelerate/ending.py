@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from ft_accelerate.data import Position
+    from ft_accelerate.elastic import Elastic
+    from ft_accelerate.kept import Kept
     from ft_accelerate.succession import Succession
     from ft_core import Manager
 
@@ -29,9 +31,11 @@ class Ending:
 
     manager: Manager | None
     after_vote: Callable[[], None] | None
+    elastic: Elastic | None
     left: bool
     _agreed_in: int
     _ended: bool
+    _kept: Kept
     _open: bool
     _opened: Callable[[], None]
     _pauses: contextlib.ExitStack
@@ -100,3 +104,6 @@ class Ending:
         if self.after_vote is not None:
             self.after_vote()
         manager.shutdown()
+        if self.elastic is not None:
+            self.elastic.release()
+        self._kept.owner = None

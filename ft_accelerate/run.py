@@ -22,7 +22,9 @@ calls in the same order; `lost` and `stopped` are equal on them. Threads: the tr
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
+import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -31,6 +33,7 @@ from torch.distributed import ReduceOp
 from ft_accelerate import store
 from ft_accelerate.data import groups_needed
 from ft_accelerate.ending import Ending
+from ft_accelerate.kept import Kept
 from ft_accelerate.patience import nothing_left, start_patiently
 from ft_accelerate.running_out import RunningOut
 from ft_accelerate.settling import Settling
@@ -74,6 +77,7 @@ class Run(Ending):
         plugin: the settings.
         ranks: processes of this replica group.
         rank: of this one.
+        owner: the Accelerator, which is kept alive while there is a Manager: scripts may keep its models only.
         save: returns all state that must be equal on all replicas.
         load: takes it over; called between two windows only.
         opened: called after each quorum was opened.
@@ -85,6 +89,7 @@ class Run(Ending):
         plugin: FaultTolerancePlugin,
         ranks: int,
         rank: int,
+        owner: weakref.ref[Any],
         save: Callable[[], Any],
         load: Callable[[Any], None],
         opened: Callable[[], None],
@@ -97,6 +102,7 @@ class Run(Ending):
         """By how many the data is divided, and the schedules are advanced; equal on all members."""
         self.ranks, self.rank = ranks, rank
         self._functions = load, save
+        self._owner = owner
         self._opened = opened
         self._divide = divide
         self._pauses = contextlib.ExitStack()
@@ -107,7 +113,8 @@ class Run(Ending):
 
     def _begin(self) -> None:
         self.manager: Manager | None = None
-        self.models: list[WrappedModel] = []
+        self._kept = Kept()
+        self._models: list[weakref.ref[WrappedModel]] = []
         self.lost = False
         """The quorum broke in this window: nothing is communicated before the next one."""
         self.aside = False
@@ -179,7 +186,8 @@ class Run(Ending):
             if self.ranks > 1:
                 torch.distributed.barrier()  # the first rank serves the others: it may not end before they have begun
             self.first_step = self._runs.carry(self.manager, self.group)
-            load, save = self._functions
+            self._kept.owner = self._owner()
+            load, save = (functools.partial(self._kept.call, function) for function in self._functions)
             self.manager.register_state_dict_fn(KEY, load, save)
         return self.manager
 
@@ -216,10 +224,15 @@ class Run(Ending):
                 for tensor in (*module.parameters(), *module.buffers()):
                     torch.distributed.broadcast(tensor.data, 0)
         model = WrappedModel(self, module, **arguments)
-        self.models.append(model)
+        self._models.append(weakref.ref(model))
         return model
 
     # ------------------------------------------------------------ windows
+
+    @property
+    def models(self) -> list[WrappedModel]:
+        """Those of this run. The owner keeps them alive."""
+        return [model for known in self._models if (model := known()) is not None]
 
     @property
     def training(self) -> bool:
