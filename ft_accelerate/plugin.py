@@ -15,10 +15,11 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
 import os
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, get_type_hints
+from typing import TYPE_CHECKING, Any, TypeVar, get_type_hints
 
 from ft_core.data.scaling import LearningRateScaling
 from ft_core.errors import ConfigError
@@ -27,6 +28,7 @@ from ft_core.settings import MAX_REPLICAS, Environment, parse_address
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+P = TypeVar("P")
 SECTION = "fault_tolerance_config"
 """Of the YAML file."""
 PREFIX = "ACCELERATE_FT_"
@@ -48,6 +50,22 @@ def _option(help_text: str, *, env: str, per_group: bool = False) -> Any:
     )
 
 
+def _names_the_unknown(plugin: type[P]) -> type[P]:
+    """An argument that the dataclass does not have is answered with the nearest one."""
+    init = plugin.__init__
+
+    @functools.wraps(init)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        for name in kwargs:
+            if name not in FIELDS:
+                raise ConfigError(f"{plugin.__name__} has no argument {name}{_hint(name, FIELDS)}")
+        init(self, *args, **kwargs)
+
+    plugin.__init__ = __init__  # type: ignore[method-assign]
+    return plugin
+
+
+@_names_the_unknown
 @dataclass
 class FaultTolerancePlugin:
     """Settings of fault-tolerant training; pass it as `FaultTolerantAccelerator(fault_tolerance_plugin=...)`.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import accelerate
 import pytest
@@ -107,3 +107,10 @@ def test_a_group_number_beyond_the_job_is_refused() -> None:
 def test_something_else_is_no_plugin() -> None:
     with pytest.raises(ConfigError, match=r"must be a ft_accelerate.FaultTolerancePlugin, got dict"):
         FaultTolerantAccelerator(fault_tolerance_plugin={})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("name", "meant"), [("elastic", "elastic_data"), ("min_replica", "min_replicas")])
+def test_an_argument_that_is_not_there_is_answered_with_the_nearest(name: str, meant: str) -> None:
+    arguments: dict[str, Any] = {name: 1}
+    with pytest.raises(ConfigError, match=f"FaultTolerancePlugin has no argument {name}; did you mean {meant}"):
+        FaultTolerancePlugin(**arguments)
