@@ -68,7 +68,8 @@ def under_ftrun(options: Options) -> list[Row]:
     out = []
     for size in SIZES_MB:
         gaps, quiet = list[float](), list[float]()
-        with Launched(options, 3, BENCH_RESIDENT_MB=str(size)) as job:
+        script = ("benchmarks/trainer.py", "--resident-mb", str(size), "--step-ms", str(STEP_MS))
+        with Launched(options, 3, script=script) as job:
             for number in range(options.kills):
                 job.wait_full(30)
                 group = number % 3

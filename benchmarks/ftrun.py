@@ -71,11 +71,11 @@ def children_of(pid: int) -> dict[int, str]:
 class Launched(Job):
     """A job that ftrun runs; `records` are its workers', by group, oldest first."""
 
-    def __init__(self, options: Options, groups: int, *flags: str, **env: str) -> None:
+    def __init__(self, options: Options, groups: int, *flags: str, script: tuple[str, ...] = (WORKER,), **env: str) -> None:
         super().__init__("ftrun", options)
         self.records: dict[int, list[Record]] = {group: [] for group in range(groups)}
         self.launcher = self.start(
-            "ftrun", ["ft_core.launch", "--replicas", str(groups), "--max-restarts", "1000", *flags, WORKER],
+            "ftrun", ["ft_core.launch", "--replicas", str(groups), "--max-restarts", "1000", *flags, *script],
             BENCH_NOTES=str(self.folder / "worker-{group}-{pid}"), **env,
         )  # fmt: skip
         self.trainers[0] = self.launcher  # `wait` fails if it ends

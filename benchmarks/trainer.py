@@ -1,6 +1,7 @@
 """One replica of the benchmarks: trains a model of 10 k parameters until it is told to stop, noting what happens when.
 
-Notes go to the file BENCH_NOTES, one `write` per line, so that a kill loses none: `monotonic-seconds kind text`. Kinds:
+Notes go to the file BENCH_NOTES ({group} and {pid} are replaced), one `write` per line, so that a kill loses none:
+`monotonic-seconds kind text`. Kinds:
 commit (step, participants), veto, digest, log, and what `trace` adds: the stages of a recovery.
 It takes commands on standard input: `go` (with --gated, before the Manager is made), `finish STEP`.
 """
@@ -55,7 +56,8 @@ class Notes(logging.Handler):
 
     def __init__(self) -> None:
         super().__init__()
-        self._fd = os.open(os.environ["BENCH_NOTES"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        path = os.environ["BENCH_NOTES"].format(group=os.environ.get("FT_REPLICA_GROUP", "-"), pid=os.getpid())
+        self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
 
     def note(self, kind: str, text: object = "") -> None:
         os.write(self._fd, f"{time.monotonic():.6f} {kind} {text}\n".encode())
