@@ -71,7 +71,9 @@ def children_of(pid: int) -> dict[int, str]:
 class Launched(Job):
     """A job that ftrun runs; `records` are its workers', by group, oldest first."""
 
-    def __init__(self, options: Options, groups: int, *flags: str, script: tuple[str, ...] = (WORKER,), **env: str) -> None:
+    def __init__(
+        self, options: Options, groups: int, *flags: str, script: tuple[str, ...] = (WORKER,), **env: str
+    ) -> None:
         super().__init__("ftrun", options)
         self.records: dict[int, list[Record]] = {group: [] for group in range(groups)}
         self.launcher = self.start(
