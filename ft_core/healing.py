@@ -88,6 +88,17 @@ class Healing:
         """A newcomer waits for a live view of this replica's state (read on every step)."""
         return self._live is not None and self._live.server.snapshot_wanted
 
+    def serve_parts(self, prefix: str, answer: Callable[[str], bytes | None]) -> bool:
+        """Let peers ask for names that begin with `prefix`; False: this transport carries no questions."""
+        if self._live is not None:
+            self._live.server.add_blobs(prefix, answer)
+        return self._live is not None
+
+    def get_part(self, address: str, name: str, timeout_s: float, bytes_max: int) -> bytes | None:
+        """A peer's answer; None: it does not know what is meant. Raises HealError: there is none."""
+        assert self._live is not None
+        return self._live.get_blob(address, name, timeout_s=timeout_s, bytes_max=bytes_max)
+
     def check(self, state: Mapping[str, Any]) -> None:
         """See that `state` can be sent, without copying any of it. Raises EncodingError naming the key path.
 

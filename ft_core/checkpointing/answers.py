@@ -35,6 +35,7 @@ class Answers:
         self._token = token
         self._lock = threading.Lock()
         self._blobs: dict[str, Callable[[], bytes | None]] = {}
+        self._families: dict[str, Callable[[str], bytes | None]] = {}
         self._checksum_slots = threading.BoundedSemaphore(CHECKSUM_THREADS_MAX)
 
     def add_blob(self, name: str, provider: Callable[[], bytes | None]) -> None:
@@ -43,6 +44,11 @@ class Answers:
             if name not in self._blobs and len(self._blobs) >= BLOBS_MAX:
                 raise UsageError(f"more than {BLOBS_MAX} blobs")
             self._blobs[name] = provider
+
+    def add_blobs(self, prefix: str, provider: Callable[[str], bytes | None]) -> None:
+        """Answer `/blob/<prefix...>` with what `provider` returns for the rest of the name."""
+        with self._lock:
+            self._families[prefix] = provider
 
     def check(self, request: Request) -> None:
         """Raises `Refusal` unless the request may be answered at all."""
@@ -78,7 +84,12 @@ class Answers:
     def _blob(self, stream: ByteStream, name: str) -> None:
         with self._lock:
             provider = self._blobs.get(name)
-        body = provider() if provider is not None else None
+            family = next((f for f in self._families if name.startswith(f)), None)
+            answers = None if family is None else self._families[family]
+        if provider is not None:
+            body = provider()
+        else:
+            body = None if family is None or answers is None else answers(name.removeprefix(family))
         if body is None:
             raise Refusal(404, f"there is no blob {name!r} here")
         stream.send([head(200, len(body) + TRAILER.size), body, TRAILER.pack(TRAILER_OK, checksum(body))])

@@ -131,14 +131,15 @@ def _own(own: OwnState | None, into: object) -> OwnState | None:
 
 
 def get_blob(
-    address: str, name: str, *, token: str | None = None, tls: Tls | None = None, timeout_s: float = IDLE_S
-) -> bytes | None:
+    address: str, name: str, *, token: str | None = None, tls: Tls | None = None, timeout_s: float = IDLE_S,
+    bytes_max: int = BLOB_BYTES_MAX,
+) -> bytes | None:  # fmt: skip
     """What the replica at `address` registered with `add_blob(name)`; None if it has nothing there."""
     connection = DonorConnection(address, token, ClientTls.of(tls))
     try:
         connection.open(timeout_s, timeout_s)
         connection.request(f"/blob/{quote(name, safe='')}")
-        return bytes(connection.small_body(BLOB_BYTES_MAX)[0])
+        return bytes(connection.small_body(bytes_max)[0])
     except Refused as e:
         if e.status == 404:
             return None

@@ -241,6 +241,10 @@ class StateServer:
         """Answer `/blob/<name>` with what `provider` returns (None: 404). It runs on a connection thread; be quick."""
         self._answers.add_blob(name, provider)
 
+    def add_blobs(self, prefix: str, provider: Callable[[str], bytes | None]) -> None:
+        """As `add_blob`, for all names that begin with `prefix`; `provider` is told the rest."""
+        self._answers.add_blobs(prefix, provider)
+
     # -- the accept thread
 
     def _wake_up(self) -> None:

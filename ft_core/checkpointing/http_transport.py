@@ -119,10 +119,14 @@ class HTTPTransport(CheckpointTransport[T]):
             own=own,
         )
 
-    def get_blob(self, address: str, name: str, *, timeout_s: float | None = None) -> bytes | None:
+    def get_blob(
+        self, address: str, name: str, *, timeout_s: float | None = None, bytes_max: int = http_client.BLOB_BYTES_MAX
+    ) -> bytes | None:
         """`http_client.get_blob` with this transport's token."""
         wait_s = timeout_s if timeout_s is not None else self._idle_s
-        return http_client.get_blob(address, name, token=self._token, tls=self._tls, timeout_s=wait_s)
+        return http_client.get_blob(
+            address, name, token=self._token, tls=self._tls, timeout_s=wait_s, bytes_max=bytes_max
+        )
 
     def metadata(self) -> str:
         """This replica's address."""

@@ -1,0 +1,102 @@
+"""Whose part of shared work is waited for, and what is answered to whoever asks for one. Pure; see `shared_work`.
+
+Invariants: a wait is bounded by `limit_s`; who is past a place without a part of it never says "not yet".
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import NamedTuple
+
+ASK_S = 2.0
+"""How long an owner may take to answer one question."""
+SILENT_S = 5.0
+"""An owner that answers nothing for so long is not waited for; with a broken quorum, ASK_S."""
+
+
+class Position(NamedTuple):
+    """A place in the run. It only grows, on each member."""
+
+    step: int
+    """Steps that were committed."""
+    opened: bool
+    """The next attempt is open (an accumulation window is under way)."""
+    number: int
+    """How many divisions were begun there before."""
+
+
+class Heard(Enum):
+    """What an owner's state server says when it is asked for its part."""
+
+    THERE = b"T"
+    NOT_YET = b"W"
+    NEVER = b"N"
+    SILENT = b""
+    """Nothing: it was not reached, or did not answer in time."""
+    REFUSED = b"-"
+    """Its host says that nobody listens there: the process has ended."""
+
+
+class Move(Enum):
+    """What is done about a part of another member's."""
+
+    TAKE = "take"
+    WAIT = "wait"
+    REPEAT = "repeat"
+
+
+class Decision(NamedTuple):
+    """A move, and why."""
+
+    move: Move
+    reason: str
+
+
+def decide(heard: Heard, *, silent_s: float, waited_s: float, limit_s: float, broken: bool) -> Decision:
+    """What to do about a part. Pure.
+
+    Args:
+        heard: its owner's answer.
+        silent_s: how long the owner has answered nothing.
+        waited_s: how long this member has waited since its own part was done.
+        limit_s: longest it waits for a living owner.
+        broken: the quorum is: somebody in it is lost.
+    """
+    if heard is Heard.THERE:
+        return Decision(Move.TAKE, "it is there")
+    if heard is Heard.NEVER:
+        return Decision(Move.REPEAT, "its owner is at another place of the run, or could not send it")
+    if heard is Heard.REFUSED:
+        return Decision(Move.REPEAT, "its owner's process has ended")
+    if heard is Heard.SILENT and silent_s >= (ASK_S if broken else SILENT_S):
+        return Decision(Move.REPEAT, f"its owner answered nothing for {silent_s:.1f} s")
+    if waited_s >= limit_s:
+        return Decision(Move.REPEAT, f"its owner has not done it {waited_s:.0f} s after this replica's part was done")
+    return Decision(Move.WAIT, "its owner is at it")
+
+
+def answer(asked: Position, begun: Position, *, same_work: bool) -> Heard:
+    """What to say about a part that is not there.
+
+    Args:
+        asked: where in the run it belongs.
+        begun: where this rank is: its last division, or the place it came to since, with number -1.
+        same_work: what this rank divided last is what is asked for.
+    """
+    past = asked < begun or (asked == begun and not same_work)
+    return Heard.NEVER if past else Heard.NOT_YET
+
+
+def question(at: Position, identity: str, name: str) -> str:
+    """The key of a part's result. Neither `identity` nor `name` may contain a slash."""
+    return f"{at.step}/{int(at.opened)}/{at.number}/{identity}/{name}"
+
+
+def asked_for(name: str) -> tuple[str, Position, str, int] | None:
+    """The key, the position, the identity and the asker in `question/asker`; None: it is no such thing."""
+    try:
+        key, asker = name.rsplit("/", 1)
+        step, opened, number, identity, _ = key.split("/")
+        return key, Position(int(step), opened == "1", int(number)), identity, int(asker)
+    except ValueError:
+        return None
