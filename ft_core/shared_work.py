@@ -137,6 +137,10 @@ class Division:
     def __repr__(self) -> str:
         return f"Division(part {self.part} of {self.parts}, {self._at})"
 
+    def of(self, pieces: int) -> Division:
+        """The same for a part of the work that is cut into `pieces` only."""
+        return Division(self._work, self.owners, pieces, self._at, self._identity)
+
     def key(self, name: str) -> str:
         """Of a result of this division."""
         return question(self._at, self._identity, name)
@@ -182,7 +186,7 @@ class SharedWork:
         return f"SharedWork({self._board!r})"
 
     def serve(self) -> None:
-        """From now on the others can ask. Before the first division; before the first quorum, best."""
+        """From now on the others can ask. Before the first division."""
         self._serves = self._manager._healing.serve_parts(PREFIX, self._board.answer)
         if not self._serves:
             log.warning("work is not shared: the Manager's checkpoint_transport is not an HTTPTransport")

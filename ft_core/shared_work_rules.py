@@ -14,6 +14,12 @@ SILENT_S = 5.0
 """An owner that answers nothing for so long is not waited for; with a broken quorum, ASK_S."""
 
 
+OTHERWISE = (
+    "its owner has something else to do at this place of the run (is the order of the data the same on all groups?), "
+    "or could not send it"
+)
+
+
 class Position(NamedTuple):
     """A place in the run. It only grows, on each member."""
 
@@ -65,7 +71,7 @@ def decide(heard: Heard, *, silent_s: float, waited_s: float, limit_s: float, br
     if heard is Heard.THERE:
         return Decision(Move.TAKE, "it is there")
     if heard is Heard.NEVER:
-        return Decision(Move.REPEAT, "its owner is at another place of the run, or could not send it")
+        return Decision(Move.REPEAT, OTHERWISE)
     if heard is Heard.REFUSED:
         return Decision(Move.REPEAT, "its owner's process has ended")
     if heard is Heard.SILENT and silent_s >= (ASK_S if broken else SILENT_S):

@@ -141,6 +141,7 @@ class DataArguments:
     lr_scaling: str | None = None
     reference_batch_size: int | None = None
     on_exhausted: str | None = None
+    share_evaluation: bool = False
 
     def check(self) -> None:
         """Refuse what cannot work.
@@ -148,8 +149,9 @@ class DataArguments:
         Raises:
             ConfigError: names the argument, the value, and what to do.
         """
-        if not isinstance(self.elastic_data, bool):
-            raise ConfigError(f"elastic_data={self.elastic_data!r} must be True or False")
+        for name in ("elastic_data", "share_evaluation"):
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigError(f"{name}={getattr(self, name)!r} must be True or False")
         for name in ("global_batch_size", "max_micro_steps"):
             value: object = getattr(self, name)
             if value is None:
@@ -200,6 +202,11 @@ def check_fabric(kwargs: Mapping[str, Any]) -> None:
         ConfigError: there is such an argument; says what to write instead.
     """
     for item in fields(DataArguments):
+        if item.name == "share_evaluation" and item.name in kwargs:
+            raise ConfigError(
+                f"share_evaluation={kwargs[item.name]!r} is for the Trainer: with Fabric the loop is yours; divide it "
+                "with ft_core.shared_work.SharedWork(fabric.strategy.manager)"
+            )
         if item.name in kwargs:
             raise ConfigError(
                 f"{item.name}={kwargs[item.name]!r} is for the Trainer: with Fabric the loop is yours; iterate "

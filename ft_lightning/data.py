@@ -236,23 +236,32 @@ def can_skip(loader: object) -> bool:
 
 @contextlib.contextmanager
 def open_at(loader: DataLoader[Any], batch: int) -> Iterator[None]:
-    """Inside, the next `iter(loader)` begins at `batch`; new or persistent workers get nothing from before it.
+    """Inside, the next `iter(loader)` begins at `batch`; new or persistent workers get nothing from before it."""
+    skipping = _From(loader.batch_sampler if loader.batch_sampler is not None else loader.sampler, batch)
+    with reading(loader, skipping):
+        try:
+            yield
+        finally:
+            skipping.skip = 0  # an iterator with workers made two iterators of it, and may make a third
+
+
+@contextlib.contextmanager
+def reading(loader: DataLoader[Any], order: Any) -> Iterator[None]:
+    """Inside, `loader` reads what `order` gives instead of its batch sampler (its sampler, without batching).
 
     Relies on DataLoader taking its indices from the attribute `batch_sampler` (or `sampler`, without batching), a
     persistent one from the attribute of the same purpose of its iterator.
     """
     attribute = "batch_sampler" if loader.batch_sampler is not None else "sampler"
     original = getattr(loader, attribute)
-    skipping = _From(original, batch)
     persistent = getattr(loader, "_iterator", None)
-    vars(loader)[attribute] = skipping  # DataLoader refuses plain assignment
+    vars(loader)[attribute] = order  # DataLoader refuses plain assignment
     if persistent is not None:
-        persistent._index_sampler = skipping
+        persistent._index_sampler = order
     try:
         yield
     finally:
         vars(loader)[attribute] = original
-        skipping.skip = 0  # an iterator with workers made two iterators of it, and may make a third
         for iterator in (persistent, getattr(loader, "_iterator", None)):
             if iterator is not None:
                 iterator._index_sampler = original

@@ -195,6 +195,11 @@ class Modes:
             self._vote()
 
     @property
+    def passes_over(self) -> bool:
+        """The quorum that is open belongs to a later batch: the others are not where this replica is."""
+        return self._behind
+
+    @property
     def quorum_lost(self) -> bool:
         """The quorum broke in this batch: until the next one, nothing may be communicated with the other groups."""
         return self._lost

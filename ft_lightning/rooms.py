@@ -29,6 +29,10 @@ class Runs:
     def __init__(self) -> None:
         self.ended = 0
         """How many calls of `fit` came to their end. One that failed is tried again in its room."""
+        self.members: int | None = None
+        """Groups in the last quorum: so many come to the next shared run outside of `fit`. None: nobody knows."""
+        self._evaluations = 0
+        """Shared runs outside of `fit`."""
         self._carried: dict[str, int] = {}
         """The Manager's state at the end of the last one; nothing if this process passed over it."""
 
@@ -65,6 +69,11 @@ class Runs:
             first: room of the first run.
         """
         return room_of_run(self.ended).replace(DEFAULT_ROOM, first, 1)
+
+    def evaluation(self, first: str, stage: str) -> str:
+        """Of the next shared run of `validate`, `test` or `predict`. Who comes back later is alone in its own."""
+        self._evaluations += 1
+        return f"{first}.{stage}.{self._evaluations}"
 
     def seen(self, address: str, first: str = DEFAULT_ROOM) -> list[pb.RoomStatus] | None:
         """What the lighthouse knows of this run and later ones; None if it cannot be asked. `first`: as in `room`."""

@@ -29,11 +29,13 @@ from ft_lightning.data import Sharding
 from ft_lightning.elastic import ElasticData
 from ft_lightning.modes import Modes
 from ft_lightning.placement import Placed
+from ft_lightning.rooms import RUNS
 from ft_lightning.running_out import RunningOut
+from ft_lightning.shared_evaluation import SharedEvaluation
 from ft_lightning.writing import Writing
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
     from contextlib import AbstractContextManager
 
     from torch import nn
@@ -69,6 +71,8 @@ class FaultTolerance(Modes, Writing, Placed):
         on_exhausted: what a replica does whose loader ends before the others' in an epoch: "shadow", "stop_all" or
             "leave", see `ft_core.Manager.run_out`; None: it begins its next epoch earlier. Not with elastic data, which
             ends everywhere at once.
+        share_evaluation: divide validation, test and prediction data among the replica groups; what a lost group had
+            not told is evaluated again. Metrics and predictions are those of all data, on all groups.
         kwargs: further arguments of Lightning's DDPStrategy. Refused: ddp_comm_hook and what belongs to it,
             model_averaging_period, start_method, cluster_environment.
 
@@ -96,13 +100,15 @@ class FaultTolerance(Modes, Writing, Placed):
         lr_scaling: str | None = None,
         reference_batch_size: int | None = None,
         on_exhausted: str | None = None,
+        share_evaluation: bool = False,
         **kwargs: Any,
     ) -> None:
         self._arguments = Arguments(min_replicas, timeout, lighthouse, manager_kwargs or {}, ftrun_options or ())
         self._arguments.check()
         self._data_arguments = DataArguments(
-            elastic_data, global_batch_size, max_micro_steps, lr_scaling, reference_batch_size, on_exhausted
-        )
+            elastic_data, global_batch_size, max_micro_steps, lr_scaling, reference_batch_size, on_exhausted,
+            share_evaluation,
+        )  # fmt: skip
         self._data_arguments.check()
         unused = {} if find_unused_parameters is None else {"find_unused_parameters": find_unused_parameters}
         kwargs.update(unused, **({} if broadcast_buffers else {"broadcast_buffers": False}))
@@ -119,6 +125,7 @@ class FaultTolerance(Modes, Writing, Placed):
         """The training data, if it is elastic."""
         self.running_out = RunningOut(self, on_exhausted)
         """What happens when this replica's loader ends before the others'."""
+        self._shared: SharedEvaluation | None = None
         self._adoption: Adoption | None = None
         """Position in the run that all replicas share, while `fit` runs."""
         self._pause: Any = None
@@ -172,6 +179,11 @@ class FaultTolerance(Modes, Writing, Placed):
             )
             if self.manager is not None:
                 self._begin(self.manager)
+        if self._data_arguments.share_evaluation:
+            self._shared = SharedEvaluation(trainer, self.world_size, self._evaluation_quorum)  # type: ignore[attr-defined]
+            self._shared.begin()
+            if self.manager is not None:
+                self._shared.train_with(self.manager)
         super().setup(trainer)  # type: ignore[misc]
         if self.manager is not None and self._adoption is not None:
             uneven = self.running_out.policy is not None
@@ -201,6 +213,8 @@ class FaultTolerance(Modes, Writing, Placed):
 
     def teardown(self) -> None:
         """Leave, if `fit` did not come to its end, and stop all threads."""
+        if self._shared is not None:
+            self._shared.end()
         if self._adoption is not None:
             self._adoption.stop()
         self.end_voting()
@@ -223,7 +237,29 @@ class FaultTolerance(Modes, Writing, Placed):
         self._heard(state)
         self._adoption.load(state)
 
-    # ------------------------------------------------------------ validation
+    # ------------------------------------------------------------ evaluation
+
+    def _evaluation_quorum(self, stage: str, prepare: Callable[[Manager], None]) -> Manager | None:
+        """Outside of `fit`: for one run of `stage`, a Manager in a namespace of its own; None: there are no others.
+
+        `prepare` is called with it before its quorum is there.
+        """
+        if self.num_replica_groups < 2 or not self.lighthouse_address:
+            return None
+        known = {} if RUNS.members is None else {"expected_replicas": RUNS.members}
+        own = {
+            "pg": ProcessGroupGloo(), "room_id": RUNS.evaluation(self.first_room, stage), "rank": self.global_rank,  # type: ignore[attr-defined]
+            "world_size": self.world_size, "use_async_quorum": False, "exit_on_drain": False,  # type: ignore[attr-defined]
+        }  # fmt: skip
+        manager = Manager(**{**self._arguments.for_manager(), **known, **own})
+        try:
+            prepare(manager)
+            manager.start_quorum()
+            RUNS.members = manager.num_participants()
+        except BaseException:
+            manager.shutdown()
+            raise
+        return manager
 
     def on_validation_start(self) -> None:
         """The others wait for a replica that validates."""

@@ -176,6 +176,7 @@ class Writing:
         if not self.running_out.left:
             with self._adoption.ending():
                 agreement.stop_together(self.manager, self._opened)
+            RUNS.members = self.manager.num_participants()
         state = self.manager.state_dict()
         self.manager.leave("finished", finished=True)
         RUNS.over(state)
