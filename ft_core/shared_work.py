@@ -80,24 +80,25 @@ class Board:
                 self._fetched.pop(self._results.popitem(last=False)[0], None)
 
     def fetched(self, key: str) -> set[int]:
-        """Who has had an answer that is final."""
+        """Who needs nothing more of it."""
         with self._lock:
             return set(self._fetched.get(key, ()))
 
     def answer(self, name: str) -> bytes | None:
         """To a question; None: it is none."""
-        found = asked_for(name)
-        if found is None:
+        asked = asked_for(name)
+        if asked is None:
             return None
-        key, asked, identity, asker = found
         place = self._place()
         with self._lock:
-            if key in self._results:
-                self._fetched.setdefault(key, set()).add(asker)
-                result = self._results[key]
-                return Heard.NEVER.value if result is None else Heard.THERE.value + result
+            result = self._results.get(asked.key)
+            if result is not None and asked.asker >= 0:
+                return Heard.THERE.value + result
+            if asked.key in self._results:
+                self._fetched.setdefault(asked.key, set()).add(max(asked.asker, -1 - asked.asker))
+                return Heard.NEVER.value
             begun = self._at if self._at[:2] == place else Position(*place, -1)
-            return answer(asked, begun, same_work=identity == self._identity).value
+            return answer(asked.at, begun, same_work=asked.identity == self._identity).value
 
 
 @dataclass(frozen=True)
@@ -252,6 +253,7 @@ class SharedWork:
                 )  # fmt: skip
                 if move is Move.TAKE:
                     found[part] = result
+                    self._ask(owners.addresses[part], f"{key}/{-1 - owners.mine}", None)
                 elif move is Move.REPEAT:
                     self._tell(f"part {part + 1} of {division.parts} of shared work is done here as well: {reason}")
                 if move is not Move.WAIT:

@@ -98,11 +98,21 @@ def question(at: Position, identity: str, name: str) -> str:
     return f"{at.step}/{int(at.opened)}/{at.number}/{identity}/{name}"
 
 
-def asked_for(name: str) -> tuple[str, Position, str, int] | None:
-    """The key, the position, the identity and the asker in `question/asker`; None: it is no such thing."""
+class Asked(NamedTuple):
+    """A question to an owner."""
+
+    key: str
+    at: Position
+    identity: str
+    asker: int
+    """The part of who asks, or -1 less that: it has the result, and wants nothing any more."""
+
+
+def asked_for(name: str) -> Asked | None:
+    """What `key/asker` asks for; None: it is no question."""
     try:
         key, asker = name.rsplit("/", 1)
         step, opened, number, identity, _ = key.split("/")
-        return key, Position(int(step), opened == "1", int(number)), identity, int(asker)
+        return Asked(key, Position(int(step), opened == "1", int(number)), identity, int(asker))
     except ValueError:
         return None

@@ -162,6 +162,21 @@ class _Run:
             order.part = mine
 
 
+@contextlib.contextmanager
+def _reading(loader: DataLoader[Any], order: PartOfBatches) -> Iterator[None]:
+    """Inside, `loader` reads what `order` gives; what Lightning put around its batch sampler stays there (indices)."""
+    around: Any = loader.batch_sampler
+    if not hasattr(around, "_batch_sampler"):
+        with reading(loader, order):
+            yield
+        return
+    inner, around._batch_sampler = around._batch_sampler, order
+    try:
+        yield
+    finally:
+        around._batch_sampler = inner
+
+
 _NONE = object()
 
 
@@ -227,7 +242,7 @@ class SharedEvaluation:
             work = self._work
             if trainer.state.fn != "fit":
                 made: list[SharedWork] = []
-                manager = self._open_quorum(trainer.state.fn, lambda new: made.append(self._new_work(new)))
+                manager = self._open_quorum(trainer.state.fn.value, lambda new: made.append(self._new_work(new)))
                 if manager is None:
                     return run()
                 stack.callback(manager.shutdown)
@@ -260,7 +275,7 @@ class SharedEvaluation:
             return
         for loader, order in zip(compat.loaders(loop), orders, strict=True):
             if order is not None:
-                stack.enter_context(reading(loader, order))
+                stack.enter_context(_reading(loader, order))
         stack.callback(compat.set_lengths, loop, lengths)
         run = _Run(loop, division, orders)
         run.begin()

@@ -19,7 +19,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from ft_core import DistributedDataParallel, Manager, ProcessGroupGloo
-from ft_core.errors import ConfigError
+from ft_core.errors import ConfigError, LighthouseError, QuorumTimeoutError
 from ft_core.inventory import check_arguments
 from ft_lightning import _autoload, _compat, _compat_callbacks
 from ft_lightning import _compat_position as _position
@@ -249,15 +249,20 @@ class FaultTolerance(Modes, Writing, Placed):
         known = {} if RUNS.members is None else {"expected_replicas": RUNS.members}
         own = {
             "pg": ProcessGroupGloo(), "room_id": RUNS.evaluation(self.first_room, stage), "rank": self.global_rank,  # type: ignore[attr-defined]
-            "world_size": self.world_size, "use_async_quorum": False, "exit_on_drain": False,  # type: ignore[attr-defined]
+            "world_size": self.world_size, "use_async_quorum": False, "exit_on_drain": False, "min_replica_size": 1,  # type: ignore[attr-defined]
         }  # fmt: skip
-        manager = Manager(**{**self._arguments.for_manager(), **known, **own})
+        manager: Manager | None = None
         try:
+            manager = Manager(**{**self._arguments.for_manager(), **known, **own})
             prepare(manager)
             manager.start_quorum()
             RUNS.members = manager.num_participants()
-        except BaseException:
-            manager.shutdown()
+        except BaseException as error:
+            if manager is not None:
+                manager.shutdown()
+            if isinstance(error, (LighthouseError, QuorumTimeoutError)):
+                log.warning("share_evaluation: this replica group reads all data of this %s run: %s", stage, error)
+                return None
             raise
         return manager
 

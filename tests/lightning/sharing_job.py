@@ -8,18 +8,35 @@ order). Prints `validated STEP BATCHES METRICS`, METRICS as hexadecimal floats; 
 from __future__ import annotations
 
 import os
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
 import torch
 import torchmetrics
+from lightning.pytorch.callbacks import BasePredictionWriter
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from ft_lightning import FaultTolerantStrategy
 
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
 OPTIONS = dict(word.split("=") for word in os.environ.get("OPTIONS", "").split())
 SAMPLES, BATCH, FEATURES = 58, 4, 5
+
+
+class Writer(BasePredictionWriter):
+    """Says whether it is given all predictions, and where they belong."""
+
+    def __init__(self) -> None:
+        super().__init__("epoch")
+
+    def write_on_epoch_end(
+        self, trainer: Any, pl_module: Any, predictions: Sequence[Any], batch_indices: Sequence[Any]
+    ) -> None:
+        indices = [index for loader in batch_indices for batch in loader for index in batch]
+        print("written", torch.cat(list(predictions)).tolist() == indices == list(range(SAMPLES)), flush=True)
 
 
 def option(name: str, default: int = 0) -> int:
@@ -105,7 +122,7 @@ def main() -> None:
         strategy=strategy, accelerator="cpu", devices=option("devices", 1), max_epochs=option("epochs", 2),
         accumulate_grad_batches=option("accumulate", 1), val_check_interval=option("every") or 1.0, logger=False,
         limit_val_batches=option("limit") or 1.0, enable_checkpointing=False, enable_progress_bar=False,
-        enable_model_summary=False,
+        enable_model_summary=False, callbacks=[Writer()],
     )  # fmt: skip
     module = Module()
     own = torch.Generator().manual_seed(strategy.replica_group)

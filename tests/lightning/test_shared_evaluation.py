@@ -5,9 +5,14 @@ from __future__ import annotations
 import pathlib
 import re
 import signal
+import socket
+from datetime import timedelta
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
+import torch
+from torch.utils.data import DataLoader, TensorDataset
 
 from ft_core.errors import ConfigError
 from ft_lightning import FaultTolerantStrategy
@@ -89,6 +94,7 @@ class TestJobs:
             compare(monkeypatch, unshared, text, options, step)
         assert re.findall(r"tested (\d+) (\S+)", text) == [("5", re.findall(r"tested \d+ (\S+)", text)[0])] * GROUPS
         assert re.findall(r"predicted (\d+) (\w+)", text) == [("5", "True")] * GROUPS
+        assert re.findall(r"written (\w+)", text) == ["True"] * GROUPS
 
     def test_the_part_of_a_killed_group_is_evaluated_again(
         self, monkeypatch: pytest.MonkeyPatch, unshared: dict[str, str]
@@ -128,6 +134,31 @@ class TestJobs:
             assert {batches for batches, _ in found.values()} <= {2, 3}  # of 8 in each rank
             for rank in (0, 1):
                 assert alike({name: one for name, one in found.items() if name.endswith(f"/{rank}")})["seen"] == 58.0
+
+
+class Counting(pl.LightningModule):
+    """Says how many batches it has seen."""
+
+    def validation_step(self, batch: Any) -> None:
+        self.log("batches", 1.0, reduce_fx="sum", batch_size=1)
+
+
+@pytest.mark.filterwarnings("ignore")  # Lightning's own, about torch's deprecations
+def test_without_a_lighthouse_everything_is_evaluated_here(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as gone:
+        address = f"127.0.0.1:{gone.getsockname()[1]}"
+    for name, value in {"FT_LIGHTHOUSE": address, "FT_REPLICA_GROUP": "0", "FT_NUM_REPLICA_GROUPS": "2"}.items():
+        monkeypatch.setenv(name, value)
+    impatient = {"connect_timeout": timedelta(seconds=0.5)}
+    trainer = pl.Trainer(
+        strategy=FaultTolerantStrategy(share_evaluation=True, manager_kwargs=impatient), accelerator="cpu", devices=1,
+        logger=False, enable_progress_bar=False, enable_model_summary=False,
+    )  # fmt: skip
+    found = trainer.validate(Counting(), DataLoader(TensorDataset(torch.zeros(6, 1)), 2), verbose=False)
+    assert found == [{"batches": 3.0}]
+    assert any("reads all data of this validate run" in r.getMessage() for r in caplog.records)
 
 
 @pytest.mark.parametrize("value", [1, "yes", None])

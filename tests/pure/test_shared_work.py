@@ -60,6 +60,7 @@ def test_a_question_is_read_as_it_was_written() -> None:
     at = Position(12, True, 3)
     key = question(at, "ab12", "0")
     assert asked_for(f"{key}/2") == (key, at, "ab12", 2)
+    assert asked_for(f"{key}/-3") == (key, at, "ab12", -3)
 
 
 @pytest.mark.parametrize("name", ["", "x", "1/2/3/4/5", "a/0/0/x/y/1", "1/0/0/x/y/z/1", "1/0/0/x/y/"])
