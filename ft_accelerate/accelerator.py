@@ -9,7 +9,7 @@ How it works. `prepare` gives models, optimizers, schedulers and loaders of ours
 replicas must have alike is `heal`; who saves and logs is `leader`. Properties that speak of processes
 (`num_processes`, `process_index`, `gather`, `reduce`, `wait_for_everyone`) mean the processes of this group, which is
 what Accelerate's own collectives reach; only `is_main_process`, saving, tracking, `check_trigger` and `end_training`
-speak of the whole job.
+speak of the whole job, and `gather` does in a shared evaluation (`sharing`).
 
 Threads: the training thread.
 """
@@ -31,6 +31,7 @@ from ft_accelerate.leader import Leadership
 from ft_accelerate.optimizer import GroupScheduler, VotedOptimizer
 from ft_accelerate.plugin import FaultTolerancePlugin, plugin_or_none
 from ft_accelerate.run import Run
+from ft_accelerate.sharing import SharedResults
 from ft_accelerate.wrapping import WrappedModel
 
 if TYPE_CHECKING:
@@ -51,7 +52,7 @@ def _of(owner: weakref.ref[Any], function: Callable[..., Any]) -> Callable[..., 
     return call
 
 
-class FaultTolerantAccelerator(ElasticSteps, _compat.Accelerator):  # type: ignore[misc]
+class FaultTolerantAccelerator(ElasticSteps, SharedResults, _compat.Accelerator):  # type: ignore[misc]
     """An Accelerator whose models train in step with those of other replica groups, any of which may fail.
 
     Args:
@@ -82,6 +83,7 @@ class FaultTolerantAccelerator(ElasticSteps, _compat.Accelerator):  # type: igno
         super().__init__(*args, **kwargs)
         if self.fault_tolerance_plugin is not None:
             refusals.check_state(self.state)
+            refusals.check_sharing(self.fault_tolerance_plugin.share_evaluation, self.dispatch_batches)
             self._begin(self.fault_tolerance_plugin)
 
     def _begin(self, plugin: FaultTolerancePlugin) -> None:

@@ -3,7 +3,8 @@
 How it works. Accelerate's own `prepare_data_loader` divides the data, once among all processes of all groups and once
 among those of this group; `GroupDataLoader` holds both. Which it reads is decided when it is iterated: the first if a
 prepared model is in training mode, or it was read for training before, and gradients are recorded; else the second, so
-that evaluation, and `gather_for_metrics` with it, is each group's own affair and sees all the data.
+that evaluation, and `gather_for_metrics` with it, is each group's own affair and sees all the data (on request the
+groups share it: `sharing`).
 
 While it trains, it asks for the window (`Run.before_batch`) before each batch is handed out. If the position has moved
 then (this replica took over the others' state, or was a batch behind), it opens its data there: in the sampler, so
@@ -131,7 +132,10 @@ class GroupDataLoader(_compat.DataLoaderShard):  # type: ignore[misc]
         return 1
 
     def __len__(self) -> int:
-        """Batches per epoch on this process."""
+        """Batches per epoch on this process; in a shared evaluation those of this loop here."""
+        sharing = self._run.sharing
+        if sharing is not None and sharing.loop is not None and sharing.loader is self:
+            return sharing.loop.done + len(sharing.loop.agenda)
         return len(self.base_dataloader) - self._first
 
     def __reduce__(self) -> Any:
@@ -260,7 +264,8 @@ class GroupDataLoader(_compat.DataLoaderShard):  # type: ignore[misc]
         return iterator
 
     def _evaluate(self) -> Iterator[Any]:
-        return super().__iter__()  # type: ignore[no-any-return]
+        sharing = self._run.sharing
+        return super().__iter__() if sharing is None else sharing.batches(self, super().__iter__)
 
 
 def _rebuild(kind: type, kept: dict[str, Any]) -> Any:

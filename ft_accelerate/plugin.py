@@ -90,6 +90,8 @@ class FaultTolerancePlugin:
         lr_scaling: "linear" or "sqrt": learning rates follow the samples of each step.
         reference_batch_size: with lr_scaling, samples in the steps for which the learning rates were chosen.
         on_exhausted: what a replica does that is out of batches before the others: "shadow", "leave" or "stop_all".
+        share_evaluation: evaluation and prediction data is divided among the groups; `gather_for_metrics` in the loop
+            returns what all have, in the order of the data, also if some are lost. Else each group reads all of it.
         config_file: YAML file with a `fault_tolerance_config` section, for what is not said otherwise.
 
     Raises:
@@ -139,6 +141,9 @@ class FaultTolerancePlugin:
     )
     on_exhausted: str | None = _option(
         "What a replica does that is out of batches before the others: shadow, leave or stop_all.", env="ON_EXHAUSTED"
+    )
+    share_evaluation: bool | None = _option(
+        "Divide evaluation data among the groups; gather_for_metrics returns what all have.", env="SHARE_EVALUATION"
     )
     config_file: str | None = _option(
         f"YAML file with a {SECTION} section, for what is not said otherwise.", env="CONFIG_FILE", per_group=True

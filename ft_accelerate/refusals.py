@@ -101,6 +101,19 @@ def check_groups(group: int, expected: int | None) -> None:
         )
 
 
+def check_sharing(share_evaluation: bool | None, dispatch_batches: bool | None) -> None:
+    """Evaluation data that the groups are to share must be read by index.
+
+    Raises:
+        ConfigError: one process of each group would read it for the others.
+    """
+    if share_evaluation and dispatch_batches:
+        raise ConfigError(
+            "share_evaluation=True cannot be used with dispatch_batches=True: the groups divide evaluation data by its "
+            "index, which the process that reads for the others of its group does not have; leave out one of them"
+        )
+
+
 def check_owners(models: Sequence[Any], optimizers: Sequence[Any]) -> bool:
     """After a backward: that a step will follow which the groups make together. A warning if not.
 

@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.distributed import ReduceOp
 
-from ft_accelerate import store
+from ft_accelerate import sharing, store
 from ft_accelerate.data import groups_needed
 from ft_accelerate.ending import Ending
 from ft_accelerate.kept import Kept
@@ -146,6 +146,7 @@ class Run(Ending):
         """Set while something waits for what a vote, or the end, shows."""
         self.elastic: Elastic | None = None
         """The data that is divided per step, once it is read for training."""
+        self.sharing: sharing.Sharing | None = None
         self.out = RunningOut(self)
         self.left = False
         """This replica has left the others, which go on."""
@@ -189,6 +190,7 @@ class Run(Ending):
             self._kept.owner = self._owner()
             load, save = (functools.partial(self._kept.call, function) for function in self._functions)
             self.manager.register_state_dict_fn(KEY, load, save)
+            self.sharing = sharing.of(self)
         return self.manager
 
     def manager_state(self) -> dict[str, int]:

@@ -29,7 +29,7 @@ from ft_core.errors import EncodingError, HealError
 from ft_core.shared_work_rules import ASK_S, Heard, Move, Position, answer, asked_for, decide, question
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Collection, Sequence
 
     from ft_core.assignment import Plan
     from ft_core.manager import Manager
@@ -59,6 +59,8 @@ class Board:
         self._identity = ""
         self._results: OrderedDict[str, bytes | None] = OrderedDict()
         self._fetched: dict[str, set[int]] = {}
+        self._given_up: set[str] = set()
+        """Keys of this division's results that are kept no more: to who asks, that is no "not yet"."""
 
     def __repr__(self) -> str:
         return f"Board({self._at}, {len(self._results)} results)"
@@ -70,6 +72,7 @@ class Board:
             same = self._at[:2] == (step, opened)
             self._at = Position(step, opened, self._at.number + 1 if same else 0)
             self._identity = identity
+            self._given_up.clear()
             return self._at
 
     def publish(self, key: str, result: bytes | None) -> None:
@@ -77,7 +80,9 @@ class Board:
         with self._lock:
             self._results[key] = result
             while len(self._results) > KEPT:
-                self._fetched.pop(self._results.popitem(last=False)[0], None)
+                oldest, _ = self._results.popitem(last=False)
+                self._fetched.pop(oldest, None)
+                self._given_up.add(oldest)
 
     def fetched(self, key: str) -> set[int]:
         """Who needs nothing more of it."""
@@ -96,6 +101,8 @@ class Board:
                 return Heard.THERE.value + result
             if asked.key in self._results:
                 self._fetched.setdefault(asked.key, set()).add(max(asked.asker, -1 - asked.asker))
+                return Heard.NEVER.value
+            if asked.key in self._given_up:
                 return Heard.NEVER.value
             begun = self._at if self._at[:2] == place else Position(*place, -1)
             return answer(asked.at, begun, same_work=asked.identity == self._identity).value
@@ -146,21 +153,26 @@ class Division:
         """Of a result of this division."""
         return question(self._at, self._identity, name)
 
-    def exchange(self, name: str, own: object, took_s: float) -> dict[int, Any]:
+    def exchange(
+        self, name: str, own: object, took_s: float, *, among: Collection[int] | None = None, more: bool = False
+    ) -> dict[int, Any]:
         """Publish this member's part, and wait for the others'. On all ranks of a group, in the same order.
 
         Args:
             name: of the result, unlike the division's others; without a slash.
             own: what came of this member's part: what a state dict may hold (tensors, numbers, text, containers). If
                 something in it cannot be sent, that is logged, and each member does this part by itself.
-            took_s: how long it took.
+            took_s: seconds that it took.
+            among: the parts that are asked for; None: all others'. Whose part was missing once is best left out.
+            more: another result follows at once, so this member need not stay until the others have fetched this one.
 
         Returns:
             the others' parts, by number. Those that are missing have to be done here.
         """
         if self.owners is None or self.parts == 1:
             return {}
-        return self._work.exchange(self.owners, self, name, own, took_s)
+        wanted = [part for part in range(self.parts) if part != self.part and (among is None or part in among)]
+        return self._work.exchange(self.owners, self, name, own, took_s, wanted, more=more)
 
 
 class SharedWork:
@@ -210,17 +222,19 @@ class SharedWork:
         identity = hashlib.blake2b(named.encode(), digest_size=12).hexdigest()
         return Division(self, owners, pieces, self._board.begin(identity), identity)
 
-    def exchange(self, owners: Owners, division: Division, name: str, own: object, took_s: float) -> dict[int, Any]:
+    def exchange(
+        self, owners: Owners, division: Division, name: str, own: object, took_s: float, wanted: Sequence[int],
+        *, more: bool,
+    ) -> dict[int, Any]:  # fmt: skip
         """See `Division.exchange`."""
         key, packed = division.key(name), self._packed(own)
         if owners.mine < division.parts:
             self._board.publish(key, packed)
         like = None if packed is None else own
-        found = self._collect(owners, division, key, like, max(self._manager._session.patience_s, took_s))
-        others = [part for part in range(division.parts) if part != division.part]
-        _, missing = self._agree([int(part not in found) for part in others])
-        found = {part: found[part] for part, lost in zip(others, missing, strict=True) if not lost}
-        if owners.mine < division.parts:
+        found = self._collect(owners, division, wanted, key, like, max(self._manager._session.patience_s, took_s))
+        _, missing = self._agree([int(part not in found) for part in wanted])
+        found = {part: found[part] for part, lost in zip(wanted, missing, strict=True) if not lost}
+        if owners.mine < division.parts and not more:
             self._linger(key, set(found))
         return found
 
@@ -235,9 +249,11 @@ class SharedWork:
         self._tell(f"each replica does all of this work itself: a result of {len(packed) >> 20} MB is too much to send")
         return None
 
-    def _collect(self, owners: Owners, division: Division, key: str, like: object, limit_s: float) -> dict[int, Any]:
+    def _collect(
+        self, owners: Owners, division: Division, wanted: Sequence[int], key: str, like: object, limit_s: float
+    ) -> dict[int, Any]:
         found: dict[int, Any] = {}
-        left = [part for part in range(division.parts) if part != division.part]
+        left = list(wanted)
         began = time.monotonic()
         spoke = dict.fromkeys(left, began)
         pause_s, longest_s = PAUSE_S

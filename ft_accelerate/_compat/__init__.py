@@ -43,6 +43,7 @@ __all__ = [
     "DistributedDataParallelKwargs",
     "DistributedType",
     "GradientState",
+    "IterableDataset",
     "SeedableRandomSampler",
     "can_skip",
     "ddp_arguments",
@@ -51,7 +52,9 @@ __all__ = [
     "inner_optimizer",
     "is_initialized",
     "open_at",
+    "order_of",
     "prepare_data_loader",
+    "reading",
     "reset_scaler",
     "shard_of",
     "synchronize_rng_states",
@@ -120,25 +123,37 @@ def can_skip(base: Any) -> bool:
     return type(base) is DataLoader and not isinstance(base.dataset, IterableDataset)
 
 
+def order_of(base: Any) -> Any:
+    """What decides in which order a loader reads: its batch sampler, or without batching its sampler."""
+    return base.batch_sampler if base.batch_sampler is not None else base.sampler
+
+
 @contextlib.contextmanager
-def open_at(base: Any, batch: int) -> Iterator[None]:
-    """Inside, the next `iter(base)` begins at `batch`; new or persistent workers get nothing from before it.
+def reading(base: Any, order: Any) -> Iterator[None]:
+    """Inside, the next `iter(base)` reads what `order` says; new or persistent workers get nothing else.
 
     Relies on torch's DataLoader taking its indices from the attribute `batch_sampler` (or `sampler`, without batching),
     a persistent one from the attribute of the same purpose of its iterator.
     """
     attribute = "batch_sampler" if base.batch_sampler is not None else "sampler"
     original = getattr(base, attribute)
-    skipping = _From(original, batch)
     persistent = getattr(base, "_iterator", None)
-    vars(base)[attribute] = skipping  # DataLoader refuses plain assignment
+    vars(base)[attribute] = order  # DataLoader refuses plain assignment
     if persistent is not None:
-        persistent._index_sampler = skipping
+        persistent._index_sampler = order
     try:
         yield
     finally:
         vars(base)[attribute] = original
-        skipping.skip = 0  # an iterator with workers made two iterators of it, and may make a third
         for iterator in (persistent, getattr(base, "_iterator", None)):
             if iterator is not None:
                 iterator._index_sampler = original
+
+
+@contextlib.contextmanager
+def open_at(base: Any, batch: int) -> Iterator[None]:
+    """Inside, the next `iter(base)` begins at `batch`, as with `reading`."""
+    skipping = _From(order_of(base), batch)
+    with reading(base, skipping):
+        yield
+    skipping.skip = 0  # an iterator with workers made two iterators of it, and may make a third
