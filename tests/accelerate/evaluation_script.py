@@ -30,14 +30,15 @@ GROUP = int(os.environ.get("FT_REPLICA_GROUP", "0"))
 FOLDER = pathlib.Path(os.environ.get("FOLDER", "."))
 KILL = [int(number) for number in os.environ.get("KILL", "-1:0:0:0").split(":")]
 WORKERS = int(os.environ.get("WORKERS", "0"))
-SHUFFLE = os.environ.get("SHUFFLE") == "1"
+SHUFFLE = os.environ.get("SHUFFLE", "")
+"""Of evaluation data: "same" in all groups, or in each "another" way."""
 SAMPLES, BATCH, EPOCHS, STEPS_BETWEEN = 50, 4, 3, 2
 
 
 def maybe_die(*place: int) -> None:
     """As KILL says: number of the evaluation, body, result."""
     marker = FOLDER / "killed"
-    if KILL == [GROUP, *place] and not marker.exists():
+    if [GROUP, *place] == KILL and not marker.exists():
         marker.touch()
         os.kill(os.getpid(), signal.SIGKILL)
 
@@ -82,11 +83,9 @@ def own_loop() -> None:
     optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
     accelerator: Any = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True))
     options: dict[str, Any] = {"num_workers": WORKERS, "persistent_workers": True} if WORKERS else {}
-    if SHUFFLE:
-        options["generator"] = torch.Generator().manual_seed(GROUP)
-    model, optimizer, training, rest = accelerator.prepare(
-        model, optimizer, DataLoader(data, BATCH, shuffle=True), DataLoader(data, BATCH, shuffle=SHUFFLE, **options)
-    )
+    model, optimizer, training = accelerator.prepare(model, optimizer, DataLoader(data, BATCH, shuffle=True))
+    torch.manual_seed(100 + GROUP if SHUFFLE == "another" else 100)
+    rest = accelerator.prepare(DataLoader(data, BATCH, shuffle=SHUFFLE != "", **options))
     for epoch in accelerator.epochs(EPOCHS):
         model.train()
         for _, x in training:

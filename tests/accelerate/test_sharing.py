@@ -1,4 +1,4 @@
-"""`share_evaluation=True` under ftrun with real processes: divided, exact, in order, also if a group is killed in it."""
+"""`share_evaluation=True` under ftrun with real processes: divided, exact, in order, also if a group is killed."""
 
 from __future__ import annotations
 
@@ -52,7 +52,9 @@ def test_three_groups_evaluate_a_third_each(shared: Callable[..., None]) -> None
     with job(SCRIPT, "--replicas", "3", "--max-restarts", "0", "--standby", "0") as running:
         assert running.run() == 0, running.text
     found = check_exact(running, ends=3)
-    assert sorted((said["number"], said["group"]) for said in found) == [(n, g) for n in range(EPOCHS) for g in range(3)]
+    assert sorted((said["number"], said["group"]) for said in found) == [
+        (n, g) for n in range(EPOCHS) for g in range(3)
+    ]
     assert all(said["ids"] == list(range(SAMPLES)) for said in found)
     assert {said["bodies"] for said in found} == {-(-PIECES // 3)}
 
@@ -71,3 +73,49 @@ def test_a_group_killed_in_a_shared_evaluation_changes_no_metric(shared: Callabl
     left = len(range(dead, PIECES, 3)) - body
     assert len(hit) == 2
     assert {said["bodies"] for said in hit} <= {-(-PIECES // 3) + left, -(-PIECES // 3) + left - 1}, hit
+
+
+def test_workers_that_stay_read_what_a_lost_group_had(shared: Callable[..., None]) -> None:
+    shared(KILL="2:1:1:0", WORKERS="1")
+    with job(SCRIPT, "--replicas", "3", "--standby", "0") as running:
+        assert running.run() == 0, running.text
+    assert running.count("was ended by SIGKILL") == 1
+    found = check_exact(running, ends=len(re.findall(r"/0\] done", running.text)))
+    assert all(said["ids"] == list(range(SAMPLES)) for said in found)
+
+
+def test_groups_of_two_processes(shared: Callable[..., None]) -> None:
+    """All processes of a group have all results; 50 samples are no multiple of what four of them read at a time."""
+    shared(KILL="0:1:1:1")
+    options = ("--replicas", "2", "--nproc-per-replica", "2", "--max-restarts", "0", "--success", "min")
+    with job(SCRIPT, *options, "--standby", "0") as running:
+        assert running.run() == 0, running.text
+    found = check_exact(running, ends=len(re.findall(r"/0\] done", running.text)))
+    assert all(said["ids"] == list(range(SAMPLES)) for said in found)
+    pieces = -(-SAMPLES // (2 * BATCH))
+    assert {said["bodies"] for said in found if said["number"] == 0} == {-(-pieces // 2)}
+    assert {said["bodies"] for said in found if said["number"] == 1 and said["group"] == 1} == {pieces - 1}
+
+
+@pytest.mark.parametrize("order", ["same", "another"])
+def test_shuffled_data_is_shared_only_by_those_with_the_same_order(shared: Callable[..., None], order: str) -> None:
+    shared(SHUFFLE=order)
+    with job(SCRIPT, "--replicas", "2", "--max-restarts", "0", "--standby", "0") as running:
+        assert running.run() == 0, running.text
+    found = check_exact(running, ends=2)
+    assert all(sorted(said["ids"]) == list(range(SAMPLES)) for said in found)
+    assert {said["bodies"] for said in found} == {-(-PIECES // 2) if order == "same" else PIECES}
+    assert running.count("read it in another order.*shuffle=False") == (0 if order == "same" else 2)
+
+
+@pytest.mark.parametrize("place", ["-1:0:0:0", "0:2:1:0"])
+def test_predictions_of_trainer_are_those_of_one_group_alone(shared: Callable[..., None], place: str) -> None:
+    """Logits, labels, loss and metrics, to the bit; also with a group that is killed meanwhile."""
+    shared(KILL=place)
+    with job(f"{SCRIPT} trainer", "--replicas", "3", "--standby", "0") as running:
+        assert running.run() == 0, running.text
+    assert running.count("was ended by SIGKILL") == (place[0] != "-")
+    found = check_exact(running, ends=len(re.findall(r"/0\] done", running.text)))
+    pieces = -(-(SAMPLES - 23) // 2)
+    assert {said["bodies"] for said in found if said["number"] == 1} == {-(-pieces // 3)}
+    assert len([said for said in found if said["number"] == 2]) == (3 if place[0] == "-" else 2)
