@@ -2,7 +2,7 @@
 
 After each epoch (two steps with Trainer) each group prints a line `evaluated {...}`: group, number, how many bodies it
 ran, the samples that it was given results of, in order, and a digest of these; and `alone`, that of the same without
-sharing. KILL=GROUP:NUMBER:BODY:PLACE: that group kills itself once, before that result of that body.
+sharing. KILL=GROUP:NUMBER:BODY:PLACE: that group sends itself SIGNAL once, before that result of that body.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from ft_accelerate import FaultTolerantAccelerator as Accelerator
+from ft_core.errors import UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -29,9 +30,12 @@ if TYPE_CHECKING:
 GROUP = int(os.environ.get("FT_REPLICA_GROUP", "0"))
 FOLDER = pathlib.Path(os.environ.get("FOLDER", "."))
 KILL = [int(number) for number in os.environ.get("KILL", "-1:0:0:0").split(":")]
+SIGNAL = os.environ.get("SIGNAL", "SIGKILL")
 WORKERS = int(os.environ.get("WORKERS", "0"))
 SHUFFLE = os.environ.get("SHUFFLE", "")
 """Of evaluation data: "same" in all groups, or in each "another" way."""
+OTHERWISE = os.environ.get("OTHERWISE") == "1"
+"""Before the last evaluation the data is read in ways of which nothing is shared."""
 SAMPLES, BATCH, EPOCHS, STEPS_BETWEEN = 50, 4, 3, 2
 
 
@@ -40,7 +44,8 @@ def maybe_die(*place: int) -> None:
     marker = FOLDER / "killed"
     if [GROUP, *place] == KILL and not marker.exists():
         marker.touch()
-        os.kill(os.getpid(), signal.SIGKILL)
+        print("goes", os.getpid(), flush=True)
+        os.kill(os.getpid(), getattr(signal, SIGNAL))
 
 
 def digest(*arrays: Any) -> str:
@@ -86,17 +91,34 @@ def own_loop() -> None:
     model, optimizer, training = accelerator.prepare(model, optimizer, DataLoader(data, BATCH, shuffle=True))
     torch.manual_seed(100 + GROUP if SHUFFLE == "another" else 100)
     rest = accelerator.prepare(DataLoader(data, BATCH, shuffle=SHUFFLE != "", **options))
-    for epoch in accelerator.epochs(EPOCHS):
+    for epoch in accelerator.epochs(int(os.environ.get("EPOCHS", EPOCHS))):
         model.train()
         for _, x in training:
             accelerator.backward((model(x) - x.sum(1, keepdim=True)).square().mean())
             optimizer.step()
             optimizer.zero_grad()
+        if OTHERWISE and epoch == EPOCHS - 1:
+            read_otherwise(accelerator, model, rest)
         bodies, ids, losses = evaluate(accelerator, model, rest, epoch)
         plain = list(iter_plain(model, data))
         report(epoch, bodies, ids.tolist(), digest(ids.sort()[0], losses[ids.argsort()]), digest(numbers, *plain))
     print("done", digest(*model.state_dict().values()), flush=True)
     accelerator.end_training()
+
+
+def read_otherwise(accelerator: Any, model: Any, loader: Any) -> None:
+    """One batch; all without gathering; the results of every other batch; two loops at once."""
+    model.eval()
+    with torch.no_grad():
+        first = next(iter(loader))[0]
+        assert first.tolist() == list(range(GROUP * BATCH, GROUP * BATCH + BATCH)), first
+        assert len([None for _ in loader]) < len(loader)
+        some = [accelerator.gather_for_metrics(ids) for number, (ids, _) in enumerate(loader) if number % 2]
+        print("some", torch.cat(some).tolist(), flush=True)
+        try:
+            list(zip(loader, loader, strict=True))
+        except UsageError as error:
+            print("refused", error, flush=True)
 
 
 def iter_plain(model: Any, data: Any) -> Iterator[torch.Tensor]:
@@ -114,7 +136,7 @@ def with_trainer() -> None:
     from ft_accelerate import FaultTolerantTrainer
     from tests.accelerate.trainer_job import Text, tiny_model
 
-    class Evaluates(TrainerCallback):  # type: ignore[misc]
+    class Evaluates(TrainerCallback):
         """Predicts every two steps: shared, then alone."""
 
         trainer: Any = None

@@ -20,7 +20,7 @@ from accelerate.utils import DistributedDataParallelKwargs, ProjectConfiguration
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
-from ft_accelerate import FaultTolerantAccelerator, heal, refusals
+from ft_accelerate import FaultTolerancePlugin, FaultTolerantAccelerator, heal, refusals
 from ft_accelerate.checkpoints import MANAGER
 from ft_accelerate.data import EPOCH, GroupDataLoader, groups_needed
 from ft_core.errors import ConfigError, NotAvailableError, UsageError
@@ -407,6 +407,45 @@ def test_loaders_for_training_and_evaluation(monkeypatch: pytest.MonkeyPatch) ->
     rest = s.accelerator.skip_first_batches(s.data, 1)
     assert len([*rest]) == 1
     s.accelerator.end_training()
+
+
+def test_evaluation_that_cannot_be_shared_says_why_once(caplog: pytest.LogCaptureFixture) -> None:
+    """Before training, after it, and of a stream; a group that is alone has nobody to share with."""
+
+    class Stream(IterableDataset[torch.Tensor]):
+        def __iter__(self) -> Iterator[torch.Tensor]:
+            return iter(torch.arange(4.0))
+
+    s = Setup(fault_tolerance_plugin=FaultTolerancePlugin(share_evaluation=True))
+    rest = s.accelerator.prepare(DataLoader(TensorDataset(torch.arange(5)), 2))
+    stream = s.accelerator.prepare(DataLoader(Stream(), 2))
+
+    def evaluated() -> list[int]:
+        s.model.eval()
+        with torch.no_grad():
+            assert len(list(stream)) == 2
+            return [int(i) for (ids,) in rest for i in s.accelerator.gather_for_metrics(ids)]
+
+    def told() -> list[str]:
+        return [r.getMessage().rpartition(": ")[2] for r in caplog.records if "is not shared" in r.getMessage()]
+
+    assert evaluated() == evaluated() == list(range(5))
+    assert told() == ["it is an IterableDataset", "training has not begun, so there is no quorum yet"]
+    s.model.train()
+    s.train(8)
+    caplog.clear()
+    assert evaluated() == list(range(5))
+    assert len(rest) == 3
+    assert told() == []
+    s.accelerator.end_training()
+    assert evaluated() == list(range(5))
+    assert told() == ["training is over"]
+
+
+def test_evaluation_cannot_be_shared_where_one_process_reads_for_its_group() -> None:
+    plugin, config = FaultTolerancePlugin(share_evaluation=True), DataLoaderConfiguration(dispatch_batches=True)
+    with pytest.raises(ConfigError, match=r"share_evaluation=True cannot be used with dispatch_batches=True: .*leave"):
+        FaultTolerantAccelerator(fault_tolerance_plugin=plugin, dataloader_config=config)
 
 
 def test_the_mode_is_that_of_the_model_inside() -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import pathlib
 import re
+import signal
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -48,7 +50,9 @@ def check_exact(running: Job, *, ends: int) -> list[dict[str, Any]]:
     return found
 
 
-def test_three_groups_evaluate_a_third_each(shared: Callable[..., None]) -> None:
+@pytest.mark.parametrize("elastic", ["0", "1"])
+def test_three_groups_evaluate_a_third_each(shared: Callable[..., None], elastic: str) -> None:
+    shared(ACCELERATE_FT_ELASTIC_DATA=elastic)
     with job(SCRIPT, "--replicas", "3", "--max-restarts", "0", "--standby", "0") as running:
         assert running.run() == 0, running.text
     found = check_exact(running, ends=3)
@@ -57,6 +61,18 @@ def test_three_groups_evaluate_a_third_each(shared: Callable[..., None]) -> None
     ]
     assert all(said["ids"] == list(range(SAMPLES)) for said in found)
     assert {said["bodies"] for said in found} == {-(-PIECES // 3)}
+
+
+def test_data_that_is_read_otherwise(shared: Callable[..., None]) -> None:
+    """What nothing is gathered of is of one group's part, with a warning; two loops at once are refused."""
+    shared(OTHERWISE="1")
+    with job(SCRIPT, "--replicas", "3", "--max-restarts", "0", "--standby", "0") as running:
+        assert running.run() == 0, running.text
+    check_exact(running, ends=3)
+    assert running.count(r"a loop over evaluation data gathered nothing: .* Call gather_for_metrics") == 3
+    assert running.count(r"refused share_evaluation=True, and a second evaluation loader is read") == 3
+    every_other = [n for n in range(SAMPLES) if n // (3 * BATCH) % 2]
+    assert re.findall(r"\] some (.*)", running.text) == [str(every_other)] * 3
 
 
 @pytest.mark.parametrize("place", ["0:1:2:0", "1:1:2:1"])
@@ -73,6 +89,23 @@ def test_a_group_killed_in_a_shared_evaluation_changes_no_metric(shared: Callabl
     left = len(range(dead, PIECES, 3)) - body
     assert len(hit) == 2
     assert {said["bodies"] for said in hit} <= {-(-PIECES // 3) + left, -(-PIECES // 3) + left - 1}, hit
+
+
+@pytest.mark.long
+def test_a_group_frozen_in_a_shared_evaluation_is_not_waited_for_long(
+    shared: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """When it goes on, nobody answers to what it asks: it evaluates the rest by itself, and comes back healed."""
+    monkeypatch.setenv("FT_LIVENESS_S", "1")
+    shared(KILL="1:1:2:1", SIGNAL="SIGSTOP", EPOCHS="80")
+    frozen: list[int] = []
+    with job(SCRIPT, "--replicas", "3", "--max-restarts", "0", "--standby", "0") as running:
+        running.when(r"\] goes (\d+)", lambda match: frozen.append(int(match[1])))
+        running.when(r'evaluated {"group": 0, "number": 2,', lambda _: os.kill(frozen[0], signal.SIGCONT))
+        assert running.run() == 0, running.text
+    found = check_exact(running, ends=3)
+    assert all(said["ids"] == list(range(SAMPLES)) for said in found)
+    assert {said["bodies"] for said in found if said["number"] == 79} == {-(-PIECES // 3)}
 
 
 def test_workers_that_stay_read_what_a_lost_group_had(shared: Callable[..., None]) -> None:
