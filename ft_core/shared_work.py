@@ -231,7 +231,8 @@ class SharedWork:
         if owners.mine < division.parts:
             self._board.publish(key, packed)
         like = None if packed is None else own
-        found = self._collect(owners, division, wanted, key, like, max(self._manager._session.patience_s, took_s))
+        limit_s = max(self._manager._session.patience_s, took_s)
+        found = self._collect(owners, division, wanted, key, like, limit_s, more=more)
         _, missing = self._agree([int(part not in found) for part in wanted])
         found = {part: found[part] for part, lost in zip(wanted, missing, strict=True) if not lost}
         if owners.mine < division.parts and not more:
@@ -250,8 +251,9 @@ class SharedWork:
         return None
 
     def _collect(
-        self, owners: Owners, division: Division, wanted: Sequence[int], key: str, like: object, limit_s: float
-    ) -> dict[int, Any]:
+        self, owners: Owners, division: Division, wanted: Sequence[int], key: str, like: object, limit_s: float,
+        *, more: bool,
+    ) -> dict[int, Any]:  # fmt: skip
         found: dict[int, Any] = {}
         left = list(wanted)
         began = time.monotonic()
@@ -269,7 +271,8 @@ class SharedWork:
                 )  # fmt: skip
                 if move is Move.TAKE:
                     found[part] = result
-                    self._ask(owners.addresses[part], f"{key}/{-1 - owners.mine}", None)
+                    if not more:
+                        self._ask(owners.addresses[part], f"{key}/{-1 - owners.mine}", None)
                 elif move is Move.REPEAT:
                     self._tell(f"part {part + 1} of {division.parts} of shared work is done here as well: {reason}")
                 if move is not Move.WAIT:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ft_core.shared_work import LINGER_S, SharedWork
+from ft_core.shared_work import KEPT, LINGER_S, SharedWork
 from tests.manager.harness import LIMIT_S, Cluster, Replica, crash
 
 if TYPE_CHECKING:
@@ -172,3 +172,47 @@ def test_who_ends_right_after_it_still_gives_its_part(cluster: Cluster) -> None:
     cluster.check(steps=3)
     assert all(len(parts) == 1 for parts in parts_of(found).values())
     assert time.monotonic() - began < LINGER_S + 3
+
+
+def test_many_results_of_one_division_each_from_who_has_them(cluster: Cluster) -> None:
+    """Nobody stays for those of which more follow; a part that is not asked for is not waited for."""
+    found: dict[str, list[list[int]]] = {}
+    began = time.monotonic()
+
+    def act(replica: Replica) -> None:
+        assert isinstance(replica, Worker)
+        division = replica.work.divide("work", 3)
+        came = found[replica.name] = []
+        for number in range(3 * KEPT):
+            among = [1, 2] if number % 2 else None
+            came.append(sorted(division.exchange(str(number), number, 0.0, among=among, more=number + 1 < 3 * KEPT)))
+
+    cluster.run(*workers(3, act))
+    cluster.check(steps=5)
+    each = [[others, [part for part in others if part]] * 12 for others in ([0, 1], [0, 2], [1, 2])]
+    assert sorted(found.values()) == each
+    assert time.monotonic() - began < LIMIT_S / 2
+
+
+def test_a_result_that_is_kept_no_more_is_not_waited_for(cluster: Cluster) -> None:
+    """One of them asks nobody, and is far ahead."""
+    found: Found = {}
+    began, ahead = time.monotonic(), threading.Event()
+
+    def hurries(replica: Replica) -> None:
+        assert isinstance(replica, Worker)
+        division = replica.work.divide("work", 2)
+        for number in range(KEPT + 1):
+            division.exchange(str(number), number, 0.0, among=(), more=True)
+        ahead.set()
+
+    def late(replica: Replica) -> None:
+        assert isinstance(replica, Worker)
+        division = replica.work.divide("work", 2)
+        assert ahead.wait(LIMIT_S)
+        found[replica.name] = division.exchange("0", 0, 0.0)
+
+    cluster.run(*workers(2, hurries, late))
+    cluster.check(steps=5)
+    assert parts_of(found) == {"r1": []}
+    assert time.monotonic() - began < LIMIT_S / 2
