@@ -127,6 +127,8 @@ class Sharing:
         if not _compat.can_skip(base):
             stream = isinstance(base.dataset, _compat.IterableDataset)
             return "it is an IterableDataset" if stream else f"a {type(base).__name__} cannot be read by index"
+        if not hasattr(_compat.order_of(base), "__len__"):
+            return f"its {type(_compat.order_of(base)).__name__} has no length, and may never end"
         if run.ended:
             return "training is over"
         if run.manager is None or not run.manager.quorum_id:

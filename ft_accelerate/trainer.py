@@ -285,7 +285,7 @@ class FaultTolerantTrainerMixin(ElasticEpochs):
         return super()._finalize_training(*args, **kwargs)
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
-        """As Trainer's, on all the data in each group; the others wait meanwhile."""
+        """As Trainer's, on all the data in each group, or shared by all (`sharing`); the others wait meanwhile."""
         run = self._ft_run
         if run is None:
             return super().evaluation_loop(*args, **kwargs)

@@ -416,21 +416,30 @@ def test_evaluation_that_cannot_be_shared_says_why_once(caplog: pytest.LogCaptur
         def __iter__(self) -> Iterator[torch.Tensor]:
             return iter(torch.arange(4.0))
 
+    class Endless:
+        batch_size, drop_last = 2, False
+
+        def __iter__(self) -> Iterator[list[int]]:
+            return itertools.cycle([[0, 1], [2]])
+
     s = Setup(fault_tolerance_plugin=FaultTolerancePlugin(share_evaluation=True))
-    rest = s.accelerator.prepare(DataLoader(TensorDataset(torch.arange(5)), 2))
+    data = TensorDataset(torch.arange(5))
+    rest = s.accelerator.prepare(DataLoader(data, 2))
     stream = s.accelerator.prepare(DataLoader(Stream(), 2))
+    endless = s.accelerator.prepare(DataLoader(data, batch_sampler=Endless()))
 
     def evaluated() -> list[int]:
         s.model.eval()
         with torch.no_grad():
-            assert len(list(stream)) == 2
+            assert len(list(stream)) == len(list(itertools.islice(endless, 2))) == 2
             return [int(i) for (ids,) in rest for i in s.accelerator.gather_for_metrics(ids)]
 
     def told() -> list[str]:
         return [r.getMessage().rpartition(": ")[2] for r in caplog.records if "is not shared" in r.getMessage()]
 
     assert evaluated() == evaluated() == list(range(5))
-    assert told() == ["it is an IterableDataset", "training has not begun, so there is no quorum yet"]
+    endless_why = "its Endless has no length, and may never end"
+    assert told() == ["it is an IterableDataset", endless_why, "training has not begun, so there is no quorum yet"]
     s.model.train()
     s.train(8)
     caplog.clear()
