@@ -118,10 +118,18 @@ class SharedLoop:
         return min(step * self._division.parts + self._division.part, self.pieces - 1)
 
     def _rest(self, step: int) -> list[int]:
-        """What this group does from that step on."""
-        parts = self._division.parts
-        theirs = {t * parts + part for t in range(step, self.steps) for part in self.lost}
-        return sorted({p for p in theirs if p < self.pieces} | {self._own(t) for t in range(step, self.steps)})
+        """What this group does from that step on, in such an order that each call can return something.
+
+        The others' results come with the own piece, so that is done as soon as no lost group's piece is before all.
+        """
+        agenda: list[int] = []
+        for t in range(step, self.steps):
+            first, own = t * self._division.parts, self._own(t)
+            pieces = [first + part for part in sorted(self.lost)]
+            theirs = [piece for piece in pieces if piece < self.pieces and piece != own]
+            leading = [piece for number, piece in enumerate(theirs) if piece == first + number]
+            agenda += [*leading, own, *theirs[len(leading) :]]
+        return agenda
 
     def begin(self) -> int:
         """The next piece of the agenda is under way. Returns it."""
@@ -170,7 +178,7 @@ class SharedLoop:
         first = step * self._division.parts
         missing = {first + part for part in parts} | {p for p in self.agenda if p < first + self._division.parts}
         self.lost.update(parts)
-        self.agenda = sorted({*missing, *self._rest(step + 1)})
+        self.agenda = [*sorted(missing), *self._rest(step + 1)]
 
 
 def joined(values: Sequence[Any], like: Any, paddings: Sequence[Padding], objects: bool = False) -> Any:

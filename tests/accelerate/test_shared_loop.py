@@ -114,13 +114,24 @@ def test_whoever_dies_at_whatever_place_is_made_up_for(cluster: Cluster, seed: i
 
     Where a loss shows, a call returns nothing; once for each place.
     """
-    dice, found, pieces = random.Random(seed), Found(), 10
+    dice, found, pieces = random.Random(seed), Found(), 20
     dead = dice.sample(range(3), 1 + seed % 2)
     at = {(f"r{i}", dice.randrange(3), dice.randrange(PLACES)): crash for i in dead}
     cluster.run(*evaluators(3, evaluates(found, pieces, at)))
     cluster.check(steps=5, survivors=3 - len(dead))
     check(found, pieces, 3 - len(dead))
-    assert all(found.empty[f"r{i}"] <= PLACES * len(dead) for i in range(3) if i not in dead)
+    assert all(found.empty[f"r{i}"] <= PLACES * len(dead) for i in range(3) if i not in dead), (found.did, found.empty)
+
+
+@pytest.mark.parametrize("dead", range(3))
+def test_whose_loss_is_known_before_costs_no_call_its_result(cluster: Cluster, dead: int) -> None:
+    """Whatever its place in the order: a mean per call would be no number where nothing is returned."""
+    found = Found()
+    act = evaluates(found, 20)
+    cluster.run(*[Evaluator(i, at={AT: crash if i == dead else act}, setup=ready, steps=5) for i in range(3)])
+    cluster.check(steps=5, survivors=2)
+    check(found, 20, 2)
+    assert set(found.empty.values()) == {0}, found.did
 
 
 def test_who_is_slow_at_one_piece_is_waited_for(cluster: Cluster) -> None:
