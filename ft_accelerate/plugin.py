@@ -83,6 +83,8 @@ class FaultTolerancePlugin:
         connect_timeout_s: seconds that the lighthouse may take to be reached.
         parity_check_every: compare digests of all state every so many commits; 0: never.
         max_retries: more vetoed steps in a row than this end the process; None: never.
+        from_scratch: whether the job may begin again at step 0 if every group that held its state is lost and no
+            checkpoint is loaded; otherwise it ends. None: FT_FROM_SCRATCH, else no.
         elastic_data: training data is divided anew in each step among the groups that are there, so that each sample
             goes into exactly one committed step of an epoch.
         global_batch_size: with elastic data, samples in each optimizer step whatever the membership.
@@ -122,6 +124,10 @@ class FaultTolerancePlugin:
     )
     max_retries: int | None = _option(
         "More vetoed steps in a row than this end the process; not set: never.", env="MAX_RETRIES"
+    )
+    from_scratch: bool | None = _option(
+        "Let the job begin again at step 0 if all its state is lost and no checkpoint is loaded; otherwise it ends.",
+        env="FROM_SCRATCH",
     )
     elastic_data: bool | None = _option(
         "Divide training data anew in each step among the groups that are there: each sample once per epoch.",
@@ -209,7 +215,7 @@ class FaultTolerancePlugin:
             "expected_replicas": self.expected_replicas, "timeout": span(self.timeout_s),
             "quorum_timeout": span(self.quorum_timeout_s), "connect_timeout": span(self.connect_timeout_s),
             "parity_check_every": self.parity_check_every or 0, "max_retries": self.max_retries,
-            "on_exhausted": self.on_exhausted or "shadow",
+            "on_exhausted": self.on_exhausted or "shadow", "from_scratch": self.from_scratch,
         }  # fmt: skip
 
 

@@ -5,8 +5,8 @@ committed some, what was trained is somewhere else or lost. Members of the last 
 by R2, and for OTHERS_S groups that have not come yet: one may have a checkpoint. When nobody is left to wait for, those
 who ask are refused, in words that say how the job can go on: from a checkpoint, or from the start if that is wanted.
 
-Who has loaded a checkpoint, of whatever step, or was told so by its user (FT_FROM_SCRATCH), asks with `from_scratch`;
-one that does is enough.
+Who has loaded a checkpoint, of whatever step, or was told so by its user (`Manager(from_scratch=True)`, which strategy
+and plugin pass on, or FT_FROM_SCRATCH), asks with `from_scratch`; one that does is enough.
 
 Invariant: a quorum in which somebody holds a committed step is never touched. Ownership: `membership.Room` only.
 """
@@ -24,6 +24,11 @@ if TYPE_CHECKING:
 
 OTHERS_S = 5.0
 """How long others are waited for, from the first ask on."""
+SAY_SO = (
+    "from_scratch=True (FaultTolerantStrategy, FaultTolerancePlugin, Manager), --ft_from_scratch true (ft-accelerate "
+    "launch), --from-scratch (ftrun), FT_FROM_SCRATCH=1"
+)
+"""The word of each interface that lets a job begin again."""
 
 
 def not_again(formed: Formed, view: View, furthest: int) -> tuple[Formed | NotReady, list[Refuse]]:
@@ -45,7 +50,7 @@ def not_again(formed: Formed, view: View, furthest: int) -> tuple[Formed | NotRe
         f"this job has committed {furthest} step{'' if furthest == 1 else 's'}, and everybody who held them is gone: "
         "without a checkpoint it would begin again at step 0. Resume from one (Lightning: fit(ckpt_path=...), "
         "Accelerate: load_state, else Manager.load_state_dict before the first step). If it shall begin from scratch: "
-        "FT_FROM_SCRATCH=1 (ftrun --from-scratch), or another lighthouse or room"
+        f"{SAY_SO}, or another lighthouse or room"
     )
     refused = [Refuse(ask.replica_id, reason, lost=True) for ask in asks]
     return NotReady(reason, None), refused

@@ -107,6 +107,7 @@ class Manager(DataPort, Collectives, Commit, Agreement, Weighted, Exhaustion, Le
         on_exhausted: what `run_out` does when this replica has no data left: "shadow", "leave" or "stop_all".
         warm_up: a replica that comes while others are training makes its first step outside the quorum, uncommitted,
             so that its compiling and loading holds nobody up (`ft_core.warm_up` says where it does not).
+        from_scratch: whether to begin at step 0 if all state of the job is lost (R21); None: FT_FROM_SCRATCH, else no.
         room_id: this Manager's quorum namespace at the lighthouse; one that finished training is closed for latecomers.
 
     Raises:
@@ -149,18 +150,18 @@ class Manager(DataPort, Collectives, Commit, Agreement, Weighted, Exhaustion, Le
         on_exhausted: str = "shadow",
         warm_up: bool = True,
         room_id: str = DEFAULT_ROOM,
+        from_scratch: bool | None = None,
     ) -> None:
         del heartbeat_interval
         self._config = config = setup.resolve(
             setup.Arguments(
-                min_replica_size=min_replica_size, timeout=timeout, quorum_timeout=quorum_timeout,
+                min_replica_size=min_replica_size, timeout=timeout, quorum_timeout=quorum_timeout, room_id=room_id,
                 connect_timeout=connect_timeout, rank=rank, world_size=world_size, world_size_mode=world_size_mode,
                 store_addr=store_addr, store_port=store_port, lighthouse_addr=lighthouse_addr, replica_id=replica_id,
-                port=port, hostname=hostname, init_sync=init_sync, max_retries=max_retries,
+                port=port, hostname=hostname, init_sync=init_sync, max_retries=max_retries, from_scratch=from_scratch,
                 quorum_retries=quorum_retries, parity_check_every=parity_check_every, time_overrides=time_overrides,
                 expected_replicas=expected_replicas, token=token, exit_on_drain=exit_on_drain,
-                quorum_in_commit=quorum_in_commit, on_exhausted=on_exhausted, room_id=room_id,
-                parity_sample_steps=parity_sample_steps,
+                quorum_in_commit=quorum_in_commit, on_exhausted=on_exhausted, parity_sample_steps=parity_sample_steps,
             ),
             os.environ,
         )  # fmt: skip

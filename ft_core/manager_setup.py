@@ -76,6 +76,7 @@ class Arguments:
     quorum_in_commit: bool
     on_exhausted: str | None
     room_id: str
+    from_scratch: bool | None = None
 
 
 @dataclass(frozen=True)
@@ -191,7 +192,7 @@ def resolve(arguments: Arguments, variables: Mapping[str, str]) -> Config:
         quorum_in_commit=a.quorum_in_commit,
         on_exhausted=on_exhausted,
         room=a.room_id,
-        from_scratch=env.from_scratch,
+        from_scratch=env.from_scratch if a.from_scratch is None else a.from_scratch,
     )  # fmt: skip
 
 

@@ -26,6 +26,7 @@ OURS = {
     "min_replica_size": "use min_replicas=",
     "timeout": "use timeout=",
     "lighthouse_addr": "use lighthouse=",
+    "from_scratch": "use from_scratch=",
     **dict.fromkeys(
         ("pg", "load_state_dict", "state_dict", "use_async_quorum", "warm_up", "rank", "world_size"),
         "the strategy sets it",
@@ -40,6 +41,7 @@ OUR_OPTIONS = {
     "--nproc-per-replica": "each device is a replica group of its own; use ftrun for groups of several processes",
     "--min-replicas": "use min_replicas=",
     "--timeout": "use timeout=",
+    "--from-scratch": "use from_scratch=True",
     "--lighthouse": "use lighthouse=, and ftrun to start the processes",
 }
 """Options that `ftrun_options` may not contain, and why."""
@@ -73,6 +75,7 @@ class Arguments:
     lighthouse: str | None = None
     manager_kwargs: Mapping[str, Any] = field(default_factory=dict)
     ftrun_options: Sequence[str] = ()
+    from_scratch: bool | None = None
 
     def check(self) -> None:
         """Refuse what cannot work.
@@ -88,6 +91,11 @@ class Arguments:
             raise ConfigError(f"timeout={self.timeout!r} must be a timedelta or a number of seconds, more than 0")
         if self.lighthouse is not None:
             parse_address(self.lighthouse, "lighthouse")
+        if self.from_scratch is not None and not isinstance(self.from_scratch, bool):
+            raise ConfigError(
+                f"from_scratch={self.from_scratch!r} must be True (the job may begin again at step 0 if all its state "
+                "is lost), False, or left out (FT_FROM_SCRATCH says it)"
+            )
         if not isinstance(self.manager_kwargs, Mapping):
             raise ConfigError(f"manager_kwargs={self.manager_kwargs!r} must be a dict such as {{'max_retries': 100}}")
         known = set(inspect.signature(Manager.__init__).parameters) - {"self"}
@@ -119,12 +127,14 @@ class Arguments:
             "min_replica_size": self.min_replicas,
             "timeout": None if seconds is None else timedelta(seconds=seconds),
             "lighthouse_addr": self.lighthouse,
+            "from_scratch": self.from_scratch,
         }
 
     def for_ftrun(self) -> list[str]:
         """Options of ftrun."""
         options = [] if self.min_replicas is None else ["--min-replicas", str(self.min_replicas)]
         options += [] if self.timeout_s is None else ["--timeout", f"{self.timeout_s:g}"]
+        options += ["--from-scratch"] if self.from_scratch else []
         return [*options, *map(str, self.ftrun_options)]
 
 

@@ -83,6 +83,8 @@ class FabricFaultTolerance(Placed):
         broadcast_buffers: buffers (BatchNorm's statistics) follow the first participant at each commit.
         bucket_cap_mb: size of the gradient buckets; None: torch's.
         process_group_backend: of the group's own process group; None: Lightning's choice.
+        from_scratch: whether the job may begin again at step 0 if every group that held its state is lost and no
+            checkpoint is loaded; otherwise it ends. None: FT_FROM_SCRATCH, else no.
         kwargs: further arguments of Fabric's DDPStrategy. Refused: start_method, cluster_environment.
 
     Raises:
@@ -102,9 +104,13 @@ class FabricFaultTolerance(Placed):
         broadcast_buffers: bool = True,
         bucket_cap_mb: float | None = None,
         process_group_backend: str | None = None,
+        *,
+        from_scratch: bool | None = None,
         **kwargs: Any,
     ) -> None:
-        self._arguments = Arguments(min_replicas, timeout, lighthouse, manager_kwargs or {}, ftrun_options or ())
+        self._arguments = Arguments(
+            min_replicas, timeout, lighthouse, manager_kwargs or {}, ftrun_options or (), from_scratch
+        )
         self._arguments.check()
         check_fabric(kwargs)
         kwargs.update({} if find_unused_parameters is None else {"find_unused_parameters": find_unused_parameters})

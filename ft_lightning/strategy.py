@@ -60,6 +60,8 @@ class FaultTolerance(Modes, Writing, Placed):
         broadcast_buffers: buffers (BatchNorm's statistics) follow the first participant at each commit.
         bucket_cap_mb: size of the gradient buckets; None: torch's.
         process_group_backend: of the group's own process group; None: Lightning's choice.
+        from_scratch: whether the job may begin again at step 0 if every group that held its state is lost and no
+            checkpoint is loaded; otherwise it ends. None: FT_FROM_SCRATCH, else no.
         elastic_data: make the training DataLoader elastic: each sample of an epoch goes into exactly one committed
             step, whatever fails. Shuffled by Lightning's seed.
         global_batch_size: with elastic data, samples of one optimizer step, whatever the membership, by more or fewer
@@ -94,6 +96,7 @@ class FaultTolerance(Modes, Writing, Placed):
         bucket_cap_mb: float | None = None,
         process_group_backend: str | None = None,
         *,
+        from_scratch: bool | None = None,
         elastic_data: bool = False,
         global_batch_size: int | None = None,
         max_micro_steps: int | None = None,
@@ -103,7 +106,9 @@ class FaultTolerance(Modes, Writing, Placed):
         share_evaluation: bool = False,
         **kwargs: Any,
     ) -> None:
-        self._arguments = Arguments(min_replicas, timeout, lighthouse, manager_kwargs or {}, ftrun_options or ())
+        self._arguments = Arguments(
+            min_replicas, timeout, lighthouse, manager_kwargs or {}, ftrun_options or (), from_scratch
+        )
         self._arguments.check()
         self._data_arguments = DataArguments(
             elastic_data, global_batch_size, max_micro_steps, lr_scaling, reference_batch_size, on_exhausted,

@@ -59,6 +59,18 @@ def test_argument_beats_environment_beats_file(monkeypatch: pytest.MonkeyPatch, 
     assert told["min_replica_size"] == 3
 
 
+def test_whether_it_may_begin_from_scratch(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
+    assert FaultTolerancePlugin().for_manager()["from_scratch"] is None  # FT_FROM_SCRATCH says it
+    assert FaultTolerancePlugin(from_scratch=True).for_manager()["from_scratch"] is True
+    path = tmp_path / "ft.yaml"
+    path.write_text("fault_tolerance_config: {from_scratch: true}\n")
+    assert FaultTolerancePlugin(config_file=str(path)).for_manager()["from_scratch"] is True
+    monkeypatch.setenv("ACCELERATE_FT_FROM_SCRATCH", "no")
+    assert FaultTolerancePlugin(config_file=str(path)).for_manager()["from_scratch"] is False
+    with pytest.raises(ConfigError, match="from_scratch='perhaps' must be true or false"):
+        FaultTolerancePlugin(from_scratch="perhaps")  # type: ignore[arg-type]
+
+
 def test_the_group_and_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (FaultTolerancePlugin().group, FaultTolerancePlugin().groups) == (0, 1)
     monkeypatch.setenv("FT_REPLICA_GROUP", "2")

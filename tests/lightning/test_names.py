@@ -190,13 +190,19 @@ def test_the_package_names_the_class_of_the_tree_that_is_imported(monkeypatch: p
 @pytest.mark.parametrize("tree", ["lightning.pytorch", "lightning.fabric"])
 def test_arguments_reach_the_manager_and_ftrun(tree: str) -> None:
     strategy = strategy_class(tree)(
-        min_replicas=2, timeout=20, manager_kwargs={"max_retries": 7}, ftrun_options=["--standby", 1], bucket_cap_mb=1.0
-    )
+        min_replicas=2, timeout=20, manager_kwargs={"max_retries": 7}, ftrun_options=["--standby", 1],
+        bucket_cap_mb=1.0, from_scratch=True,
+    )  # fmt: skip
     assert strategy._arguments.for_manager() == {
         "max_retries": 7, "min_replica_size": 2, "timeout": timedelta(seconds=20), "lighthouse_addr": None,
-        "warm_up": False,
+        "warm_up": False, "from_scratch": True,
     }  # fmt: skip
-    assert strategy._arguments.for_ftrun() == ["--min-replicas", "2", "--timeout", "20", "--standby", "1"]
+    told = strategy._arguments.for_ftrun()
+    assert told == ["--min-replicas", "2", "--timeout", "20", "--from-scratch", "--standby", "1"]
+    for said in None, False:
+        other = strategy_class(tree)(from_scratch=said)._arguments
+        assert other.for_manager()["from_scratch"] is said
+        assert other.for_ftrun() == []
     assert strategy._ddp_kwargs["bucket_cap_mb"] == 1.0
     same = strategy_class(tree)(timeout=timedelta(minutes=1))
     assert same._arguments.timeout_s == 60
@@ -209,6 +215,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"timeout": timedelta(0)}, "timeout="),
     ({"timeout": "30"}, "timeout='30' must be a timedelta or a number"),
     ({"timeout": float("inf")}, "timeout=inf"),
+    ({"from_scratch": "no"}, "from_scratch='no' must be True .* False, or left out"),
     ({"manager_kwargs": ["max_retries"]}, "manager_kwargs=.*must be a dict"),
     ({"lighthouse": "host"}, "lighthouse='host'.*host:port"),
     ({"manager_kwargs": {"max_retry": 1}}, "did you mean max_retries"),
