@@ -5,9 +5,10 @@ with '': the group's own restart policy decides. Rules, in the order in which th
 
 1. all state is lost (`StateLostError`): whoever starts again is told the same;
 2. before the first commit of the job, an error hits every group: the same one (traceback, or exit code where there is
-   none), or whichever if nobody has got as far as the lighthouse. A group whose processes have outlived the error by
-   far has got over it, and does not count. A single group is tried once more, unless the error cannot go away
-   (a setting that cannot work, a module that is not there, a command line that the script refuses);
+   none; from whatever line, if it is what the system says about the same file: what only the leader writes fails on one
+   group after the other), or whichever if nobody has got as far as the lighthouse. A group whose processes have
+   outlived the error by far has got over it, and does not count. A single group is tried once more, unless the error
+   cannot go away (a setting that cannot work, a module that is not there, a command line that the script refuses);
 3. once the job has committed, every group dies of the same traceback twice in a row.
 
 Deaths by a signal, errors about the lighthouse or peers, and deaths while the lighthouse does not answer, are nobody's
@@ -40,12 +41,17 @@ MISTAKES = re.compile(r"^[\w.]*\b(ConfigError|MisconfigurationException)\b")
 LOST = re.compile(r"^[\w.]*\bStateLostError: (?P<sentence>.*)")
 OTHERS = re.compile(r"^[\w.]*\b(LighthouseError|QuorumTimeoutError|RefusedError|PeerError|CollectiveError|HealError)\b")
 """Errors about the lighthouse and other replicas."""
+FILES = re.compile(r"^[\w.]*Error: \[Errno \d+\] [^:]+: ['\"]")
+"""What Python says if the system refuses something about a file that it names."""
 LOOK_S = 0.5
 """A group that failed before the first commit waits at least so long before it starts again,"""
 LOOK_MAX_S = 10.0
 """at most so long,"""
 SLOWER = 0.5
 """and in between this part of the time that it lived: others may be slower."""
+FILES_LOOK_S = 15.0
+"""After an error about a file before the first commit: whoever writes it next has waited for this group (`join_s`, 10 s
+at most) and then for nobody."""
 OUTLIVED = 2.0
 """Who lives so many times longer than the run that failed (and LOOK_S more) has got over its error."""
 
@@ -83,6 +89,11 @@ class Death:
         return self.trace or self.error or f"exit code {self.code}"
 
     @property
+    def file(self) -> str:
+        """The error, if it is about a file, and somebody's mistake; or ''."""
+        return self.error if self.key and FILES.search(self.error) else ""
+
+    @property
     def hopeless(self) -> bool:
         """It will not go away by trying again."""
         error = HOPELESS_ERRORS.search(self.error) or MISTAKES.search(self.error)
@@ -92,10 +103,12 @@ class Death:
         return self.error or f"exit code {self.code}"
 
 
-def patience_s(death: Death, *, job_committed: bool) -> float:
-    """How long a group that died like this waits at least, before it starts again."""
+def patience_s(death: Death, *, job_committed: bool, groups: int) -> float:
+    """How long one of so many groups that died like this waits at least, before it starts again."""
     if job_committed or not death.key:
         return 0.0
+    if death.file and groups > 1:
+        return FILES_LOOK_S
     return min(LOOK_MAX_S, max(LOOK_S, SLOWER * death.lived_s))
 
 
@@ -154,6 +167,7 @@ class CommonCause:
                 return ""
         deaths = [self._at_start[name] for name in ages]
         same = bool(death.key) and all(other.key == death.key for other in deaths)
+        same = same or (bool(death.file) and all(other.file == death.file for other in deaths))
         same = same or all(other.hopeless for other in deaths)
         if not same and (self._began or any(other.code < 0 for other in deaths)):
             return ""

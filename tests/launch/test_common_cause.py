@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from ft_core.launch.common_cause import LOOK_MAX_S, LOOK_S, CommonCause, Death, patience_s
+from ft_core.launch.common_cause import FILES_LOOK_S, LOOK_MAX_S, LOOK_S, CommonCause, Death, patience_s
 
 OVERFLOW = {"code": 1, "error": "OverflowError: too large", "trace": "t1", "known": True, "lived_s": 3.0}
 OTHER = {"code": 1, "error": "ValueError: no", "trace": "t2", "known": True, "lived_s": 3.0}
@@ -15,6 +15,10 @@ NO_MODULE = {"code": 1, "error": "ModuleNotFoundError: No module named 'x'", "tr
 SETTING = {"code": 1, "error": "ft_core.errors.ConfigError: timeout=0", "trace": "t4", "known": True}
 USAGE = {"code": 2}
 CODE_7 = {"code": 7}
+DENIED = {"code": 1, "error": "PermissionError: [Errno 13] Permission denied: '/logs'", "trace": "t6", "lived_s": 3.0}
+DENIED_LATER = DENIED | {"trace": "t7", "known": True}
+DENIED_ELSEWHERE = DENIED_LATER | {"error": "PermissionError: [Errno 13] Permission denied: '/data'"}
+NO_PEER = {"code": 1, "error": "ConnectionRefusedError: [Errno 111] Connection refused", "trace": "t8", "known": True}
 LATE = {"code": 1, "error": "ft_core.errors.QuorumTimeoutError: no quorum", "trace": "t5", "known": True}
 AWAY = OVERFLOW | {"reachable": False}
 LOST = {"code": 1, "error": "ft_core.errors.StateLostError: this job has committed 3 steps, and more", "known": True}
@@ -37,6 +41,15 @@ BEFORE: list[Case] = [
     ("ab", [("a", NO_MODULE), ("b", CODE_7)], "in all 2 groups (exit code 7)"),
     ("ab", [("a", NO_MODULE), ("b", OTHER)], ""),
     ("ab", [("a", SETTING), ("b", SETTING | {"trace": "t4b"})], "ConfigError: timeout=0"),
+    (
+        "ab",
+        [("a", DENIED), ("b", DENIED_LATER)],
+        "in all 2 groups (PermissionError: [Errno 13] Permission denied: '/logs'",
+    ),
+    ("ab", [("a", DENIED), ("a", DENIED), ("b", DENIED_LATER)], "in all 2 groups (PermissionError"),
+    ("ab", [("a", DENIED), ("b", DENIED_ELSEWHERE)], ""),
+    ("ab", [("a", DENIED | {"reachable": False}), ("b", DENIED_LATER)], ""),
+    ("ab", [("a", NO_PEER), ("b", NO_PEER | {"trace": "t9"})], ""),
     ("ab", [("a", LATE), ("b", LATE)], ""),
     ("ab", [("a", AWAY), ("b", AWAY)], ""),
     ("a", [("a", CODE_7)], ""),
@@ -114,8 +127,10 @@ def test_one_group_of_a_bigger_job_is_its_policys_business() -> None:
 
 
 def test_how_long_the_others_are_waited_for() -> None:
-    assert patience_s(Death("a", 1, lived_s=0.0), job_committed=False) == LOOK_S
-    assert patience_s(Death("a", 1, lived_s=6.0), job_committed=False) == 3.0
-    assert patience_s(Death("a", 1, lived_s=600.0), job_committed=False) == LOOK_MAX_S
-    assert patience_s(Death("a", 1, lived_s=6.0), job_committed=True) == 0.0
-    assert patience_s(Death("a", -9, lived_s=6.0), job_committed=False) == 0.0
+    assert patience_s(Death("a", 1, lived_s=0.0), job_committed=False, groups=2) == LOOK_S
+    assert patience_s(Death("a", 1, lived_s=6.0), job_committed=False, groups=2) == 3.0
+    assert patience_s(Death("a", 1, lived_s=600.0), job_committed=False, groups=2) == LOOK_MAX_S
+    assert patience_s(Death("a", 1, lived_s=6.0), job_committed=True, groups=2) == 0.0
+    assert patience_s(Death("a", -9, lived_s=6.0), job_committed=False, groups=2) == 0.0
+    for groups, wait_s in (2, FILES_LOOK_S), (1, 1.5):
+        assert patience_s(Death("a", **DENIED), job_committed=False, groups=groups) == wait_s

@@ -52,6 +52,21 @@ def test_an_error_in_every_group_before_the_first_commit_is_tried_once(tmp_path:
     assert running.count("fails at its start in all 3 groups .OverflowError: in configure_optimizers") == 1
 
 
+def test_what_only_the_leader_writes_fails_on_one_group_after_the_other(tmp_path: pathlib.Path) -> None:
+    """The next one gets there by another way, when the first one is gone: a folder that cannot be written."""
+    text = (
+        "(folder / 'file').touch()\n"
+        "if name == 'replica-0': (folder / 'file' / 'logs').mkdir()\n"
+        "one.recorder.wait('welcome')\n"
+        "ask()\n"
+        "(folder / 'file' / 'logs').mkdir()\n"
+    )
+    with job(script(tmp_path, text), "--replicas", "2") as running:
+        assert running.run() == 1
+    assert running.count(r"\] started") == 2
+    assert running.count(r"fails at its start in all 2 groups .NotADirectoryError: \[Errno 20\].*file/logs'") == 1
+
+
 def test_the_same_error_twice_in_a_row_in_every_group_ends_a_job_that_has_committed(tmp_path: pathlib.Path) -> None:
     text = (
         "from ft_core.quorum import Version\n"
