@@ -100,11 +100,11 @@ class GroupServer:
         """No rank is left that would have to be told of a refusal."""
         self._drains = drains
         self._drain: wire.Order | None = None
-        self.lease = LeaseClient(settings, Relay(self.post, handler, self._on_push, self._refuse))
+        self._admitted = asyncio.Event()  # the lighthouse has welcomed the group, or refused it
+        self.lease = LeaseClient(settings, Relay(self.post, handler, self._admitted.set, self._on_push, self._refuse))
         self._server = LoopServer("ft-group", server_options(settings.budget.liveness_s), group_tls(settings))
-        self._server.start(
-            host, port, "FT_MANAGER_PORT", {GROUP: {"Join": grpc.stream_stream_rpc_method_handler(self._join)}}
-        )
+        join: grpc.RpcMethodHandler[bytes, bytes] = grpc.stream_stream_rpc_method_handler(self._join)
+        self._server.start(host, port, "FT_MANAGER_PORT", {GROUP: {"Join": join}})
         self.port = self._server.port
 
     def __repr__(self) -> str:
@@ -157,8 +157,7 @@ class GroupServer:
 
     def _flush(self, done: threading.Event) -> None:
         tasks = [asyncio.ensure_future(rank.stream.finish()) for rank in self._ranks.values() if rank.stream]
-        gathered = asyncio.gather(*tasks, return_exceptions=True)
-        gathered.add_done_callback(lambda _: done.set())
+        asyncio.gather(*tasks, return_exceptions=True).add_done_callback(lambda _: done.set())
 
     def _look_for_missing(self) -> None:
         """The rest of the ranks may be starting up: they would find nobody here, and never learn what was refused."""
@@ -169,8 +168,8 @@ class GroupServer:
         absent = [number for number, rank in self._ranks.items() if rank.incarnation == 0]
         if absent and not self._stopping:
             self._nobody_missing.set()  # they were waited for
-            connect_s = self.settings.budget.connect_s
-            self._refuse(never_came(self.settings.replica_id, absent, self.port, connect_s, self._world_size))
+            name, connect_s = self.settings.replica_id, self.settings.budget.connect_s
+            self._refuse(never_came(name, absent, self.port, connect_s, self._world_size))
 
     # ------------------------------------------------------------ asks
 
@@ -274,6 +273,7 @@ class GroupServer:
         if self.fatal is not None:
             return
         self.fatal = error
+        self._admitted.set()
         for rank in range(self._world_size):
             self._tell(rank, wire.Refusal(error))
 
@@ -367,8 +367,7 @@ class GroupServer:
         join = await read_join(stream, self.settings.budget.connect_s)
         if not isinstance(join, wire.Join):
             return join
-        refusal = unwanted(join, self.settings.replica_id, self._world_size, self._ranks)
-        if refusal is not None:
+        if (refusal := unwanted(join, self.settings.replica_id, self._world_size, self._ranks)) is not None:
             return refusal
         rank = self._ranks[join.rank]
         if rank.stream is not None:
@@ -377,12 +376,13 @@ class GroupServer:
             rank.grace.cancel()
             rank.grace = None
         rank.stream, rank.incarnation, rank.left = stream, join.incarnation, False
-        if self.fatal is not None:
-            self._look_for_missing()
-            return self.fatal
-        stream.send(wire.encode_joined(self.settings.budget.liveness_s))
-        self._tell_missed(join.rank)
         try:
+            await self._admitted.wait()  # a rank whose group is refused has to hear that, and not that it has joined
+            if self.fatal is not None:
+                self._look_for_missing()
+                return self.fatal
+            stream.send(wire.encode_joined(self.settings.budget.liveness_s))
+            self._tell_missed(join.rank)
             return await self._listen(join.rank, rank, stream)
         except ProtocolError as error:
             return error

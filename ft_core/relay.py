@@ -20,15 +20,17 @@ class Relay:
     Args:
         post: runs work on the loop.
         handler: of rank 0.
+        welcome: what the loop does when the lighthouse has welcomed the group.
         push: what the loop does with a push.
         refused: what the loop does with a final refusal.
     """
 
     def __init__(
-        self, post: Callable[[Callable[[], object]], object], handler: LeaseHandler,
+        self, post: Callable[[Callable[[], object]], object], handler: LeaseHandler, welcome: Callable[[], object],
         push: Callable[[wire.Push], object], refused: Callable[[Exception], object],
     ) -> None:  # fmt: skip
-        self._post, self._handler, self._on_push, self._on_refused = post, handler, push, refused
+        self._post, self._handler, self._on_welcome = post, handler, welcome
+        self._on_push, self._on_refused = push, refused
 
     def _push(self, push: wire.Push) -> None:
         self._post(lambda: self._on_push(push))
@@ -39,6 +41,7 @@ class Relay:
 
     def on_welcome(self, peers: Peers) -> None:
         """See LeaseHandler."""
+        self._post(self._on_welcome)
         self._post(lambda: self._handler.on_welcome(peers))
 
     def on_quorum(self, seq: int, quorum: Quorum) -> None:

@@ -13,7 +13,7 @@ import pytest
 
 from ft_core.client import LeaseSettings
 from ft_core.control import Control, LeaderControl, LocalControl, RankControl
-from ft_core.errors import ConfigError, LighthouseError, RefusedError
+from ft_core.errors import ConfigError, FaultToleranceError, LighthouseError, RefusedError
 from ft_core.group_server import TELL_S
 from ft_core.membership import Hello
 from ft_core.quorum import VOID, Ask, Quorum, Version
@@ -423,6 +423,26 @@ def test_a_leader_that_was_refused_tells_ranks_that_start_later(
         assert "g:1 has 3 ranks, but h:1 has 1" in str(recorder.wait("refused")[0])
     ending.join(TELL_S / 2)
     assert not ending.is_alive(), "it waited although everybody knew"
+    group.close()
+
+
+def test_no_rank_has_joined_before_the_lighthouse_has_welcomed_the_group(
+    lighthouse: LighthouseServer, replica: Callable[..., Replica]
+) -> None:
+    """All ranks hear that the group is refused where they wait for their connection, whoever connects first."""
+    other = replica("h:1")
+    other.ask()
+    other.answer()
+    group = Group(lighthouse.address())
+    leader, *ranks = group.controls
+    for control in ranks:
+        control.start()
+    with pytest.raises(LighthouseError, match="did not answer within"):
+        ranks[0].wait_connected(0.3)
+    leader.start()
+    for control in group.controls:
+        with pytest.raises(FaultToleranceError, match="g:1 has 3 ranks, but h:1 has 1"):
+            control.wait_connected(5)
     group.close()
 
 

@@ -133,4 +133,5 @@ def test_how_long_the_others_are_waited_for() -> None:
     assert patience_s(Death("a", 1, lived_s=6.0), job_committed=True, groups=2) == 0.0
     assert patience_s(Death("a", -9, lived_s=6.0), job_committed=False, groups=2) == 0.0
     for groups, wait_s in (2, FILES_LOOK_S), (1, 1.5):
-        assert patience_s(Death("a", **DENIED), job_committed=False, groups=groups) == wait_s
+        denied: dict[str, Any] = DENIED
+        assert patience_s(Death("a", **denied), job_committed=False, groups=groups) == wait_s
