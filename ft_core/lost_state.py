@@ -8,6 +8,9 @@ who ask are refused, in words that say how the job can go on: from a checkpoint,
 Who has loaded a checkpoint, of whatever step, or was told so by its user (`Manager(from_scratch=True)`, which strategy
 and plugin pass on, or FT_FROM_SCRATCH), asks with `from_scratch`; one that does is enough.
 
+Who was receiving the state when its last holder was lost holds half of it, and can neither train nor begin. If nobody
+who asks holds anything else they are refused likewise, where one may begin with other words: its next start can.
+
 Invariant: a quorum in which somebody holds a committed step is never touched. Ownership: `membership.Room` only.
 """
 
@@ -20,7 +23,9 @@ from ft_core.reasons import UNTIL, story
 from ft_core.room_events import Refuse
 
 if TYPE_CHECKING:
-    from ft_core.quorum import View
+    from collections.abc import Sequence
+
+    from ft_core.quorum import Ask, View
 
 OTHERS_S = 5.0
 """How long others are waited for, from the first ask on."""
@@ -31,29 +36,34 @@ SAY_SO = (
 """The word of each interface that lets a job begin again."""
 
 
-def not_again(formed: Formed, view: View, furthest: int) -> tuple[Formed | NotReady, list[Refuse]]:
-    """What becomes of a quorum that could form now, and who is refused.
+def not_again(outcome: Formed | NotReady, view: View, furthest: int) -> tuple[Formed | NotReady, list[Refuse]]:
+    """What becomes of a quorum that could form now, or of replicas that all hold half a state; and who is refused.
 
     Args:
-        formed: what `quorum.decide` answers.
+        outcome: what `quorum.decide` answers: `Formed`, or `NotReady` with `void`.
         view: the room.
         furthest: the last step that a member of the room's last quorum is known to have committed; 0: none.
     """
-    asks = formed.asks
-    begins = furthest > 0 and all(ask.version.step <= 0 and not ask.from_scratch for ask in asks)
-    if not begins or not view.rules.r21_not_again:
-        return formed, []
-    waiting = _holder(view, furthest) or _others(formed, view, furthest)
+    asks = outcome.asks if isinstance(outcome, Formed) else outcome.void
+    lost = furthest > 0 and all(ask.version.step <= 0 and not ask.from_scratch for ask in asks)
+    if not view.rules.r21_not_again or (isinstance(outcome, Formed) and not lost):
+        return outcome, []
+    waiting = _holder(view, furthest) or _others(asks, view, furthest)
     if waiting is not None:
         return waiting, []
-    reason = (
-        f"this job has committed {furthest} step{'' if furthest == 1 else 's'}, and everybody who held them is gone: "
-        "without a checkpoint it would begin again at step 0. Resume from one (Lightning: fit(ckpt_path=...), "
-        "Accelerate: load_state, else Manager.load_state_dict before the first step). If it shall begin from scratch: "
-        f"{SAY_SO}, or another lighthouse or room"
-    )
-    refused = [Refuse(ask.replica_id, reason, lost=True) for ask in asks]
-    return NotReady(reason, None), refused
+    if lost:
+        reason = (
+            f"this job has committed {furthest} step{'' if furthest == 1 else 's'}, and everybody who held them is "
+            "gone: without a checkpoint it would begin again at step 0. Resume from one (Lightning: "
+            "fit(ckpt_path=...), Accelerate: load_state, else Manager.load_state_dict before the first step). If it "
+            f"shall begin from scratch: {SAY_SO}, or another lighthouse or room"
+        )
+    else:
+        assert isinstance(outcome, NotReady)
+        reason = (
+            f"{outcome.reason}, and everybody who held it is gone: only a new start of this replica can begin again"
+        )
+    return NotReady(reason, None), [Refuse(ask.replica_id, reason, lost=lost) for ask in asks]
 
 
 def _holder(view: View, furthest: int) -> NotReady | None:
@@ -73,16 +83,16 @@ def _holder(view: View, furthest: int) -> NotReady | None:
     return None
 
 
-def _others(formed: Formed, view: View, furthest: int) -> NotReady | None:
+def _others(asks: Sequence[Ask], view: View, furthest: int) -> NotReady | None:
     """Groups that have not come: one of them may have a checkpoint."""
-    asked = [seen.asked_at for ask in formed.asks if (seen := view.seen.get(ask.replica_id)) is not None]
+    asked = [seen.asked_at for ask in asks if (seen := view.seen.get(ask.replica_id)) is not None]
     since = max(min(asked), view.current.ended_at if view.current else 0.0)
-    if view.expected and len(formed.asks) >= view.expected:
+    if view.expected and len(asks) >= view.expected:
         return None
     if view.now >= since + OTHERS_S:
         return None
+    none = f"none of the {furthest} steps that this job has committed" if furthest else "no usable state"
     return NotReady(
-        f"those who are here hold none of the {furthest} steps that this job has committed; waiting for {OTHERS_S:g} s "
-        "for others, who may have a checkpoint",
+        f"those who are here hold {none}; waiting for {OTHERS_S:g} s for others, who may have a checkpoint",
         since + OTHERS_S,
     )

@@ -463,7 +463,7 @@ class Room:
             notes = self._builds.hold_back(self._last_quorum, outcome.asks, self.records, now)
             outcome = decide(self._view(now)) if notes else outcome
             out += map(Note, notes)
-        if isinstance(outcome, Formed):
+        if isinstance(outcome, Formed) or outcome.void:
             outcome, lost = not_again(outcome, self._view(now), self._claims.furthest)
             self._refuse("", lost, out)
         if isinstance(outcome, Formed):

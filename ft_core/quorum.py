@@ -247,8 +247,9 @@ class NotReady:
     held: Mapping[str, str] = field(default_factory=dict)
     """Who asks and would not be in it either, with the sentence that says why (`candidates.choose`)."""
     paused_until: float = 0.0
-    """Until when somebody who has not asked may be busy, as it announced; 0: nobody is. The time until then counts
-    against nobody's limit for waiting."""
+    """Until when somebody who has not asked may be busy, as it announced (0: nobody): counts against nobody's limit."""
+    void: tuple[Ask, ...] = ()
+    """Those who ask, if none of them holds a usable state."""
 
 
 def orphaned_at(view: View, ids: Sequence[str]) -> float | None:
@@ -292,11 +293,9 @@ def _form(view: View, choice: Choice) -> Formed | NotReady:
         return NotReady("; ".join(why for _, why in sorted(choice.held.items())), choice.at)
 
     blocked = _booting(view, candidates) or _old_quorum_lives(view) or _newer_state_elsewhere(view, candidates)
+    blocked = blocked or _stragglers(view, candidates, sum(not view.seen[i].incomplete for i in choice.held))
     if blocked:
         return blocked
-    waiting = _stragglers(view, candidates, sum(not view.seen[i].incomplete for i in choice.held))
-    if waiting:
-        return waiting
 
     if len(candidates) < choice.need:
         have = ", ".join(sorted(candidates))
@@ -309,9 +308,9 @@ def _form(view: View, choice: Choice) -> Formed | NotReady:
         if i not in candidates and i in view.seen and view.seen[i].life is Life.UP and view.seen[i].ask is None
     }
     asks = tuple(s.ask for _, s in sorted(candidates.items()) if s.ask is not None)
-    if all(ask.version < Version(0, 0) for ask in asks):
-        names = ", ".join(ask.replica_id for ask in asks)
-        return NotReady(f"no group holds a usable state: {names} were interrupted while receiving theirs", None)
+    if all(ask.version < UNTRAINED for ask in asks):
+        why = f"{', '.join(ask.replica_id for ask in asks)} were interrupted while receiving theirs"
+        return NotReady(f"no group holds a usable state: {why}", None, void=asks)
     return Formed(asks, left_out)
 
 

@@ -372,9 +372,8 @@ class GroupAgent(LocalElasticAgent):
         match decision:
             case Restart(after_s, text):
                 # An error that hits every group is the supervisor's to notice, before a second round.
-                groups = self.tools.spec.groups
-                others = groups > 1 or not facts.known
-                look_s = patience_s(death, job_committed=facts.job_committed, groups=groups) if others else 0.0
+                groups, known = self.tools.spec.groups, facts.known
+                look_s = patience_s(death, facts.job_committed, groups) if groups > 1 or not known else 0.0
                 self._delay_s = after_s = round(max(after_s, look_s), 1)
                 wait = f"in {after_s:g} s" if after_s else "now"
                 detail = f" ({text})" if text and not self._excused and facts.reachable else ""

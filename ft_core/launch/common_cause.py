@@ -103,7 +103,7 @@ class Death:
         return self.error or f"exit code {self.code}"
 
 
-def patience_s(death: Death, *, job_committed: bool, groups: int) -> float:
+def patience_s(death: Death, job_committed: bool, groups: int) -> float:
     """How long one of so many groups that died like this waits at least, before it starts again."""
     if job_committed or not death.key:
         return 0.0

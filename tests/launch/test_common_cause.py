@@ -15,7 +15,8 @@ NO_MODULE = {"code": 1, "error": "ModuleNotFoundError: No module named 'x'", "tr
 SETTING = {"code": 1, "error": "ft_core.errors.ConfigError: timeout=0", "trace": "t4", "known": True}
 USAGE = {"code": 2}
 CODE_7 = {"code": 7}
-DENIED = {"code": 1, "error": "PermissionError: [Errno 13] Permission denied: '/logs'", "trace": "t6", "lived_s": 3.0}
+DENIED_TEXT = "PermissionError: [Errno 13] Permission denied: '/logs'"
+DENIED = {"code": 1, "error": DENIED_TEXT, "trace": "t6", "lived_s": 3.0}
 DENIED_LATER = DENIED | {"trace": "t7", "known": True}
 DENIED_ELSEWHERE = DENIED_LATER | {"error": "PermissionError: [Errno 13] Permission denied: '/data'"}
 NO_PEER = {"code": 1, "error": "ConnectionRefusedError: [Errno 111] Connection refused", "trace": "t8", "known": True}
@@ -133,5 +134,4 @@ def test_how_long_the_others_are_waited_for() -> None:
     assert patience_s(Death("a", 1, lived_s=6.0), job_committed=True, groups=2) == 0.0
     assert patience_s(Death("a", -9, lived_s=6.0), job_committed=False, groups=2) == 0.0
     for groups, wait_s in (2, FILES_LOOK_S), (1, 1.5):
-        denied: dict[str, Any] = DENIED
-        assert patience_s(Death("a", **denied), job_committed=False, groups=groups) == wait_s
+        assert patience_s(Death("a", 1, DENIED_TEXT, lived_s=3.0), job_committed=False, groups=groups) == wait_s

@@ -8,7 +8,7 @@ import pytest
 
 from ft_core.lost_state import OTHERS_S
 from ft_core.membership import Ended, Left
-from ft_core.quorum import Rules, Version
+from ft_core.quorum import VOID, Rules, Version
 from tests.pure.test_room import JOIN, ORPHAN, Script
 
 
@@ -33,7 +33,7 @@ def test_who_comes_back_without_anything_is_told_that_all_is_lost() -> None:
     told = script.ask("b:2")
     assert [text.partition(":2 (lost): ")[0] for text in told] == ["refuse a", "refuse b"]
     assert "this job has committed 3 steps, and everybody who held them is gone" in told[0]
-    assert "FT_FROM_SCRATCH=1 (ftrun --from-scratch)" in told[0]
+    assert "--from-scratch (ftrun), FT_FROM_SCRATCH=1" in told[0]
 
 
 def test_without_the_rule_it_begins_again() -> None:
@@ -52,6 +52,33 @@ def test_a_single_commit_counts_and_none_does_not() -> None:
         told = [*script.ask("a:2"), *script.ask("b:2")]
         assert any("(lost): this job has committed 1 step," in text for text in told) == bool(commits)
         assert any(text.startswith("quorum a:2") for text in told) == (not commits)
+
+
+@pytest.mark.parametrize("may", [False, True])
+def test_who_holds_half_of_a_state_does_not_wait_for_ever(may: bool) -> None:
+    """The last holder was killed while others were receiving its state."""
+    script = lost(expected=2)
+    script.ask("a:2", version=VOID)
+    told = script.ask("b:2", version=VOID, from_scratch=may)
+    assert len(told) == 2
+    for text, name in zip(told, "ab", strict=True):
+        if may:
+            assert text.startswith(f"refuse {name}:2: no group holds a usable state: a:2, b:2 were interrupted"), text
+            assert text.endswith("only a new start of this replica can begin again")
+        else:
+            assert text.startswith(f"refuse {name}:2 (lost): this job has committed 3 steps"), text
+
+
+def test_half_of_a_state_waits_for_its_holder() -> None:
+    script = Script(expected=2)
+    script.train("a:1", "b:1")
+    script.progress("a:1", 3)
+    script.ends("a:1")
+    script.later(JOIN)
+    script.do(Ended("b:1"))
+    script.hello("b:2", incarnation=2)
+    assert "refuse" not in str(script.ask("b:2", version=VOID))
+    assert "refuse" not in str(script.later(OTHERS_S))
 
 
 @pytest.mark.parametrize("how", ["flag", "checkpoint"])

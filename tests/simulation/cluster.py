@@ -1014,8 +1014,9 @@ class Group:
             fine = self.ranks[0].step.plan is not None and not self.world.set_up_wrongly(self.number)
             if self.world.config.odd and fine and not rest[0]:  # where nobody was in a quorum, the first one counts
                 raise Violation("I7", f"{self.rid} is refused because of one that is set up wrongly: {rest[1]}")
+            void = self.ranks[0].step.version < Version(0, 0)
             self.stop()
-            if rest[2]:  # R21: whoever runs the job decides that it may begin again
+            if rest[2] or void:  # R21: whoever runs the job decides that it may begin again
                 self.world.at(self.world.between(0.4, 1.0), None, self.world.begin_again, self.number)
         for rank in self.ranks:
             if kind == "ack":
