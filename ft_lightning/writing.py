@@ -176,7 +176,7 @@ class Writing:
         if not self.running_out.left:
             with self._adoption.ending():
                 agreement.stop_together(self.manager, self._opened)
-            RUNS.members = self.manager.num_participants()
+            RUNS.members = self.manager.num_participants() if self.manager.quorum_id else None
         state = self.manager.state_dict()
         self.manager.leave("finished", finished=True)
         RUNS.over(state)

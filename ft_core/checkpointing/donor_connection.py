@@ -117,7 +117,7 @@ class DonorConnection:
         stream = self._open_stream()
         try:
             stream.handshake(within_s)
-        except (ssl.SSLEOFError, ConnectionResetError):
+        except (ssl.SSLEOFError, ssl.SSLZeroReturnError, ConnectionResetError):
             if self._cut:
                 raise
             raise Busy(RETRY_S_MAX / 2) from None  # it cannot tell why without keys

@@ -57,7 +57,8 @@ print(len(queries) - before)
 )
 def test_opening_and_joining_a_store_asks_no_name_server() -> None:
     """The name server is this test's own, for one thread of a process of its own."""
-    done = subprocess.run([sys.executable, "-c", _ASKS], capture_output=True, text=True, timeout=50, check=True)
+    done = subprocess.run([sys.executable, "-c", _ASKS], capture_output=True, text=True, timeout=50, check=False)
+    assert done.returncode == 0, done.stderr
     plain, ours, others = map(int, done.stdout.split())
     assert plain > 0  # c10d by itself does ask: otherwise this test proves nothing
     assert ours == 0
