@@ -58,6 +58,19 @@ def before_reset(loop: Any, before: Callable[[], None]) -> None:
     loop.reset = reset
 
 
+def before_batches(loop: Any, before: Callable[[], None]) -> None:
+    """Call `before` when a run's hooks have been told that it begins: metrics may be reset and logged in them.
+
+    Relies on `on_run_start()`.
+    """
+
+    def on_run_start() -> None:
+        type(loop).on_run_start(loop)
+        before()
+
+    loop.on_run_start = on_run_start
+
+
 def at_end_of_loader(loop: Any, end: Callable[[], None], computed: Callable[[], None]) -> None:
     """Call `end` when a loader's batches were evaluated, and `computed` when its metrics were computed after that.
 
@@ -84,7 +97,7 @@ def at_end_of_predictions(loop: Any, end: Callable[[], None]) -> None:
 
 def as_it_was(loop: Any) -> None:
     """Take the above back."""
-    for name in ("run", "reset", "_store_dataloader_outputs", "on_run_end"):
+    for name in ("run", "reset", "on_run_start", "_store_dataloader_outputs", "on_run_end"):
         vars(loop).pop(name, None)
 
 

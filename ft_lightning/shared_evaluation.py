@@ -282,7 +282,7 @@ class SharedEvaluation:
         if predicts:
             compat.at_end_of_predictions(loop, run.end_predictions)
         else:
-            run.begin_loader()
+            compat.before_batches(loop, run.begin_loader)
             compat.at_end_of_loader(loop, run.end_loader, run.begin_loader)
 
     def _unsuited(self, loop: Any, lengths: Sequence[float]) -> str:

@@ -60,6 +60,7 @@ class Module(pl.LightningModule):
         self.all = torchmetrics.CatMetric()
         self.seen = torchmetrics.SumMetric()
         self.training_sum = torchmetrics.SumMetric()
+        self.fresh = torchmetrics.SumMetric()
         self.validations = self.batches = 0
 
     def configure_optimizers(self) -> Any:
@@ -73,6 +74,10 @@ class Module(pl.LightningModule):
     def on_validation_start(self) -> None:
         self.batches = 0
         self.validations += not self.trainer.sanity_checking
+
+    def on_validation_epoch_start(self) -> None:
+        self.fresh.reset()
+        self.log("started", 1.0, reduce_fx="sum")
 
     def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
         group = self.trainer.strategy.replica_group
@@ -88,6 +93,7 @@ class Module(pl.LightningModule):
         self.log("average", self.average, on_epoch=True)
         self.all.update(batch[1].float() * (1 + dataloader_idx))
         self.seen.update(len(out))
+        self.fresh.update(len(out))
         if batch[1][0] < BATCH:  # in one batch of all
             self.log("rare", out.sum())
 
@@ -95,6 +101,7 @@ class Module(pl.LightningModule):
         if not self.trainer.sanity_checking:
             self.log("samples", self.all.compute().unique().numel() + 0.0)
             self.log("seen", self.seen.compute())
+            self.log("fresh", self.fresh.compute())
             self.log("order", (self.all.compute() * torch.arange(1, self.all.compute().numel() + 1)).sum() % 9973)
         self.all.reset()
         self.seen.reset()
