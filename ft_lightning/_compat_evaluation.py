@@ -148,9 +148,14 @@ def indices(loop: Any, loader: int) -> list[Any]:
 # ---------------------------------------------------------------- metrics
 
 
+def _kind(loop: Any) -> Any:
+    """TorchMetrics' Metric."""
+    return part(tree_of(loop.trainer), "trainer.connectors.logger_connector.result").Metric
+
+
 def _metrics(loop: Any) -> Iterator[tuple[str, Any]]:
     """Metrics of the module, and logged values: name and object."""
-    kind = part(tree_of(loop.trainer), "trainer.connectors.logger_connector.result").Metric
+    kind = _kind(loop)
     for name, module in loop.trainer.lightning_module.named_modules():
         if isinstance(module, kind):
             yield f"{METRIC}:{name}", module
@@ -160,7 +165,13 @@ def _metrics(loop: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _touched(name: str, metric: Any) -> bool:
-    return not metric.has_reset if name.startswith(LOGGED) else bool(metric._update_count)
+    if name.startswith(LOGGED):
+        return not metric.has_reset
+    # A reset of the metric's own may keep some of its states (FrechetInceptionDistance(reset_real_features=False)).
+    return bool(metric._update_count) or any(
+        bool(now) if isinstance(now := getattr(metric, attr), list) else not torch.equal(now, default.to(now))
+        for attr, default in metric._defaults.items()
+    )
 
 
 def states(loop: Any) -> dict[str, State]:
@@ -178,14 +189,15 @@ def states(loop: Any) -> dict[str, State]:
 
 
 def clear(loop: Any) -> None:
-    """Nothing was added so far."""
+    """Nothing was added so far. Not by the metric's own `reset`, which may keep something."""
+    kind = _kind(loop)
     for name, metric in _metrics(loop):
         if name.startswith(LOGGED):
             for attr, default in metric._defaults.items():
                 setattr(metric, attr, default.detach().clone().to(getattr(metric, attr).device))
             metric.has_reset, metric._computed = True, None
         else:
-            metric.reset()
+            kind.reset(metric)
 
 
 def load(loop: Any, merged: Mapping[str, State]) -> None:

@@ -52,6 +52,27 @@ def signalled_at() -> tuple[int, ...]:
     return tuple(int(n) for n in OPTIONS.get("signal", "0:-1:0:0").split(":"))
 
 
+class Keeping(torchmetrics.SumMetric):
+    """Its reset keeps a state."""
+
+    kept: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.add_state("kept", torch.zeros(()), dist_reduce_fx="sum")
+
+    def keep(self, value: float) -> None:
+        self.kept = self.kept + value
+
+    def compute(self) -> Tensor:
+        return super().compute() + 1000 * self.kept
+
+    def reset(self) -> None:
+        kept = self.kept
+        super().reset()
+        self.kept = kept
+
+
 class Module(pl.LightningModule):
     def __init__(self) -> None:
         super().__init__()
@@ -61,6 +82,8 @@ class Module(pl.LightningModule):
         self.seen = torchmetrics.SumMetric()
         self.training_sum = torchmetrics.SumMetric()
         self.fresh = torchmetrics.SumMetric()
+        self.keeping = Keeping()
+        self.keeping.keep(1.0)
         self.validations = self.batches = 0
 
     def configure_optimizers(self) -> Any:
@@ -94,6 +117,7 @@ class Module(pl.LightningModule):
         self.all.update(batch[1].float() * (1 + dataloader_idx))
         self.seen.update(len(out))
         self.fresh.update(len(out))
+        self.keeping.update(len(out))
         if batch[1][0] < BATCH:  # in one batch of all
             self.log("rare", out.sum())
 
@@ -102,6 +126,8 @@ class Module(pl.LightningModule):
             self.log("samples", self.all.compute().unique().numel() + 0.0)
             self.log("seen", self.seen.compute())
             self.log("fresh", self.fresh.compute())
+            self.log("kept", self.keeping.compute())
+            self.keeping.reset()
             self.log("order", (self.all.compute() * torch.arange(1, self.all.compute().numel() + 1)).sum() % 9973)
         self.all.reset()
         self.seen.reset()
