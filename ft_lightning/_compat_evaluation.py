@@ -111,6 +111,14 @@ def unsuited(loop: Any) -> str:
         select(loop.trainer, loop.trainer.state.stage), part(tree, "loops.fetchers._DataLoaderIterDataFetcher")
     ):
         return "the step takes a dataloader_iter, and reads as many batches as it likes"
+    apart = [
+        name for name, metric in _metrics(loop, logged=False)
+        if any(metric._reductions[attr] is None and isinstance(default, Tensor)
+               for attr, default in metric._defaults.items())
+    ] if loop is not prediction_loop(loop.trainer) else []  # fmt: skip
+    if apart:  # merged, they are a stack, and `compute` would make a stack of stacks of the group's ranks
+        name = apart[0].removeprefix(f"{METRIC}:")
+        return f"the metric {name} has a state with dist_reduce_fx=None, which cannot be merged"
     return ""
 
 
@@ -153,13 +161,13 @@ def _kind(loop: Any) -> Any:
     return part(tree_of(loop.trainer), "trainer.connectors.logger_connector.result").Metric
 
 
-def _metrics(loop: Any) -> Iterator[tuple[str, Any]]:
-    """Metrics of the module, and logged values: name and object."""
+def _metrics(loop: Any, *, logged: bool = True) -> Iterator[tuple[str, Any]]:
+    """Metrics of the module, and values that were logged: name and object."""
     kind = _kind(loop)
     for name, module in loop.trainer.lightning_module.named_modules():
         if isinstance(module, kind):
             yield f"{METRIC}:{name}", module
-    for key, result in loop._results.items():
+    for key, result in loop._results.items() if logged else ():
         if result.is_tensor and result.meta.on_epoch:
             yield f"{LOGGED}:{key}", result
 
@@ -226,32 +234,40 @@ def merge(loop: Any, several: Sequence[Mapping[str, State]]) -> dict[str, State]
         if len(given) == 1:
             merged[name] = given[0]
             continue
-        about = given[0]["about"]
-        values = {
-            attr: _merged([state["values"][attr] for state in given], _reduction(name, attr, about, known.get(name)))
-            for attr in given[0]["values"]
-        }
-        merged[name] = {"values": values, "updates": sum(state["updates"] for state in given), "about": about}
+        about, metric = given[0]["about"], known.get(name)
+        if metric is None and name.startswith(METRIC):
+            continue  # see `load`
+        updates = [state["updates"] for state in given]
+        values = {}
+        for attr in given[0]["values"]:
+            held = [state["values"][attr] for state in given]
+            values[attr] = _merged(held, _reduction(name, attr, about, metric), updates)
+        merged[name] = {"values": values, "updates": sum(updates), "about": about}
     return merged
 
 
 def _reduction(name: str, attr: str, about: Mapping[str, Any], metric: Any) -> Callable[[Tensor], Any] | None:
-    """Of a stack of tensors (dimension 0), or None where they are to be kept apart."""
+    """Of a stack of tensors (dimension 0), or None where they are to be kept apart. A mean counts by updates."""
     if name.startswith(METRIC):
-        return metric._reductions[attr] if metric is not None else None
+        return metric._reductions[attr]  # type: ignore[no-any-return]
     reduce = about["reduce_fx"]
     if reduce in ("max", "min"):
         return torch.amax if reduce == "max" else torch.amin
     return lambda stacked: torch.sum(stacked, dim=0)  # a mean is a sum and its weight
 
 
-def _merged(values: Sequence[Any], reduction: Callable[[Tensor], Any] | None) -> Any:
+def _merged(values: Sequence[Any], reduction: Callable[[Tensor], Any] | None, updates: Sequence[int]) -> Any:
+    """In one. On the CPU, as some have come over the network: other devices may add in another order."""
     if isinstance(values[0], list):
         return [item for value in values for item in value]
-    tensors = [value.to(values[0].device) for value in values]
-    if reduction is not None and getattr(reduction, "__name__", "") == "dim_zero_cat":
+    tensors = [value.cpu() for value in values]
+    kind = getattr(reduction, "__name__", "")
+    if kind == "dim_zero_cat":
         return torch.cat([tensor.reshape(-1) if tensor.ndim == 0 else tensor for tensor in tensors])
     stacked = torch.stack(tensors)
+    if kind == "dim_zero_mean" and sum(updates):  # parts may have unlike numbers of batches
+        weights = torch.tensor(updates).reshape(-1, *[1] * (stacked.ndim - 1))
+        return (stacked * weights).sum(0) / sum(updates)
     if reduction in (torch.amax, torch.amin):
         return reduction(stacked, 0)
     return stacked if reduction is None else reduction(stacked)

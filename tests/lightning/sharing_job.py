@@ -2,7 +2,8 @@
 
 share: 0 or 1. loaders: of validation. signal: NUMBER:GROUP:VALIDATION:BATCH, which that group's first process sends
 itself there. epochs, workers, devices, limit, accumulate, every (val_check_interval), shuffle (each group in its own
-order). Prints `validated STEP BATCHES METRICS`, METRICS as hexadecimal floats; `tested`; `predicted`.
+order), correlation (a metric whose state cannot be merged). Prints `validated STEP BATCHES
+METRICS`, METRICS as hexadecimal floats; `tested`; `predicted`.
 """
 
 from __future__ import annotations
@@ -73,6 +74,22 @@ class Keeping(torchmetrics.SumMetric):
         self.kept = kept
 
 
+class Running(torchmetrics.Metric):
+    """The mean over its updates, as a state."""
+
+    mean: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.add_state("mean", torch.zeros(()), dist_reduce_fx="mean")
+
+    def update(self, value: Tensor) -> None:
+        self.mean = self.mean + (value - self.mean) / self._update_count
+
+    def compute(self) -> Tensor:
+        return self.mean
+
+
 class Module(pl.LightningModule):
     def __init__(self) -> None:
         super().__init__()
@@ -82,6 +99,8 @@ class Module(pl.LightningModule):
         self.seen = torchmetrics.SumMetric()
         self.training_sum = torchmetrics.SumMetric()
         self.fresh = torchmetrics.SumMetric()
+        self.running = Running()
+        self.correlation = torchmetrics.PearsonCorrCoef() if option("correlation") else None
         self.keeping = Keeping()
         self.keeping.keep(1.0)
         self.validations = self.batches = 0
@@ -118,6 +137,9 @@ class Module(pl.LightningModule):
         self.seen.update(len(out))
         self.fresh.update(len(out))
         self.keeping.update(len(out))
+        self.running.update(out.mean())
+        if self.correlation is not None:
+            self.correlation.update(out, batch[1].float())
         if batch[1][0] < BATCH:  # in one batch of all
             self.log("rare", out.sum())
 
@@ -127,6 +149,10 @@ class Module(pl.LightningModule):
             self.log("seen", self.seen.compute())
             self.log("fresh", self.fresh.compute())
             self.log("kept", self.keeping.compute())
+            self.log("running", self.running.compute().round(decimals=4))
+            if self.correlation is not None:
+                self.log("correlation", self.correlation.compute())
+            self.running.reset()
             self.keeping.reset()
             self.log("order", (self.all.compute() * torch.arange(1, self.all.compute().numel() + 1)).sum() % 9973)
         self.all.reset()

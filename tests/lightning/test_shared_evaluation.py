@@ -126,6 +126,15 @@ class TestJobs:
         assert "is the order of the data the same on all groups?" in text
         assert {metrics["samples"] for _, metrics in found.values()} == {58.0}
 
+    def test_with_a_metric_that_cannot_be_merged_each_group_evaluates_everything(
+        self, monkeypatch: pytest.MonkeyPatch, unshared: dict[str, str]
+    ) -> None:
+        text = run(monkeypatch, "share=1 correlation=1")
+        found = validated(text, SECOND)
+        assert [batches for batches, _ in found.values()] == [BATCHES] * GROUPS
+        assert "the metric correlation has a state with dist_reduce_fx=None" in text
+        compare(monkeypatch, unshared, text, "correlation=1", SECOND)
+
     def test_groups_of_two_ranks(self, monkeypatch: pytest.MonkeyPatch) -> None:
         text = run(monkeypatch, "share=1 devices=2", "--nproc-per-replica", "2")
         for step in (2, 4):
