@@ -204,18 +204,20 @@ class SharedWork:
         if not self._serves:
             log.warning("work is not shared: the Manager's checkpoint_transport is not an HTTPTransport")
 
-    def divide(self, what: str, pieces: int) -> Division:
+    def divide(self, what: str, pieces: int, sizes: Sequence[int] = ()) -> Division:
         """Begin a division. On the training thread, between two steps, on all ranks of a group.
 
         Args:
             what: names the work, its size and its order: members that mean something else do not share it.
             pieces: into how many it can be cut; of more members than that some do the same part.
+            sizes: of what `Division.of` will be called for. If the group's ranks disagree about one, nothing is shared:
+                they would not go through the same exchanges.
         """
         manager = self._manager
         with manager._session.lock:
             plan = manager._step.plan
         owners = Owners.of(plan, manager._config.rank) if self._serves else None
-        least, most = self._agree([0 if owners is None else owners.quorum_id, pieces])
+        least, most = self._agree([0 if owners is None else owners.quorum_id, pieces, *sizes])
         if least != most:
             owners = None
         named = f"{0 if owners is None else owners.quorum_id:x} {pieces} {what}"
@@ -287,11 +289,13 @@ class SharedWork:
             body = self._manager._healing.get_part(address, PREFIX + name, ASK_S, RESULT_BYTES_MAX + 1)
             if body is None:
                 return Heard.NEVER, None
-            heard = Heard(body[:1])
-            return heard, unpack(body[1:], like) if heard is Heard.THERE else None
         except HealError as error:
             return Heard.REFUSED if isinstance(error.__cause__, ConnectionRefusedError) else Heard.SILENT, None
-        except ValueError:
+        try:
+            heard = Heard(body[:1])
+            return heard, unpack(body[1:], like) if heard is Heard.THERE else None
+        except (ValueError, HealError) as error:  # asked again, it would be no better
+            log.debug("a part from %s cannot be read: %s", address, error)
             return Heard.NEVER, None
 
     def _linger(self, key: str, others: set[int]) -> None:

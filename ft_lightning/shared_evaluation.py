@@ -268,9 +268,9 @@ class SharedEvaluation:
             PartOfBatches(loader, int(length)) if length else None
             for loader, length in zip(compat.loaders(loop), lengths, strict=True)
         ]  # fmt: skip
-        limits = [0 if order is None else order.limit for order in orders]
+        limits = [0] * len(lengths) if why else [0 if order is None else order.limit for order in orders]
         told = " ".join([str(loop.trainer.state.stage), why, *(o.digest for o in orders if o is not None)])
-        division = work.divide(told, 0 if why else max(limits, default=0))
+        division = work.divide(told, max(limits, default=0), limits)
         if why or division.parts == 1:
             return
         for loader, order in zip(compat.loaders(loop), orders, strict=True):

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import threading
 import time
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ft_core.shared_work import KEPT, LINGER_S, SharedWork
+from ft_core.shared_work import KEPT, LINGER_S, Board, SharedWork
+from ft_core.shared_work_rules import SILENT_S, Heard, question
 from tests.manager.harness import LIMIT_S, Cluster, Replica, crash
 
 if TYPE_CHECKING:
@@ -133,6 +135,50 @@ def test_a_result_that_cannot_be_sent_costs_its_part_only(cluster: Cluster, capl
     assert parts_of(found) == {"r0": [], "r1": [0]}
     assert any("handle" in r.getMessage() and "each replica does all of this work itself" in r.getMessage()
                for r in caplog.records)  # fmt: skip
+
+
+@dataclass
+class Answer:
+    """A class that only who has it can rebuild."""
+
+    value: int = 1
+
+
+def test_a_result_that_cannot_be_read_is_not_asked_for_again(cluster: Cluster) -> None:
+    found: Found = {}
+    began = time.monotonic()
+    cluster.run(*workers(2, divides(found), divides(found, result=Answer())))
+    cluster.check(steps=5)
+    assert parts_of(found) == {"r0": [], "r1": [0]}
+    assert time.monotonic() - began < SILENT_S
+
+
+def test_a_result_that_was_given_up_for_newer_ones_is_not_waited_for() -> None:
+    board = Board(lambda: (3, False))
+    at = board.begin("same")
+    keys = [question(at, "same", str(i)) for i in range(KEPT + 2)]
+    for key in keys:
+        board.publish(key, b"result")
+    heard = [board.answer(f"{key}/1") for key in keys]
+    assert heard[:2] == [Heard.NEVER.value] * 2
+    assert heard[2:] == [Heard.THERE.value + b"result"] * KEPT
+    board.begin("other")
+    assert board.answer(f"{keys[0]}/1") == Heard.NEVER.value
+
+
+def test_what_the_ranks_of_a_group_would_cut_otherwise_is_not_divided(cluster: Cluster) -> None:
+    """One rank would go through an exchange that the other one passes over."""
+    parts: list[int] = []
+
+    def act(replica: Replica) -> None:
+        assert isinstance(replica, Worker)
+        alike = SharedWork(replica.manager, lambda mine: (list(mine), [*mine[:-1], mine[-1] + 1]))
+        alike.serve()
+        parts.append(alike.divide("work", 6, [6, 1]).parts)
+
+    cluster.run(*workers(2, act))
+    cluster.check(steps=5)
+    assert parts == [1, 1]
 
 
 def test_before_a_quorum_there_is_nobody_to_share_with(cluster: Cluster) -> None:
