@@ -27,7 +27,8 @@ if TYPE_CHECKING:
 
 REDUCTIONS = ("mean", "sum", "max", "min")
 """Of `self.log(reduce_fx=)`, by the name of torch's function."""
-LOGGED, METRIC = "logged", "metric"
+LOGGED, METRIC, SHOWN = "logged", "metric", "shown"
+"""A value that was logged; a metric of the module; that such a metric was logged."""
 
 
 # ---------------------------------------------------------------- loops
@@ -193,6 +194,9 @@ def states(loop: Any) -> dict[str, State]:
             held = {attr: getattr(metric, attr) for attr in metric._defaults}
             values = {attr: list(v) if isinstance(v, list) else v for attr, v in held.items()}  # reset empties lists
             found[name] = {"values": values, "updates": metric._update_count, "about": _about(name, metric)}
+    for key, result in loop._results.items():
+        if not result.is_tensor and result.meta.on_epoch and not result.has_reset:
+            found[f"{SHOWN}:{key}"] = {"values": {}, "updates": 0, "about": _about(LOGGED, result)}
     return found
 
 
@@ -212,6 +216,9 @@ def load(loop: Any, merged: Mapping[str, State]) -> None:
     """Let metrics hold these states. Call after `clear`."""
     found = dict(_metrics(loop))
     for name, state in merged.items():
+        if name.startswith(SHOWN):
+            _show(loop, name.removeprefix(f"{SHOWN}:"), state["about"])
+            continue
         metric = found.get(name)
         if metric is None and name.startswith(LOGGED):
             metric = _register(loop, name.removeprefix(f"{LOGGED}:"), state["about"])
@@ -223,6 +230,19 @@ def load(loop: Any, merged: Mapping[str, State]) -> None:
         metric._update_count, metric._computed = state["updates"], None
         if name.startswith(LOGGED):
             metric.has_reset = False
+
+
+def _show(loop: Any, key: str, about: Mapping[str, Any]) -> None:
+    """A metric was logged by somebody. Relies on `_Metadata.metric_attribute`, its name in the module."""
+    result = loop._results.get(key)
+    if result is None:
+        metric = dict(loop.trainer.lightning_module.named_modules()).get(about["metric_attribute"])
+        if metric is None:
+            return
+        result = _register(loop, key, about, is_tensor=False)
+        result.value, result._update_count, result.has_reset = metric, 1, True
+    if result.has_reset:
+        result.has_reset, result._computed = False, None
 
 
 def merge(loop: Any, several: Sequence[Mapping[str, State]]) -> dict[str, State]:
@@ -284,13 +304,16 @@ def _about(name: str, metric: Any) -> dict[str, Any]:
     if not name.startswith(LOGGED):
         return {}
     meta = metric.meta
-    plain = ("fx", "name", "prog_bar", "logger", "on_step", "on_epoch", "add_dataloader_idx", "dataloader_idx")
+    plain = (
+        "fx", "name", "prog_bar", "logger", "on_step", "on_epoch", "enable_graph", "add_dataloader_idx",
+        "dataloader_idx", "metric_attribute",
+    )  # fmt: skip
     reduce = next(f for f in REDUCTIONS if getattr(meta, f"is_{f}_reduction"))
     sync = {"should": meta.sync.should, "rank_zero_only": meta.sync.rank_zero_only}
     return {**{field: getattr(meta, field) for field in plain}, "reduce_fx": reduce, "sync": sync}
 
 
-def _register(loop: Any, key: str, about: Mapping[str, Any]) -> Any:
+def _register(loop: Any, key: str, about: Mapping[str, Any], *, is_tensor: bool = True) -> Any:
     """As `_ResultCollection.log` does with a key that it does not know."""
     result = part(tree_of(loop.trainer), "trainer.connectors.logger_connector.result")
     fields = {name: value for name, value in about.items() if name != "sync"}
@@ -299,5 +322,5 @@ def _register(loop: Any, key: str, about: Mapping[str, Any]) -> Any:
         _should=about["sync"]["should"], fn=loop.trainer.strategy.reduce,
         rank_zero_only=about["sync"]["rank_zero_only"],
     )  # fmt: skip
-    metric = loop._results[key] = result._ResultMetric(meta, True)
+    metric = loop._results[key] = result._ResultMetric(meta, is_tensor)
     return metric.to(loop.trainer.strategy.root_device)

@@ -100,6 +100,7 @@ class Module(pl.LightningModule):
         self.training_sum = torchmetrics.SumMetric()
         self.fresh = torchmetrics.SumMetric()
         self.running = Running()
+        self.once = torchmetrics.SumMetric()
         self.correlation = torchmetrics.PearsonCorrCoef() if option("correlation") else None
         self.keeping = Keeping()
         self.keeping.keep(1.0)
@@ -142,6 +143,8 @@ class Module(pl.LightningModule):
             self.correlation.update(out, batch[1].float())
         if batch[1][0] < BATCH:  # in one batch of all
             self.log("rare", out.sum())
+            self.once.update(1.0)
+            self.log("once", self.once)
 
     def on_validation_epoch_end(self) -> None:
         if not self.trainer.sanity_checking:
