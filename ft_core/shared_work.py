@@ -50,9 +50,12 @@ LINGER_S = 2.0
 class Board:
     """What this rank has to say about its parts. Any thread."""
 
-    def __init__(self, place: Callable[[], tuple[int, bool]]) -> None:
-        """`place`: the steps that were committed, and whether the next attempt is open; called on any thread."""
-        self._place = place
+    def __init__(self, place: Callable[[], tuple[int, bool]], stuck: Callable[[], bool] = lambda: False) -> None:
+        """`place`: the steps that were committed, and whether the next attempt is open. `stuck`: the quorum is broken.
+
+        Both are called on any thread.
+        """
+        self._place, self._stuck = place, stuck
         self._lock = threading.Lock()
         self._at = Position(-1, False, 0)
         """Of the division begun last."""
@@ -105,7 +108,7 @@ class Board:
             if asked.key in self._given_up:
                 return Heard.NEVER.value
             begun = self._at if self._at[:2] == place else Position(*place, -1)
-            return answer(asked.at, begun, same_work=asked.identity == self._identity).value
+            return answer(asked.at, begun, same_work=asked.identity == self._identity, stuck=self._stuck()).value
 
 
 @dataclass(frozen=True)
@@ -189,7 +192,7 @@ class SharedWork:
     ) -> None:
         self._manager = manager
         self._agree = agree or (lambda numbers: (list(numbers), list(numbers)))
-        self._board = Board(self._place)
+        self._board = Board(self._place, lambda: manager._step.broken)
         self._serves = False
         self._told: set[str] = set()
         self._pause = threading.Event()

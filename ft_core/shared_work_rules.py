@@ -81,16 +81,17 @@ def decide(heard: Heard, *, silent_s: float, waited_s: float, limit_s: float, br
     return Decision(Move.WAIT, "its owner is at it")
 
 
-def answer(asked: Position, begun: Position, *, same_work: bool) -> Heard:
+def answer(asked: Position, begun: Position, *, same_work: bool, stuck: bool = False) -> Heard:
     """What to say about a part that is not there.
 
     Args:
         asked: where in the run it belongs.
         begun: where this rank is: its last division, or the place it came to since, with number -1.
         same_work: what this rank divided last is what is asked for.
+        stuck: its quorum is broken, so it gets no further without another one, in which who asks has to be.
     """
     past = asked < begun or (asked == begun and not same_work)
-    return Heard.NEVER if past else Heard.NOT_YET
+    return Heard.NEVER if past or (stuck and asked > begun) else Heard.NOT_YET
 
 
 def question(at: Position, identity: str, name: str) -> str:

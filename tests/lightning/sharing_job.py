@@ -9,6 +9,7 @@ METRICS`, METRICS as hexadecimal floats; `tested`; `predicted`.
 from __future__ import annotations
 
 import os
+import threading
 from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
@@ -126,6 +127,7 @@ class Module(pl.LightningModule):
         group = self.trainer.strategy.replica_group
         first = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
         if first and (group, self.validations, self.batches) == signalled_at()[1:]:
+            threading.Event().wait(0.3)  # until then the others have committed the step before, too
             os.kill(os.getpid(), signalled_at()[0])
         self.batches += 1
         out = self.layer(batch[0]).flatten()

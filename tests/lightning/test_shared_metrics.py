@@ -26,6 +26,12 @@ class Extremes(torchmetrics.Metric):
     """States of every kind of reduction."""
 
     full_state_update = False
+    least: Tensor
+    most: Tensor
+    total: Tensor
+    rows: Tensor
+    own: Tensor
+    kept: list[Tensor]
 
     def __init__(self) -> None:
         super().__init__()
@@ -41,10 +47,10 @@ class Extremes(torchmetrics.Metric):
         self.total = self.total + target.sum()
         self.own = self.own + len(target)
         self.rows = torch.cat([self.rows, scores])
-        self.kept.append(scores.mean())  # type: ignore[union-attr,operator]
+        self.kept.append(scores.mean())
 
     def compute(self) -> dict[str, Tensor]:
-        kept = torch.stack(list(self.kept)).sort().values  # type: ignore[arg-type]
+        kept = torch.stack(list(self.kept)).sort().values
         rows = self.rows.flatten().sort().values
         return {"ends": torch.stack([self.least, self.most]), "sums": torch.stack([self.total, self.own]),
                 "rows": rows, "kept": kept}  # fmt: skip

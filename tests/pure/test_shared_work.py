@@ -56,6 +56,17 @@ def test_what_is_said_about_a_part_that_is_not_there(begun: Position, same_work:
     assert answer(HERE, begun, same_work=same_work) is heard
 
 
+@pytest.mark.parametrize(
+    ("begun", "heard"),
+    [
+        (Position(6, True, -1), Heard.NEVER),  # it vetoed what who asks has committed, and waits for a quorum with it
+        (HERE, Heard.NOT_YET),  # somebody is lost, and it is at its part all the same
+    ],
+)
+def test_what_is_said_by_who_needs_another_quorum(begun: Position, heard: Heard) -> None:
+    assert answer(HERE, begun, same_work=True, stuck=True) is heard
+
+
 def test_a_question_is_read_as_it_was_written() -> None:
     at = Position(12, True, 3)
     key = question(at, "ab12", "0")
