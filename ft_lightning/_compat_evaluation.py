@@ -123,6 +123,13 @@ def unsuited(loop: Any) -> str:
     return ""
 
 
+def set_epoch(loop: Any) -> None:
+    """Tell samplers which epoch it is, before they are asked for their order. As `_EvaluationLoop.reset()` does."""
+    tell = part(tree_of(loop.trainer), "loops.evaluation_loop._set_sampler_epoch")
+    for loader in loaders(loop) if loop.trainer.state.fn == "fit" else ():
+        tell(loader, loop.trainer.fit_loop.epoch_progress.current.processed)
+
+
 def loaders(loop: Any) -> list[Any]:
     """Of a loop, in order."""
     return list(loop._combined_loader.flattened)

@@ -263,7 +263,8 @@ class SharedEvaluation:
         lengths = compat.lengths(loop)
         why = compat.unsuited(loop) or self._unsuited(loop, lengths)
         if why:
-            self._warn(f"share_evaluation: each replica group reads all {loop.trainer.state.stage} data: {why}")
+            self._warn(f"share_evaluation: each replica group reads all {loop.trainer.state.stage.value} data: {why}")
+        compat.set_epoch(loop)
         orders = [] if why else [
             PartOfBatches(loader, int(length)) if length else None
             for loader, length in zip(compat.loaders(loop), lengths, strict=True)
@@ -286,6 +287,8 @@ class SharedEvaluation:
             compat.at_end_of_loader(loop, run.end_loader, run.begin_loader)
 
     def _unsuited(self, loop: Any, lengths: Sequence[float]) -> str:
+        if len({id(loader) for loader in compat.loaders(loop)}) < len(lengths):
+            return "one DataLoader is there twice, and reads one part at a time; make it two"
         for loader, length in zip(compat.loaders(loop), lengths, strict=True):
             if length and (not can_skip(loader) or length == float("inf")):
                 kind = "an IterableDataset" if isinstance(loader, DataLoader) else f"a {type(loader).__name__}"

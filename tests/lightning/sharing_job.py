@@ -2,8 +2,8 @@
 
 share: 0 or 1. loaders: of validation. signal: NUMBER:GROUP:VALIDATION:BATCH, which that group's first process sends
 itself there. epochs, workers, devices, limit, accumulate, every (val_check_interval), shuffle (each group in its own
-order), correlation (a metric whose state cannot be merged). Prints `validated STEP BATCHES
-METRICS`, METRICS as hexadecimal floats; `tested`; `predicted`.
+order), correlation (a metric whose state cannot be merged), reshuffle (in another order each epoch).
+Prints `validated STEP BATCHES METRICS`, METRICS as hexadecimal floats; `tested`; `predicted`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 import torchmetrics
 from lightning.pytorch.callbacks import BasePredictionWriter
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from ft_lightning import FaultTolerantStrategy
 
@@ -190,7 +190,9 @@ def main() -> None:
     )  # fmt: skip
     module = Module()
     own = torch.Generator().manual_seed(strategy.replica_group)
-    order = torch.randperm(SAMPLES, generator=own).tolist() if option("shuffle") else None
+    order: Any = torch.randperm(SAMPLES, generator=own).tolist() if option("shuffle") else None
+    if option("reshuffle"):
+        order = DistributedSampler(data(10), num_replicas=1, rank=0)
     loaders = [
         DataLoader(data(10 + i, SAMPLES - 51 * i), BATCH, num_workers=option("workers"),
                    persistent_workers=option("workers") > 0, sampler=order)
