@@ -22,11 +22,12 @@ import threading
 import time
 from collections import OrderedDict
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ft_core.checkpointing.packing import pack, unpack
 from ft_core.errors import EncodingError, HealError
 from ft_core.shared_work_rules import ASK_S, Heard, Move, Position, answer, asked_for, decide, question
+from ft_core.step import Phase
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
@@ -47,15 +48,24 @@ LINGER_S = 2.0
 """How long a member stays until the others have fetched its part: it may be about to end."""
 
 
+class Place(NamedTuple):
+    """Where a rank is, between the calls of its script."""
+
+    step: int
+    opened: bool
+    """See `Position`."""
+    stuck: bool = False
+    """Its quorum is broken."""
+    launched: bool = False
+    """Gradients of the attempt that is open travel: nothing is divided before its vote any more."""
+
+
 class Board:
     """What this rank has to say about its parts. Any thread."""
 
-    def __init__(self, place: Callable[[], tuple[int, bool]], stuck: Callable[[], bool] = lambda: False) -> None:
-        """`place`: the steps that were committed, and whether the next attempt is open. `stuck`: the quorum is broken.
-
-        Both are called on any thread.
-        """
-        self._place, self._stuck = place, stuck
+    def __init__(self, place: Callable[[], Place]) -> None:
+        """`place`: where this rank is now; called on any thread."""
+        self._place = place
         self._lock = threading.Lock()
         self._at = Position(-1, False, 0)
         """Of the division begun last."""
@@ -70,7 +80,7 @@ class Board:
 
     def begin(self, identity: str) -> Position:
         """A division begins here. Returns its position."""
-        step, opened = self._place()
+        step, opened = self._place()[:2]
         with self._lock:
             same = self._at[:2] == (step, opened)
             self._at = Position(step, opened, self._at.number + 1 if same else 0)
@@ -107,8 +117,9 @@ class Board:
                 return Heard.NEVER.value
             if asked.key in self._given_up:
                 return Heard.NEVER.value
-            begun = self._at if self._at[:2] == place else Position(*place, -1)
-            return answer(asked.at, begun, same_work=asked.identity == self._identity, stuck=self._stuck()).value
+            begun = self._at if self._at[:2] == place[:2] else Position(*place[:2], -1)
+            same = asked.identity == self._identity
+            return answer(asked.at, begun, same_work=same, stuck=place.stuck, launched=place.launched).value
 
 
 @dataclass(frozen=True)
@@ -192,7 +203,7 @@ class SharedWork:
     ) -> None:
         self._manager = manager
         self._agree = agree or (lambda numbers: (list(numbers), list(numbers)))
-        self._board = Board(self._place, lambda: manager._step.broken)
+        self._board = Board(self._place)
         self._serves = False
         self._told: set[str] = set()
         self._pause = threading.Event()
@@ -309,10 +320,11 @@ class SharedWork:
             self._pause.wait(pause_s)
             pause_s = min(2 * pause_s, longest_s)
 
-    def _place(self) -> tuple[int, bool]:
-        manager = self._manager
+    def _place(self) -> Place:
+        manager, step = self._manager, self._manager._step
         with manager._session.lock:
-            return manager._step.version.step, manager._step_open
+            launched = manager._step_open and step.phase in (Phase.LAUNCHED, Phase.FENCED)
+            return Place(step.version.step, manager._step_open, step.broken, launched)
 
     def _tell(self, text: str) -> None:
         """Once each."""

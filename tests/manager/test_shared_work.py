@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ft_core.shared_work import KEPT, LINGER_S, Board, SharedWork
+from ft_core.shared_work import KEPT, LINGER_S, Board, Place, SharedWork
 from ft_core.shared_work_rules import SILENT_S, Heard, question
 from tests.manager.harness import LIMIT_S, Cluster, Replica, crash
 
@@ -115,6 +115,18 @@ def test_who_goes_on_with_the_next_step_is_not_waited_for(cluster: Cluster) -> N
     assert time.monotonic() - began < LIMIT_S / 2
 
 
+def test_who_has_launched_gradients_is_not_waited_for_in_the_open_step(cluster: Cluster) -> None:
+    """One divides before its backward, the other does not divide at all there."""
+    found: Found = {}
+    began = time.monotonic()
+    cluster.run(
+        Worker(0, at={(3, "started"): divides(found)}, setup=ready, steps=5), Worker(1, setup=ready, steps=5),
+    )  # fmt: skip
+    cluster.check(steps=5)
+    assert parts_of(found) == {"r0": []}
+    assert time.monotonic() - began < LIMIT_S / 4
+
+
 def test_who_is_slow_is_waited_for(cluster: Cluster) -> None:
     found: Found = {}
     divide, late = divides(found), threading.Event()
@@ -154,7 +166,7 @@ def test_a_result_that_cannot_be_read_is_not_asked_for_again(cluster: Cluster) -
 
 
 def test_a_result_that_was_given_up_for_newer_ones_is_not_waited_for() -> None:
-    board = Board(lambda: (3, False))
+    board = Board(lambda: Place(3, False))
     at = board.begin("same")
     keys = [question(at, "same", str(i)) for i in range(KEPT + 2)]
     for key in keys:

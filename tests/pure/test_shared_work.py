@@ -67,6 +67,17 @@ def test_what_is_said_by_who_needs_another_quorum(begun: Position, heard: Heard)
     assert answer(HERE, begun, same_work=True, stuck=True) is heard
 
 
+@pytest.mark.parametrize(
+    ("asked", "begun", "heard"),
+    [
+        (Position(6, True, 0), Position(6, True, -1), Heard.NEVER),  # it has passed that window without dividing
+        (HERE, Position(6, True, -1), Heard.NOT_YET),  # it is about to commit
+    ],
+)
+def test_what_is_said_by_who_waits_for_gradients(asked: Position, begun: Position, heard: Heard) -> None:
+    assert answer(asked, begun, same_work=False, launched=True) is heard
+
+
 def test_a_question_is_read_as_it_was_written() -> None:
     at = Position(12, True, 3)
     key = question(at, "ab12", "0")
