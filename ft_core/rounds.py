@@ -85,6 +85,8 @@ class Round:
     raised: bool = False
     """The script has been told of `error`."""
     heal_error: Exception | None = None
+    awaited: bool = False
+    """The script can go no further before it is configured."""
     configured: threading.Event = field(default_factory=threading.Event)
     healed: threading.Event = field(default_factory=threading.Event)
 
@@ -109,7 +111,9 @@ class Round:
 
     def wait_configured(self) -> None:
         """Block until the lanes are up or the round failed (`error`). Bounded by the worker's own deadlines."""
+        self.awaited = True
         self.configured.wait()
+        self.awaited = False
 
     def wait_healed(self) -> None:
         """Block until the planned state was received or given up. Bounded by heal_s."""

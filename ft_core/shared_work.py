@@ -54,8 +54,10 @@ class Place(NamedTuple):
     step: int
     opened: bool
     """See `Position`."""
-    stuck: bool = False
-    """Its quorum is broken."""
+    broken: bool = False
+    """Its quorum is."""
+    asking: bool = False
+    """Its training thread waits for another quorum."""
     launched: bool = False
     """Gradients of the attempt that is open travel: nothing is divided before its vote any more."""
 
@@ -119,7 +121,9 @@ class Board:
                 return Heard.NEVER.value
             begun = self._at if self._at[:2] == place[:2] else Position(*place[:2], -1)
             same = asked.identity == self._identity
-            return answer(asked.at, begun, same_work=same, stuck=place.stuck, launched=place.launched).value
+            return answer(
+                asked.at, begun, same_work=same, broken=place.broken, asking=place.asking, launched=place.launched
+            ).value
 
 
 @dataclass(frozen=True)
@@ -324,7 +328,8 @@ class SharedWork:
         manager, step = self._manager, self._manager._step
         with manager._session.lock:
             launched = manager._step_open and step.phase in (Phase.LAUNCHED, Phase.FENCED)
-            return Place(step.version.step, manager._step_open, step.broken, launched)
+            asking = manager._round is not None and manager._round.awaited
+            return Place(step.version.step, manager._step_open, step.broken, asking, launched)
 
     def _tell(self, text: str) -> None:
         """Once each."""

@@ -81,18 +81,23 @@ def decide(heard: Heard, *, silent_s: float, waited_s: float, limit_s: float, br
     return Decision(Move.WAIT, "its owner is at it")
 
 
-def answer(asked: Position, begun: Position, *, same_work: bool, stuck: bool = False, launched: bool = False) -> Heard:
+def answer(
+    asked: Position, begun: Position, *, same_work: bool, broken: bool = False, asking: bool = False,
+    launched: bool = False,
+) -> Heard:  # fmt: skip
     """What to say about a part that is not there.
 
     Args:
         asked: where in the run it belongs.
         begun: where this rank is: its last division, or the place it came to since, with number -1.
         same_work: what this rank divided last is what is asked for.
-        stuck: its quorum is broken, so it gets no further without another one, in which who asks has to be.
+        broken: its quorum is, so it gets to no other step without another one, in which who asks has to be.
+        asking: it waits for another quorum now, so it gets to nothing more before there is one.
         launched: it has launched gradients of the attempt that is open, and waits for the others'.
     """
     past = asked < begun or (asked == begun and not same_work) or (launched and asked[:2] == begun[:2])
-    return Heard.NEVER if past or (stuck and asked > begun) else Heard.NOT_YET
+    stuck = (broken and asked[:2] > begun[:2]) or (asking and asked > begun)
+    return Heard.NEVER if past or stuck else Heard.NOT_YET
 
 
 def question(at: Position, identity: str, name: str) -> str:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 _ASKS = """
-import ctypes, socket, struct, threading
+import contextlib, ctypes, socket, struct, threading
 from datetime import timedelta
 import torch
 from torch._C._distributed_c10d import TCPStore
@@ -45,7 +45,8 @@ store = open_store("127.0.0.1")
 create_store_client(f"127.0.0.1:{store.port}/x", timedelta(seconds=20)).set("still", "works")
 print(asked(), end=" ")
 before = len(queries)
-socket.getnameinfo(("192.0.2.9", 1), socket.NI_NUMERICSERV)  # what others ask is none of our business
+with contextlib.suppress(socket.gaierror):  # what is answered is not the question here
+    socket.getnameinfo(("192.0.2.9", 1), socket.NI_NUMERICSERV)  # what others ask is none of our business
 print(len(queries) - before)
 """
 
@@ -62,5 +63,5 @@ def test_opening_and_joining_a_store_asks_no_name_server() -> None:
     plain, ours, others = map(int, done.stdout.split())
     assert plain > 0  # c10d by itself does ask: otherwise this test proves nothing
     assert ours == 0
-    assert others == 1
+    assert others > 0  # a question that is not answered in time is asked again
     assert done.stderr == ""

@@ -57,14 +57,17 @@ def test_what_is_said_about_a_part_that_is_not_there(begun: Position, same_work:
 
 
 @pytest.mark.parametrize(
-    ("begun", "heard"),
+    ("begun", "broken", "asking"),
     [
-        (Position(6, True, -1), Heard.NEVER),  # it vetoed what who asks has committed, and waits for a quorum with it
-        (HERE, Heard.NOT_YET),  # somebody is lost, and it is at its part all the same
+        (Position(6, True, -1), Heard.NEVER, Heard.NEVER),  # it vetoed what who asks has committed
+        (Position(7, False, -1), Heard.NOT_YET, Heard.NEVER),  # somebody is lost since its commit, and it comes to it
+        (Position(7, False, 0), Heard.NOT_YET, Heard.NEVER),  # it is at the division before
+        (HERE, Heard.NOT_YET, Heard.NOT_YET),  # it is at it
     ],
 )
-def test_what_is_said_by_who_needs_another_quorum(begun: Position, heard: Heard) -> None:
-    assert answer(HERE, begun, same_work=True, stuck=True) is heard
+def test_what_is_said_by_who_needs_another_quorum(begun: Position, broken: Heard, asking: Heard) -> None:
+    assert answer(HERE, begun, same_work=True, broken=True) is broken
+    assert answer(HERE, begun, same_work=True, broken=True, asking=True) is asking
 
 
 @pytest.mark.parametrize(

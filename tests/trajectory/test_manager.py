@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
+import threading
 from dataclasses import replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 
 from ft_core import trajectory
 from ft_core.errors import RefusedError
-from tests.manager.harness import Cluster, Replica, crash, crash_seen, hang, soft_error
+from tests.manager.harness import LIMIT_S, Cluster, Replica, crash, crash_seen, hang, soft_error
 from tests.trajectory import reference
 from tests.trajectory.reference import CLASSES, FEATURES, Job
 from tests.trajectory.replica import Follower
@@ -131,6 +132,7 @@ def test_a_checkpoint_in_the_middle_of_an_epoch(cluster: Cluster) -> None:
     """Written by one replica, gone on from by two."""
     job = replace(JOBS["adamw"], length=60)
     saved: dict[str, Any] = {}
+    both_here = threading.Barrier(2)  # else the first might have finished before the second has opened its lease
 
     def save_and_crash(replica: Replica) -> None:
         assert isinstance(replica, Follower)
@@ -151,6 +153,7 @@ def test_a_checkpoint_in_the_middle_of_an_epoch(cluster: Cluster) -> None:
         replica.load_state_dict(copy.deepcopy(saved["user"]))
         replica.manager.load_state_dict(saved["manager"])
         replica.loader.load_state_dict(saved["data"])
+        both_here.wait(LIMIT_S)
 
     cluster.run(Follower(0, job, at={(7, "boundary"): save_and_crash}))
     assert saved["data"]["epoch"] == 1
