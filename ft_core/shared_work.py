@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ft_core.checkpointing.packing import pack, unpack
 from ft_core.errors import EncodingError, HealError
-from ft_core.shared_work_rules import ASK_S, Heard, Move, Position, answer, asked_for, decide, question
+from ft_core.shared_work_rules import ASK_S, Heard, Move, Position, answer, asked_for, decide, identity_of, question
 from ft_core.step import Phase
 
 if TYPE_CHECKING:
@@ -54,8 +54,8 @@ class Place(NamedTuple):
     step: int
     opened: bool
     """See `Position`."""
-    broken: bool = False
-    """Its quorum is."""
+    broken: int = 0
+    """Id of its quorum, if that is broken."""
     asking: bool = False
     """Its training thread waits for another quorum."""
     launched: bool = False
@@ -122,8 +122,9 @@ class Board:
             begun = self._at if self._at[:2] == place[:2] else Position(*place[:2], -1)
             same = asked.identity == self._identity
             return answer(
-                asked.at, begun, same_work=same, broken=place.broken, asking=place.asking, launched=place.launched
-            ).value
+                asked.at, begun, same_work=same, broken=bool(place.broken) and asked.quorum_id == place.broken,
+                asking=place.asking, launched=place.launched,
+            ).value  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -238,8 +239,8 @@ class SharedWork:
         least, most = self._agree([0 if owners is None else owners.quorum_id, pieces, *sizes])
         if least != most:
             owners = None
-        named = f"{0 if owners is None else owners.quorum_id:x} {pieces} {what}"
-        identity = hashlib.blake2b(named.encode(), digest_size=12).hexdigest()
+        digest = hashlib.blake2b(f"{pieces} {what}".encode(), digest_size=12).hexdigest()
+        identity = identity_of(0 if owners is None else owners.quorum_id, digest)
         return Division(self, owners, pieces, self._board.begin(identity), identity)
 
     def exchange(
@@ -329,7 +330,8 @@ class SharedWork:
         with manager._session.lock:
             launched = manager._step_open and step.phase in (Phase.LAUNCHED, Phase.FENCED)
             asking = manager._round is not None and manager._round.awaited
-            return Place(step.version.step, manager._step_open, step.broken, asking, launched)
+            broken = step.plan.quorum_id if step.broken and step.plan is not None else 0
+            return Place(step.version.step, manager._step_open, broken, asking, launched)
 
     def _tell(self, text: str) -> None:
         """Once each."""

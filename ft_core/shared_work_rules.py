@@ -91,13 +91,19 @@ def answer(
         asked: where in the run it belongs.
         begun: where this rank is: its last division, or the place it came to since, with number -1.
         same_work: what this rank divided last is what is asked for.
-        broken: its quorum is, so it gets to no other step without another one, in which who asks has to be.
-        asking: it waits for another quorum now, so it gets to nothing more before there is one.
+        broken: the quorum that the work was divided in is broken here. So this rank gets to no other step without
+            another quorum, in which who asks has to be.
+        asking: it waits for that other one now, and gets to nothing more before.
         launched: it has launched gradients of the attempt that is open, and waits for the others'.
     """
     past = asked < begun or (asked == begun and not same_work) or (launched and asked[:2] == begun[:2])
-    stuck = (broken and asked[:2] > begun[:2]) or (asking and asked > begun)
+    stuck = broken and (asked[:2] > begun[:2] or (asking and asked > begun))
     return Heard.NEVER if past or stuck else Heard.NOT_YET
+
+
+def identity_of(quorum_id: int, digest: str) -> str:
+    """What is divided, and among whom: members for which it differs do not share the work."""
+    return f"{quorum_id:x}.{digest}"
 
 
 def question(at: Position, identity: str, name: str) -> str:
@@ -114,12 +120,18 @@ class Asked(NamedTuple):
     asker: int
     """The part of who asks, or -1 less that: it has the result, and wants nothing any more."""
 
+    @property
+    def quorum_id(self) -> int:
+        """In which it was divided."""
+        return int(self.identity.partition(".")[0], 16)
+
 
 def asked_for(name: str) -> Asked | None:
     """What `key/asker` asks for; None: it is no question."""
     try:
         key, asker = name.rsplit("/", 1)
         step, opened, number, identity, _ = key.split("/")
-        return Asked(key, Position(int(step), opened == "1", int(number)), identity, int(asker))
+        asked = Asked(key, Position(int(step), opened == "1", int(number)), identity, int(asker))
+        return asked if asked.quorum_id >= 0 else None
     except ValueError:
         return None

@@ -93,7 +93,7 @@ class TestJobs:
             assert sum(batches for batches, _ in found.values()) == once + (3 if "loaders" in options else 0), text
             compare(monkeypatch, unshared, text, options, step)
         assert re.findall(r"tested (\d+) (\S+)", text) == [("5", re.findall(r"tested \d+ (\S+)", text)[0])] * GROUPS
-        assert re.findall(r"predicted (\d+) (\w+)", text) == [("5", "True")] * GROUPS
+        assert re.findall(r"predicted (\d+) (\w+)", text) == [("5", "True")] * GROUPS, text
         assert re.findall(r"written (\w+)", text) == ["True"] * GROUPS
 
     def test_the_part_of_a_killed_group_is_evaluated_again(

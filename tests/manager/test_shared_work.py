@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ft_core.shared_work import KEPT, LINGER_S, Board, Place, SharedWork
-from ft_core.shared_work_rules import SILENT_S, Heard, question
+from ft_core.shared_work_rules import SILENT_S, Heard, Position, identity_of, question
 from tests.manager.harness import LIMIT_S, Cluster, Replica, crash
 
 if TYPE_CHECKING:
@@ -168,7 +168,7 @@ def test_a_result_that_cannot_be_read_is_not_asked_for_again(cluster: Cluster) -
 def test_a_result_that_was_given_up_for_newer_ones_is_not_waited_for() -> None:
     board = Board(lambda: Place(3, False))
     at = board.begin("same")
-    keys = [question(at, "same", str(i)) for i in range(KEPT + 2)]
+    keys = [question(at, identity_of(5, "same"), str(i)) for i in range(KEPT + 2)]
     for key in keys:
         board.publish(key, b"result")
     heard = [board.answer(f"{key}/1") for key in keys]
@@ -274,3 +274,14 @@ def test_a_result_that_is_kept_no_more_is_not_waited_for(cluster: Cluster) -> No
     cluster.check(steps=5)
     assert parts_of(found) == {"r1": []}
     assert time.monotonic() - began < LIMIT_S / 2
+
+
+def test_only_the_others_of_a_broken_quorum_are_told_not_to_wait() -> None:
+    """Who waits for the next quorum may be a member of it already, and not know it yet."""
+    board = Board(lambda: Place(3, True, broken=5, asking=True))
+
+    def told(quorum_id: int) -> bytes | None:
+        return board.answer(question(Position(3, True, 0), identity_of(quorum_id, "ab"), "all") + "/0")
+
+    assert told(5) == Heard.NEVER.value
+    assert told(6) == Heard.NOT_YET.value

@@ -68,6 +68,7 @@ def test_what_is_said_about_a_part_that_is_not_there(begun: Position, same_work:
 def test_what_is_said_by_who_needs_another_quorum(begun: Position, broken: Heard, asking: Heard) -> None:
     assert answer(HERE, begun, same_work=True, broken=True) is broken
     assert answer(HERE, begun, same_work=True, broken=True, asking=True) is asking
+    assert answer(HERE, begun, same_work=True, asking=True) is Heard.NOT_YET  # for the quorum that others are in
 
 
 @pytest.mark.parametrize(
