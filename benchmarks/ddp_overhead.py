@@ -36,7 +36,7 @@ from ft_core.ddp import DistributedDataParallel
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from ft_core.carrier import Carrier
+    from ft_core.reduction.interface import Carrier
 
 MODELS: dict[str, tuple[tuple[int, ...], int, int, int]] = {
     # name: layer widths, batch size, blocks per round, steps per block

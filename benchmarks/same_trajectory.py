@@ -131,7 +131,7 @@ def stepper(way: str, widths: tuple[int, ...], samples: int, group: Any) -> Call
 
     from ft_core.data import ElasticDataLoader
     from ft_core.ddp import DistributedDataParallel
-    from ft_core.trajectory import FixedOrderDataParallel
+    from ft_core.fixed_order import FixedOrderDataParallel
 
     port = Port(group)
     data = TensorDataset(torch.randn(samples * MICRO * group.size() * 8, widths[0]))

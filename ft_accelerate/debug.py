@@ -2,8 +2,8 @@
 
 How it works. As accelerate's `debug_launcher` it forks, so that a function may be a closure of a test or a notebook.
 The processes are forked first, while this process has opened nothing yet, and wait for a word on their pipes. Then a
-keeper (`ft_core.launch.keeper`), a lighthouse process and one c10d store per group are started, each process is told
-its environment, registers with the keeper, and runs the function.
+keeper (`ft_core.launch.processes.keeper`), a lighthouse process and one c10d store per group are started, each process
+is told its environment, registers with the keeper, and runs the function.
 
 Invariants: when `ft_debug_launcher` returns or raises, no process that it started is left; if this process itself is
 killed, the keeper ends them. A failure anywhere ends everything.
@@ -34,9 +34,9 @@ from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedExc
 
 from ft_accelerate._compat import is_initialized
 from ft_core.errors import ConfigError, LighthouseError, UsageError
-from ft_core.launch import stub
-from ft_core.launch.keeper import Keeper
-from ft_core.launch.remote import base_folder
+from ft_core.launch.control_socket import base_folder
+from ft_core.launch.processes import stub
+from ft_core.launch.processes.keeper import Keeper
 from ft_core.process_group import open_store
 from ft_core.settings import MAX_REPLICAS
 

@@ -28,9 +28,9 @@ if TYPE_CHECKING:
 
     from ft_accelerate.run import Run
     from ft_core import Manager
-    from ft_core.attempt import StepAttempt
-    from ft_core.data.port import DataListener
+    from ft_core.data.interface import DataListener
     from ft_core.data.sampler import ElasticSampler
+    from ft_core.runtime.step_attempt import StepAttempt
 
 FILE = "ft_data.json"
 """In a folder of `save_state`: the position in the data."""

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, get_type_hints
 
 from ft_accelerate import plugin
 from ft_core.errors import ConfigError
-from ft_core.launch.chaos import ChaosSettings
+from ft_core.launch.chaos_schedule import ChaosSettings
 from ft_core.launch.gpus import MODES
 from ft_core.settings import MAX_REPLICAS
 

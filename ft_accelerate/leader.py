@@ -23,7 +23,7 @@ import os
 from typing import TYPE_CHECKING, Any
 
 from ft_accelerate.patience import trains_already
-from ft_core import events
+from ft_core.runtime import notices
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -96,7 +96,7 @@ class Leadership:
         self._missed = []
         if leads:
             step = manager.current_step()
-            events.say(
+            notices.say(
                 f"{manager.replica_id} saves and logs from step {step} on", quiet=step <= 0 or self._run.rank > 0
             )
         self._changed(leads)

@@ -3,7 +3,7 @@
 How it works. `patiently` makes `Manager.start_quorum` fit for those who come while the others validate or save:
 that forming a quorum takes longer than `quorum_timeout` then is no error.
 
-Threads: the training thread; `ft_core.lighthouse_client.rooms` bounds what the lighthouse may take.
+Threads: the training thread; `ft_core.control.lighthouse.client.rooms` bounds what the lighthouse may take.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, TypeVar
 
+from ft_core.control.lighthouse.client import rooms
 from ft_core.errors import JobFinishedError, QuorumTimeoutError
-from ft_core.lighthouse_client import rooms
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from ft_accelerate.wrapping import WrappedModel
-    from ft_core.attempt import StepAttempt
+    from ft_core.runtime.step_attempt import StepAttempt
 
 
 class Settling:

@@ -29,7 +29,7 @@ from ft_core.errors import UsageError
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Sequence
 
-    from ft_core.shared_work import Division
+    from ft_core.loop.shared_work import Division
 
 
 class Padding(NamedTuple):

@@ -24,7 +24,7 @@ from accelerate.utils import recursively_apply, send_to_device
 from ft_accelerate import _compat
 from ft_accelerate.shared_loop import Padding, SharedLoop, joined
 from ft_core.errors import UsageError
-from ft_core.shared_work import SharedWork
+from ft_core.loop.shared_work import SharedWork
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence

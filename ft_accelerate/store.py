@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ft_core.net import advertised_host
+from ft_core.network import advertised_host
 from ft_core.process_group import open_store
 from ft_core.settings import Environment, parse_address
 

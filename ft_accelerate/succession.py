@@ -14,7 +14,7 @@ import logging
 import weakref
 from typing import TYPE_CHECKING
 
-from ft_core.step import fold_lineage
+from ft_core.protocol.lineage import fold_lineage
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

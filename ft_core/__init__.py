@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from ft_core.data import ElasticSampler as ElasticSampler
     from ft_core.ddp import DistributedDataParallel as DistributedDataParallel
     from ft_core.ddp import PureDistributedDataParallel as PureDistributedDataParallel
+    from ft_core.fixed_order import FixedOrderDataParallel as FixedOrderDataParallel
     from ft_core.futures import context_timeout as context_timeout
     from ft_core.futures import future_timeout as future_timeout
     from ft_core.futures import future_wait as future_wait
@@ -52,7 +53,6 @@ if TYPE_CHECKING:
     from ft_core.process_group import ProcessGroupWrapper as ProcessGroupWrapper
     from ft_core.process_group import ProcessGroupXCCL as ProcessGroupXCCL
     from ft_core.process_group import create_store_client as create_store_client
-    from ft_core.trajectory import FixedOrderDataParallel as FixedOrderDataParallel
 
 __version__ = "0.1.0"
 _HOME = {
@@ -96,7 +96,7 @@ _HOME = {
     "ProcessGroupWrapper": "ft_core.process_group",
     "ProcessGroupXCCL": "ft_core.process_group",
     "create_store_client": "ft_core.process_group",
-    "FixedOrderDataParallel": "ft_core.trajectory",
+    "FixedOrderDataParallel": "ft_core.fixed_order",
 }
 __all__ = [*_HOME, "__version__"]
 
@@ -114,4 +114,4 @@ def __dir__() -> list[str]:
 
 
 if os.environ.get("FT_PREDECESSORS"):  # before anything of this process takes memory that they still have
-    importlib.import_module("ft_core.predecessors").wait()
+    importlib.import_module("ft_core.launch.processes.predecessors").wait()

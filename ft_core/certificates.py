@@ -1,8 +1,9 @@
 """The job's certificates (FT_TLS_CERT, FT_TLS_KEY, FT_TLS_CA): one place for all servers and clients of a replica.
 
-How it works. `Tls` names PEM files and reads them; `rpc` makes gRPC's credentials of them, and `server_context` and
-`client_context` the same for Python's `ssl`. A job has one set: whoever holds a certificate that FT_TLS_CA signed (or,
-without a CA, the job's one certificate) belongs to it. A server's certificate has to name the address it is reached by.
+How it works. `Tls` names PEM files and reads them; `rpc.channel` makes gRPC's credentials of them, and `server_context`
+and `client_context` the same for Python's `ssl`. A job has one set: whoever holds a certificate that FT_TLS_CA signed
+(or, without a CA, the job's one certificate) belongs to it. A server's certificate has to name the address it is
+reached by.
 
 Standard library only; imported by control plane and data plane.
 """

@@ -11,23 +11,24 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Mapping
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from ft_core.client import LeaseSettings, Peers
-from ft_core.control import RankControl
+from ft_core.control.group.ranks import ANY_GROUP
+from ft_core.control.group.server import GroupServer
+from ft_core.control.lighthouse.client import LighthouseClient, Quorum, QuorumMember, data_as_text, public_quorum
+from ft_core.control.lighthouse.lease_client import LeaseSettings, Peers
+from ft_core.control.lighthouse.server import LighthouseServer
+from ft_core.control.link import RankControl
 from ft_core.errors import ConfigError, LighthouseError, QuorumTimeoutError
-from ft_core.group_ranks import ANY_GROUP
-from ft_core.group_server import GroupServer
-from ft_core.lighthouse import LighthouseServer
-from ft_core.lighthouse_client import LighthouseClient, Quorum, QuorumMember, data_as_text, public_quorum
-from ft_core.membership import Hello
-from ft_core.quorum import VOID, Ask, Version
-from ft_core.quorum import Quorum as PureQuorum
-from ft_core.rpc import join_host, reachable_host, split_bind
+from ft_core.protocol.lighthouse.events import Hello
+from ft_core.protocol.types import VOID, Ask, Outcome, Verdict, Version
+from ft_core.protocol.types import Quorum as PureQuorum
+from ft_core.rpc.channel import join_host, reachable_host, split_bind
 from ft_core.settings import TimeBudget, whole_number
-from ft_core.step import Outcome, Verdict
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 __all__ = [
     "LighthouseClient",

@@ -3,7 +3,7 @@
 `DistributedDataParallel` looks like torch's class (isinstance, `module.` keys, `no_sync`, arguments) and shares its
 rounding, but not its machinery: torch's C++ reducer is never built, since it needs a process group that cannot change,
 synchronizes in its constructor, and orders buckets by the arrival of gradients, which differs on a newcomer. A
-`Bucketer` (ft_core.buckets) does the work; this file checks arguments, collects what is to be reduced, and makes the
+`Bucketer` (`bucket_reducer`) does the work; this file checks arguments, collects what is to be reduced, and makes the
 attributes that torch's DDP and its users expect exist.
 
 What differs from torch's DDP, on purpose:
@@ -21,7 +21,7 @@ What differs from torch's DDP, on purpose:
   element lies in its bucket. With two they are equal. All replicas always agree bit for bit.
 
 Invariant: a copy (deepcopy, pickle) is inert: it runs forward, has no hooks, and refuses to train.
-Threads: none here; see ft_core.buckets.
+Threads: none here; see `bucket_reducer`.
 """
 
 # ruff: noqa: ARG002 (arguments of overridden methods keep torch's names)
@@ -38,10 +38,12 @@ from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataParallel
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from ft_core.buckets import Bucketer
-from ft_core.engine import NO_GRAPH_TASK, graph_task_id, queue_callback
 from ft_core.errors import ConfigError, NotAvailableError, UsageError
-from ft_core.inventory import (
+from ft_core.join import JoinMember, joining_of, notify
+from ft_core.reduction.autograd import NO_GRAPH_TASK, graph_task_id, queue_callback
+from ft_core.reduction.batch_weights import unweigh_inputs, weigh_outputs
+from ft_core.reduction.bucket_reducer import Bucketer
+from ft_core.reduction.ddp_arguments import (
     DEFAULT_CAPS_BYTES,
     IMPOSSIBLE,
     MIB,
@@ -51,13 +53,11 @@ from ft_core.inventory import (
     check_devices,
     take_inventory,
 )
-from ft_core.join import JoinMember, joining_of, notify
-from ft_core.weights import unweigh_inputs, weigh_outputs
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from ft_core.carrier import AllreducePort, ManagerPort, PendingWork
+    from ft_core.reduction.interface import AllreducePort, ManagerPort, PendingWork
 
 __all__ = ["DistributedDataParallel", "PureDistributedDataParallel"]
 

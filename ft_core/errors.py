@@ -2,7 +2,7 @@
 
 Everything this project raises on purpose derives from `FaultToleranceError`. The direct children say who has
 to act: the caller (`ConfigError`), a peer or the network (`PeerError` and its children; these are normally *recorded*
-in the step and spent at the commit, see `ft_core.step`), or the coordinator (`LighthouseError` and its children).
+in the step and spent at the commit, see `protocol.rank`), or the coordinator (`LighthouseError` and its children).
 Messages name the setting, the value and what to do. `assert` is kept for our own invariants.
 """
 

@@ -1,377 +1,265 @@
-"""The carrier that sums micro-batches in the order of their numbers, whoever ran them (ft_core.trajectory's engine).
+"""`FixedOrderDataParallel`: the same losses and weights, bit for bit, whatever fails and however many replicas run.
 
-How it works. The gradient of each micro-batch is taken on its own when its backward ends, multiplied by its share of
-the step's samples, and added to those of this member's other micro-batches along the tree of `ft_core.summation`. When
-the last one of the step is there, `ft_core.node_exchange` brings everybody's nodes to everybody, who does the remaining
-additions. Gradients are final when that `backward()` returns; the fence goes last, on its own.
+How it works. Each of these would make a run depend on its membership, and is taken care of:
 
-If a micro-batch is in no node (its replica failed, or could not heal), whoever contributed reports it: the step is
-vetoed and done again, with the same micro-batches.
+- What a step consists of: an `ElasticDataLoader` with `fixed_micro_batches=True` cuts each step of `global_batch_size`
+  samples into the same micro-batches, with the same numbers, and deals them out whole. A vetoed step is done again.
+- The order of additions: `reduction.fixed_order` adds the micro-batches' gradients along a tree over their numbers.
+- Random numbers: the process' generators (torch's, `random`, numpy's if it is loaded) are seeded from
+  (the loader's seed, the micro-batch's samples) when a micro-batch is handed out. `data.seeded_dataset` does so for
+  random augmentation in the dataset.
+- Buffers that forward changes: refused.
+- The machine's arithmetic: deterministic algorithms are demanded; torch's version, the number of threads and the kind
+  of hardware are part of the layout, so that the room refuses a replica in which they differ.
 
-Memory besides the gradients: nodes as large as the gradients, log2(k) + 1 of them for k micro-batches of a member whose
-share begins at a multiple of a power of two not below k, else at most 2 * log2(k) + 2; and the exchange's buffers.
-
-Invariants:
-- A member that contributes has all of its micro-batches in its nodes, or none and says so.
-- Errors of peers go to the attempt and never leave backward; the caller's mistakes are raised.
-
-Threads: hooks run on the thread that executes that part of backward, one at a time as all parameters are on one device;
-everything else on the training thread, outside forward and backward.
+Invariant: nothing that a replica adds to a committed step depends on who its peers are or on how it came there.
+Threads: the training thread; hooks: see `reduction.fixed_order`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from enum import Enum
-from typing import TYPE_CHECKING
+import contextlib
+import math
+import platform
+import random
+import sys
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 
-from ft_core.carrier import FENCE_SLOTS
-from ft_core.engine import NO_GRAPH_TASK, graph_task_id, is_nested_backward, queue_callback
-from ft_core.errors import CollectiveError, UsageError
-from ft_core.flat import FlatGradients
-from ft_core.node_exchange import Chunk, Header, NodeExchange, Told
-from ft_core.summation import Node, OrderedSum
+from ft_core.data import ElasticDataLoader, ElasticSampler
+from ft_core.data.seeded_dataset import seed_from
+from ft_core.errors import ConfigError, UsageError
+from ft_core.reduction.bucket_plan import BucketSettings, Layout
+from ft_core.reduction.ddp_arguments import DEFAULT_CAPS_BYTES, Options, take_inventory
+from ft_core.reduction.fixed_order.reducer import FixedOrderReducer
 
 if TYPE_CHECKING:
-    from ft_core.carrier import Attempt, ManagerPort
-    from ft_core.data.division import MicroBatch
-    from ft_core.layout import Layout
+    from collections.abc import Iterator
+
+    from ft_core.data.open_step import OpenStep
+    from ft_core.data.step_division import MicroBatch
+    from ft_core.manager import Manager
+
+__all__ = ["FixedOrderDataParallel"]
 
 
-class _Stage(Enum):
-    """Of the micro-batch that was handed out last."""
+@dataclass(frozen=True)
+class FixedOrderLayout(Layout):
+    """A layout that differs where sums would: its digest keeps replicas that compute otherwise out of the room."""
 
-    NONE = "none"
-    """There is none: the step has not begun, or was voted on."""
-    WAITING = "waiting for backward"
-    RUNNING = "in backward"
-    DONE = "done"
+    arithmetic: str = ""
 
-
-class Partial:
-    """The gradients and the loss of one node of this member. `loss` is a float64 without dimensions."""
-
-    __slots__ = ("loss", "memory")
-
-    def __init__(self, layout: Layout, parameters: Sequence[nn.Parameter], device: torch.device) -> None:
-        self.memory = FlatGradients(layout, parameters, [device])
-        self.loss = torch.zeros((), dtype=torch.float64, device=device)
+    def describe(self) -> list[str]:
+        """The lines of a layout, and how this replica computes."""
+        return [*super().describe(), f"summed in the order of micro-batches; {self.arithmetic}"]
 
 
-class FixedOrderReducer:
-    """The carrier of one module whose gradients are summed in a fixed order. See the head of this file.
+class FixedOrderDataParallel(nn.Module):
+    """Sums the gradients of a step's micro-batches in the order of their numbers, over whoever takes part.
+
+    A training loop runs forward and backward once per micro-batch, and steps the optimizer after the last one:
+
+        for batch in loader:
+            loss = loss_of(model, batch)   # a mean over the micro-batch
+            model.record_loss(loss)        # optional: `step_loss` is then the step's mean
+            loss.backward()
+            if loader.last_micro_batch:
+                optimizer.step()
+
+    Gradients are those of the mean over the step's samples, final when the last `backward()` returns: clip before
+    `optimizer.step()`. A parameter that no micro-batch of the step used has the gradient None.
 
     Args:
-        manager: whose attempts the gradients belong to.
-        parameters: in the order of `layout.trained`, all on `device`.
-        layout: planned with `find_unused` and without buffers.
-        device: of the parameters.
-        max_count: micro-batches in a step at most.
-        module: asked for its buffers, which forward may not change.
+        manager: the `Manager`, before its first start_quorum, of a replica group of one rank.
+        module: what is trained. Its parameters are on one device; they may be frozen later, not unfrozen.
+        loader: the loader (or sampler) of the training data, with `fixed_micro_batches=True`.
+
+    Raises:
+        ConfigError: something about the module, the loader, the Manager or torch's settings cannot work; it says what.
     """
 
-    def __init__(
-        self, manager: ManagerPort, parameters: Sequence[nn.Parameter], layout: Layout, device: torch.device,
-        max_count: int, module: nn.Module,
-    ) -> None:  # fmt: skip
-        self._manager, self._module, self._layout, self._device = manager, module, layout, device
-        self._buffer_owners = [(name, part) for name, part in module.named_modules() if part._buffers]
-        self.parameters = self._parameters = list(parameters)
-        self._max_count = max_count
-        self._result = FlatGradients(layout, parameters, [device])
-        self._pool: list[Partial] = []
-        self._sum: OrderedSum[Partial] = OrderedSum(self._add)
-        self._used = bytearray(len(self._parameters))
-        """1 for each parameter that a micro-batch of mine has used in this step."""
-        self._losses = 0
-        """Micro-batches of mine in this step whose loss was recorded."""
-        self._count, self._samples = 0, 1
-        self._micro: MicroBatch | None = None
-        self._stage = _Stage.NONE
-        self._task = NO_GRAPH_TASK
-        self._loss: Tensor | None = None
-        self._failed = ""
-        """Why this step lacks a micro-batch of mine."""
-        self._buffer_versions: dict[str, tuple[int, int]] = {}
-        self._exchange = NodeExchange(self._result, device)
-        self._settled: Attempt | None = None
-        self._step_loss = torch.zeros(2, dtype=torch.float64)
-        """Of the last reduced step: the loss, and whether it was recorded."""
-        self.committed_loss: float | None = None
-        """Of the last committed step; None: not recorded."""
-        self._handles = [p.register_post_accumulate_grad_hook(self._on_gradient) for p in self._parameters]
-
-    def __repr__(self) -> str:
-        number = "none" if self._micro is None else f"{self._micro.number} of {self._count}"
-        return f"FixedOrderReducer(micro-batch {number}, {self._stage.value}, {self._sum!r})"
-
-    @property
-    def layout(self) -> Layout:
-        """The plan all replicas must share."""
-        return self._layout
-
-    # ------------------------------------------------------------------------------------------- micro-batches
-
-    def begin(self, micro: MicroBatch, *, first: bool, count: int, samples: int) -> None:
-        """A micro-batch is handed out; `first`: of its step, which has `count` of them with `samples` samples in all.
-
-        Raises:
-            UsageError: nothing was done with the one before.
-        """
-        if first:
-            self._restart(count, samples)
-        elif self._stage is _Stage.WAITING:
-            raise UsageError(
-                "the next micro-batch was asked for, but there was no backward() for the one before: with "
-                "FixedOrderDataParallel each micro-batch has its own forward and backward, do not add up losses"
-            )
-        elif self._stage is _Stage.RUNNING:
-            self._failed = "the backward() of a micro-batch of this step raised"
-        self._micro, self._stage, self._task, self._loss = micro, _Stage.WAITING, NO_GRAPH_TASK, None
-        for parameter in self._parameters:
-            parameter.grad = None
-        self._buffer_versions = self._versions()
-
-    def record_loss(self, loss: Tensor) -> None:
-        """The mean loss of the current micro-batch.
-
-        Raises:
-            UsageError: there is no micro-batch, or it has one already.
-        """
-        if self._stage not in (_Stage.WAITING, _Stage.RUNNING):
-            raise UsageError("record_loss() is for the current micro-batch, before its backward()")
-        if loss.numel() != 1:
-            raise UsageError(f"record_loss() takes one number, the mean over the micro-batch; got {list(loss.shape)}")
-        if self._loss is not None:
-            raise UsageError("record_loss() was called twice for one micro-batch: record the sum of its losses")
-        self._loss = loss
-
-    def _restart(self, count: int, samples: int) -> None:
-        self._pool += self._sum.clear()
-        self._used[:] = bytes(len(self._used))
-        self._losses, self._failed = 0, ""
-        self._count, self._samples = count, samples
-
-    def _on_gradient(self, _parameter: Tensor) -> None:
-        if graph_task_id() != self._task:
-            self._begin_backward()
-
-    def _begin_backward(self) -> None:
-        if self._stage is _Stage.NONE:
-            raise UsageError(
-                "backward() on a FixedOrderDataParallel module outside of a step: gradients belong to a micro-batch "
-                "that its ElasticDataLoader has handed out; use torch.autograd.grad for others"
-            )
-        if self._stage is _Stage.DONE:
-            raise UsageError(
-                "a second backward() for the same micro-batch: with FixedOrderDataParallel its gradient is complete "
-                "when the first one ends; add the losses and call backward() once"
-            )
-        if is_nested_backward():
-            raise UsageError(_NESTED)
-        if self._stage is _Stage.RUNNING:
-            self._failed = "the backward() of a micro-batch of this step raised"
-        self._stage, self._task = _Stage.RUNNING, graph_task_id()
-        queue_callback(self._end_of_backward)
-
-    def _end_of_backward(self) -> None:
-        micro = self._micro
-        assert micro is not None
-        if is_nested_backward():
-            raise UsageError(_NESTED)
-        self._check_buffers()
-        with torch.no_grad():
-            if micro.weight and not self._failed:
-                self._collect(micro)
-            self._stage, self._task = _Stage.DONE, NO_GRAPH_TASK
-            if micro.last:
-                self._sum.close(self._count)
-                self._finish()
-
-    def _collect(self, micro: MicroBatch) -> None:
-        """Take this micro-batch's gradient out of the parameters and add it to its neighbours'."""
-        partial = self._pool.pop() if self._pool else Partial(self._layout, self._parameters, self._device)
-        views, gradients = [], []
-        for index, parameter in enumerate(self._parameters):
-            gradient, view = parameter.grad, partial.memory.views[index]
-            if gradient is None:
-                view.zero_()
-                continue
-            if gradient.layout != torch.strided:
-                name = self._layout.trained[index].name
-                raise UsageError(f"parameter {name} has a sparse gradient; only dense ones can be reduced")
-            self._used[index] = 1
-            views.append(view)
-            gradients.append(gradient.detach())
-            parameter.grad = None
-        share = micro.weight / self._samples
-        if views:
-            torch._foreach_copy_(views, gradients)
-        for bucket in partial.memory.buckets:
-            bucket.gradients.mul_(share)
-        if self._loss is None:
-            partial.loss.fill_(float("nan"))
-        else:
-            self._losses += 1
-            partial.loss.copy_(self._loss.detach().reshape(())).mul_(share)
-        self._sum.push(Node(0, micro.number), partial)
-
-    def _add(self, left: Partial, right: Partial) -> Partial:
-        for mine, theirs in zip(left.memory.buckets, right.memory.buckets, strict=True):
-            mine.gradients.add_(theirs.gradients)
-        left.loss.add_(right.loss)
-        self._pool.append(right)
-        return left
-
-    def _versions(self) -> dict[str, tuple[int, int]]:
-        return {
-            f"{prefix}.{name}" if prefix else name: (id(buffer), 0 if buffer.is_inference() else buffer._version)
-            for prefix, part in self._buffer_owners
-            for name, buffer in part._buffers.items()
-            if buffer is not None
-        }
-
-    def _check_buffers(self) -> None:
-        now = self._versions()
-        if now != self._buffer_versions:
-            changed = sorted({n for n, v in now.items() if self._buffer_versions.get(n) != v} or {"one of them"})
-            raise UsageError(
-                f"forward changed buffers of the module: {', '.join(changed[:5])}. They would depend on which replica "
-                "ran which micro-batch, and so would the trajectory: put BatchNorm into eval(), use GroupNorm or "
-                "LayerNorm, or reduce with DistributedDataParallel"
-            )
-
-    # ------------------------------------------------------------------------------------------- the reduction
-
-    def _finish(self) -> None:
-        """Reduce what is there, in the attempt that is open. Errors of the network stay in the attempt."""
-        attempt = self._manager.current_attempt()
-        if attempt is None:
-            return
-        self._settled = attempt
-        for bucket in self._result.buckets:
-            bucket.intact_version = None
+    def __init__(self, manager: Manager, module: nn.Module, loader: ElasticDataLoader | ElasticSampler) -> None:
+        super().__init__()
+        sampler = _sampler_of(loader)
+        _check_group(manager, sampler)
+        _check_determinism(module)
+        self._statistics = [(name or type(module).__name__, part) for name, part in _statistics(module)]
+        if names := self._counting():
+            raise ConfigError(_STATISTICS.format(names))
+        settings = BucketSettings(DEFAULT_CAPS_BYTES, find_unused=True, broadcast_buffers=False)
+        inventory = take_inventory(module, Options(None, None, sync_buffers=False, may_freeze=True, buckets=settings))
+        if len(inventory.devices) > 1:
+            places = ", ".join(map(str, inventory.devices))
+            raise ConfigError(f"FixedOrderDataParallel: the parameters are on {places}; put them on one device")
+        self.module = module
+        self.device = inventory.devices[0]
+        self._sampler, self._manager = sampler, manager
+        self._frozen = inventory.frozen
+        self._settings = _settings()
+        plan = inventory.layout
+        layout = FixedOrderLayout(
+            plan.parameters, plan.buffers, plan.settings, plan.buckets, plan.tail, arithmetic=_arithmetic(self.device)
+        )
+        batching = sampler.batching
+        self._max_count = math.ceil(batching.step_size(1) / batching.batch_size)
+        sampler.attach(manager)
+        manager.require_all_contributions()
+        sampler.watch(self._begin)
+        self._reducer = FixedOrderReducer(manager, inventory.trained, layout, self.device, self._max_count, module)
         try:
-            if attempt.ready():
-                self._reduce(attempt)
-        except Exception as error:  # noqa: BLE001 (any failed collective breaks the attempt, none the process)
-            attempt.fail(error)
-        finally:  # after a failure; the Manager's abort makes it short
-            self._exchange.works.outlast()
+            manager.register_carrier(self._reducer)
+        except BaseException:
+            self._reducer.remove_hooks()
+            sampler.watch(None)
+            raise
 
-    def _reduce(self, attempt: Attempt) -> None:
-        contributes = attempt.scale != 0.0
-        if contributes and not self._complete:
-            reason = self._failed or "should_commit was called before the backward() of the last micro-batch"
-            attempt.report(UsageError(f"this replica lacks micro-batches of the step: {reason}"))
-            contributes = False
-        header = Header(self._max_count, len(self._parameters))
-        if contributes:
-            nodes = [(node, float(partial.loss)) for node, partial in self._sum.parts]
-            header.fill(nodes, self._used, self._losses, self._count)
-        told = self._exchange.tell(attempt, header)
-        if told is None:
-            return
-        pending: list[Chunk] | None = []
-        if told.complete:
-            mine = {node: partial.memory for node, partial in self._sum.parts} if contributes else {}
-            pending = self._exchange.send(attempt, told, mine)
-        elif contributes:
-            # `Manager.require_all_contributions` vetoes a step of which a participant is missing; but what was summed
-            # must not be published either, and a different division would be somebody's error.
-            attempt.report(CollectiveError(told.lack))
-        if pending is None:
-            return
-        tail = torch.zeros(FENCE_SLOTS, device=self._device)
-        works = self._exchange.works
-        fence = works.add(attempt.launch_fence(tail, tail))
-        if fence is None:
-            return
-        for chunk in pending:
-            self._exchange.add_up(chunk, told)
-        works.wait(fence)
-        if told.complete:
-            self._publish(told)
-        attempt.fence_arrived(tail)
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """Run the module. Nothing is communicated here."""
+        if torch.is_grad_enabled():
+            self._check()
+        return self.module(*inputs, **kwargs)
+
+    def record_loss(self, loss: Tensor | float) -> None:
+        """Take the current micro-batch's mean loss (or any other mean over it) along with its gradient.
+
+        Raises:
+            UsageError: there is no micro-batch, it has one already, or `loss` is not one number.
+        """
+        self._reducer.record_loss(torch.as_tensor(loss))
 
     @property
-    def _complete(self) -> bool:
-        """All micro-batches of this member are in its nodes."""
-        return self._micro is not None and self._micro.last and self._stage is _Stage.DONE and not self._failed
+    def step_loss(self) -> float | None:
+        """Mean of the recorded losses over all samples of the last step that this replica committed; None: unrecorded.
 
-    def _publish(self, told: Told) -> None:
-        """The sums are there: they are the parameters' gradients now."""
-        result = self._result
-        result.pack_used(torch.tensor(told.used, dtype=torch.float32, device=self._device))
-        for bucket in result.buckets:
-            bucket.mark_intact()
-        for parameter, view, used in zip(self._parameters, result.views, told.used, strict=True):
-            parameter.grad = view if used else None
-        self._step_loss = torch.tensor([told.loss or 0.0, told.loss is not None], dtype=torch.float64)
+        Equal on all replicas. A replica that healed over a step has no loss of it.
+        """
+        return self._reducer.committed_loss
 
-    # ------------------------------------------------------------------------------------- Carrier: called by Manager
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Does nothing: only the last micro-batch of a step is followed by communication."""
+        yield
 
-    def flush(self) -> None:
-        """Take part in the current attempt if no backward of it has. Never raises."""
-        attempt = self._manager.current_attempt()
-        if attempt is None or attempt is self._settled:
-            return
-        with torch.no_grad():
-            self._finish()
+    def unwrap(self) -> nn.Module:
+        """Undo the wrapping: remove the hooks, unregister from the Manager, return the module."""
+        self._reducer.remove_hooks()
+        self._sampler.watch(None)
+        self._manager.unregister_carrier(self._reducer)
+        return self.module
 
-    def rescale(self, factor: float) -> None:
-        """Nothing: gradients are divided by the samples of the step, all of which are in the sum."""
+    def _begin(self, step: OpenStep, micro: MicroBatch) -> None:
+        """The loader hands out a micro-batch."""
+        plan = step.plan
+        count = math.ceil(plan.samples / plan.batching.batch_size)
+        self._reducer.begin(micro, first=step.handed_out == 0, count=count, samples=plan.samples)
+        _seed(seed_from(f"{self._sampler.seed} {micro.epoch} {micro.ranges}"), self.device)
 
-    def committed(self) -> None:
-        """The attempt was committed."""
-        self._settle()
-        loss, recorded = self._step_loss.tolist()
-        self.committed_loss = loss if recorded else None
+    def _check(self) -> None:
+        now = _settings()
+        if now != self._settings:
+            raise UsageError(
+                f"the module was wrapped with '{self._settings}', now it is '{now}': the trajectory would not be the "
+                "same; set this before wrapping and leave it"
+            )
+        if names := self._counting():
+            raise UsageError(_STATISTICS.format(names))
+        for parameter in self._frozen:
+            if parameter.requires_grad:
+                raise UsageError(
+                    "a parameter was unfrozen after the module was wrapped: all replicas must sum the same gradients; "
+                    "wrap with it unfrozen and freeze it afterwards"
+                )
 
-    def vetoed(self) -> None:
-        """The attempt was not committed."""
-        self._settle()
+    def _counting(self) -> str:
+        """Names of modules whose forward would change running statistics; it does so behind autograd's back."""
+        return ", ".join(name for name, part in self._statistics if part.training)
 
-    def _settle(self) -> None:
-        self._settled = self._micro = None
-        self._stage = _Stage.NONE
-
-    def state_loaded(self) -> None:
-        """Nothing here depends on the module's state."""
-
-    def buffer_storages(self) -> set[int]:
-        """Addresses of the storages of all buffers."""
-        return {buffer.untyped_storage().data_ptr() for buffer in self._module.buffers()}
-
-    def reduced(self) -> list[Tensor] | None:
-        """The flat sums, then the loss, if all are there and untouched."""
-        return None if self.lacking() else [*(bucket.flat for bucket in self._result.buckets), self._step_loss]
-
-    def lacking(self) -> list[int]:
-        """Indices of the buckets that are not reduced, or changed since."""
-        return self._result.lacking()
-
-    def adopt_reduced(self, buckets: Sequence[Tensor | None]) -> None:
-        """Take the given sums, and the loss behind them, as the last step's."""
-        *sums, loss = buckets
-        self._result.adopt(sums)
-        if loss is not None:
-            self._step_loss = loss.detach().clone()
-
-    def remove_hooks(self) -> None:
-        """Let go of the parameters."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
+    def __getstate__(self) -> NoReturn:
+        raise UsageError("FixedOrderDataParallel holds a live Manager and cannot be copied or pickled; copy .module")
 
 
-_NESTED = (
-    "activation checkpointing with use_reentrant=True runs a backward inside the backward, and FixedOrderDataParallel "
-    "cannot tell when a micro-batch's gradient is complete: pass use_reentrant=False"
+def _sampler_of(loader: object) -> ElasticSampler:
+    sampler = loader.sampler if isinstance(loader, ElasticDataLoader) else loader
+    if not isinstance(sampler, ElasticSampler):
+        raise ConfigError(
+            f"FixedOrderDataParallel needs an ElasticDataLoader (or ElasticSampler), got {type(loader).__name__}: "
+            "other data is divided differently when the membership changes"
+        )
+    if not sampler.batching.fixed_micro_batches:
+        raise ConfigError(
+            "FixedOrderDataParallel needs a loader with global_batch_size=... and fixed_micro_batches=True: else the "
+            "micro-batches of a step follow the membership"
+        )
+    return sampler
+
+
+def _check_group(manager: Manager, sampler: ElasticSampler) -> None:
+    ranks = max(manager._config.world_size, sampler.num_replicas)
+    if ranks > 1:
+        raise ConfigError(
+            f"FixedOrderDataParallel: a replica group of {ranks} ranks cannot be used; their own collectives add in an "
+            "order of their own. Start each rank as a replica group of its own"
+        )
+
+
+def _check_determinism(module: nn.Module) -> None:
+    if not torch.are_deterministic_algorithms_enabled() or torch.is_deterministic_algorithms_warn_only_enabled():
+        raise ConfigError(
+            "FixedOrderDataParallel needs torch.use_deterministic_algorithms(True), without warn_only: call it first"
+        )
+    if float(torch.tensor(1e-40) * 0.5) == 0.0:
+        raise ConfigError(
+            "FixedOrderDataParallel: torch.set_flush_denormal(True) holds for one thread only, not for those that add "
+            "up what replicas send; set it to False"
+        )
+    if torch.backends.cudnn.benchmark and any(p.is_cuda for p in module.parameters()):
+        raise ConfigError(
+            "FixedOrderDataParallel: torch.backends.cudnn.benchmark=True chooses algorithms by the clock; set it to "
+            "False"
+        )
+
+
+def _statistics(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    for name, part in module.named_modules():
+        if isinstance(part, nn.modules.batchnorm._NormBase) and part.track_running_stats:
+            yield name, part
+
+
+_STATISTICS = (
+    "FixedOrderDataParallel: running statistics are kept by {}; they depend on which replica ran which micro-batch. "
+    "Put such modules into eval(), make them with track_running_stats=False, or use GroupNorm or LayerNorm"
 )
 
 
-__all__ = ["FixedOrderReducer", "Partial"]
+def _arithmetic(device: torch.device) -> str:
+    """What has to be equal on all replicas for equal bits, as far as torch tells."""
+    if device.type == "cuda":
+        hardware = f"{torch.cuda.get_device_name(device)}, CUDA {torch.version.cuda}"
+    else:
+        hardware = f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}"
+    return f"torch {torch.__version__}, {device.type}: {hardware}, {_settings()}"
+
+
+def _settings() -> str:
+    """The part of it that a process may change."""
+    return (
+        f"{torch.get_num_threads()} threads, matmul precision {torch.get_float32_matmul_precision()}, deterministic "
+        f"algorithms {torch.are_deterministic_algorithms_enabled()}"
+    )
+
+
+def _seed(number: int, device: torch.device) -> None:
+    """Seed the process' generators, so that what is drawn follows the micro-batch, not the replica.
+
+    Not torch.manual_seed: for kinds of devices that are not in use it keeps a call, with a stack trace, for ever.
+    """
+    torch.default_generator.manual_seed(number)
+    if device.type != "cpu":
+        torch.get_device_module(device).manual_seed_all(number)
+    random.seed(number)
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        numpy.random.seed(number % 2**32)

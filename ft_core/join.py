@@ -26,7 +26,7 @@ from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 
 from ft_core.errors import ConfigError, UsageError
 from ft_core.process_group.base import ProcessGroup
-from ft_core.process_group.work import DoneWork
+from ft_core.process_group.done_work import DoneWork
 
 if TYPE_CHECKING:
     from collections.abc import Callable

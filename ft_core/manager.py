@@ -1,17 +1,18 @@
 """`Manager`: drives one rank's training steps through quorum -> gradients -> commit. The public API of ft_core.
 
 How it works. `start_quorum` opens an attempt at a step. In the steady state that sends nothing: the quorum is leased.
-When something changed (a member failed, wants to join or leave) it begins a `rounds.Round`. Gradients are reduced by a
-registered carrier (`ddp.DistributedDataParallel`) or by `allreduce`; the fence rides along (`attempt.StepAttempt`).
-`should_commit` reads the verdict, loads state that was received meanwhile, and tells the caller whether to step the
-optimizer. All protocol decisions are `step.Step`'s; this file wires it to threads, process groups and user state.
+When something changed (a member failed, wants to join or leave) it begins a `quorum_worker.Round`. Gradients are
+reduced by a registered carrier (`ddp.DistributedDataParallel`) or by `allreduce`; the fence rides along
+(`step_attempt.StepAttempt`). `should_commit` reads the verdict, loads state that was received meanwhile, and tells the
+caller whether to step the optimizer. All protocol decisions are `rank.Step`'s; this file wires it to threads, process
+groups and user state.
 
 Thread map
     training thread    everything public here; user state functions run only on it
     ft-lease-*         control link: calls Session.on_* (aborts the lanes on a loss, wakes the worker)
     ft-quorum-*        quorum worker: asks, configures, receives state (rounds.QuorumWorker)
     ft-watchdog-*      ends collectives that waited too long (watchdog.Watchdog)
-    ft-heal-*          serve state to healing peers (checkpointing.http_server)
+    ft-heal-*          serve state to healing peers (checkpointing.http.server)
     autograd threads   carriers' hooks: StepAttempt.ready / launch / launch_fence / fence_arrived
 Everything they share is in `session.Session` under one lock. Several Managers may live in one process.
 """
@@ -28,40 +29,43 @@ import weakref
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-from ft_core import drain, last_words, saved_progress
-from ft_core import manager_setup as setup
-from ft_core.agreement import Agreement
-from ft_core.assignment import Plan, WorldSizeMode
-from ft_core.attempt import StepAttempt
-from ft_core.collectives import Collectives
-from ft_core.commit import Commit
-from ft_core.data_port import DataPort
-from ft_core.drain import EXIT_S, DrainedError
 from ft_core.errors import ConfigError, StateRefusedError, UsageError
-from ft_core.exhaustion import Exhaustion
-from ft_core.lease_wait import wait_for_a_lease
-from ft_core.leaving import Leaving
-from ft_core.live_state import DEFAULT_KEY, LiveState
-from ft_core.parity import ParityCheck
 from ft_core.process_group import ProcessGroup
-from ft_core.quorum import Version
-from ft_core.rounds import QuorumWorker, Round
+from ft_core.protocol.rank import saved_progress
+from ft_core.protocol.rank.heal_plan import Plan, WorldSizeMode
+from ft_core.protocol.rank.phases import Go, Heal, MustAsk, Phase
+from ft_core.protocol.rank.rank import Step
+from ft_core.protocol.types import Version
+from ft_core.reduction.batch_weights import BatchWeights
+from ft_core.runtime import drain_signal, exit_message
+from ft_core.runtime import startup as setup
+from ft_core.runtime.agreement import Agreement
+from ft_core.runtime.collectives import Collectives
+from ft_core.runtime.commit import Commit
+from ft_core.runtime.data_port import DataPort
+from ft_core.runtime.drain_signal import EXIT_S, DrainedError
+from ft_core.runtime.exhaustion import Exhaustion
+from ft_core.runtime.lease_wait import wait_for_a_lease
+from ft_core.runtime.leaving import Leaving
+from ft_core.runtime.parity_check import ParityCheck
+from ft_core.runtime.quorum_worker import QuorumWorker, Round
+from ft_core.runtime.state_views import StateViews
+from ft_core.runtime.step_attempt import StepAttempt
+from ft_core.runtime.user_state import DEFAULT_KEY, LiveState
+from ft_core.runtime.warm_up import WarmUp
+from ft_core.runtime.weighted import Weighted
 from ft_core.settings import DEFAULT_ROOM
-from ft_core.state_views import StateViews
-from ft_core.step import Go, Heal, MustAsk, Phase, Step
-from ft_core.warm_up import WarmUp
-from ft_core.weights import BatchWeights, Weighted
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
     from torch._C._distributed_c10d import Store
 
-    from ft_core.carrier import Carrier
     from ft_core.checkpointing import CheckpointTransport
-    from ft_core.healing import Healing
-    from ft_core.membership import Hello
-    from ft_core.session import Session
+    from ft_core.protocol.lighthouse.events import Hello
+    from ft_core.reduction.interface import Carrier
+    from ft_core.runtime.session import Session
+    from ft_core.runtime.state_transfer import Healing
 
 __all__ = ["Manager", "WorldSizeMode"]
 
@@ -106,7 +110,7 @@ class Manager(DataPort, Collectives, Commit, Agreement, Weighted, Exhaustion, Le
             fetched (R5). False: by the next start_quorum, so that state is read and loaded only there.
         on_exhausted: what `run_out` does when this replica has no data left: "shadow", "leave" or "stop_all".
         warm_up: a replica that comes while others are training makes its first step outside the quorum, uncommitted,
-            so that its compiling and loading holds nobody up (`ft_core.warm_up` says where it does not).
+            so that its compiling and loading holds nobody up (`ft_core.runtime.warm_up` says where it does not).
         from_scratch: whether to begin at step 0 if all state of the job is lost (R21); None: FT_FROM_SCRATCH, else no.
         room_id: this Manager's quorum namespace at the lighthouse; one that finished training is closed for latecomers.
 
@@ -195,9 +199,9 @@ class Manager(DataPort, Collectives, Commit, Agreement, Weighted, Exhaustion, Le
         self._parity = ParityCheck(config.parity_check_every, config.parity_sample_steps)
         self._worker = QuorumWorker(self._session, self._healing, self._place)
         self._session.cancel_heal = self._healing.cancel
-        self._session.kill = lambda _reason: drain.kill(told_first=config.world_size > 1)
+        self._session.kill = lambda _reason: drain_signal.kill(told_first=config.world_size > 1)
         self._session.submit = self._worker.submit
-        last_words.install()
+        exit_message.install()
         self._session.watchdog.start()
         self._worker.start()
         try:
@@ -207,8 +211,8 @@ class Manager(DataPort, Collectives, Commit, Agreement, Weighted, Exhaustion, Le
             self.shutdown(wait=False)
             raise
         if exit_on_drain:
-            drain.on_sigterm(self._session)
-        atexit.register(drain.at_exit, weakref.ref(self))
+            drain_signal.on_sigterm(self._session)
+        atexit.register(drain_signal.at_exit, weakref.ref(self))
 
     def __repr__(self) -> str:
         return f"Manager({self._step.settings.replica_id}, {self._step!r}, carriers={len(self._carriers)})"

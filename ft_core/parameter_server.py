@@ -25,9 +25,9 @@ from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import urlsplit
 
-from ft_core.checkpointing import auth
+from ft_core.checkpointing.http import auth
 from ft_core.errors import CollectiveError, ConfigError
-from ft_core.net import advertised_host
+from ft_core.network import advertised_host
 from ft_core.process_group import ProcessGroup, open_store
 
 __all__ = ["ParameterServer"]

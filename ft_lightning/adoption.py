@@ -37,8 +37,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch.distributed import ReduceOp
 
+from ft_core.control.lighthouse.client import rooms
 from ft_core.errors import ConfigError, QuorumTimeoutError
-from ft_core.lighthouse_client import rooms
 from ft_lightning import _compat, _compat_callbacks
 from ft_lightning import _compat_position as _position
 from ft_lightning.data import Unseen, groups_needed

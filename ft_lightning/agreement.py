@@ -16,8 +16,8 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, Any
 
-from ft_core.drain import Sigterm
 from ft_core.errors import FaultToleranceError, JobFinishedError
+from ft_core.runtime.drain_signal import Sigterm
 from ft_lightning import _compat_writers as writers
 
 if TYPE_CHECKING:

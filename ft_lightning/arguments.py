@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from ft_core import Manager
 from ft_core.data import LearningRateScaling
 from ft_core.errors import ConfigError
-from ft_core.inventory import known_arguments
+from ft_core.reduction.ddp_arguments import known_arguments
 from ft_core.settings import parse_address
 
 if TYPE_CHECKING:
@@ -215,7 +215,7 @@ def check_fabric(kwargs: Mapping[str, Any]) -> None:
         if item.name == "share_evaluation" and item.name in kwargs:
             raise ConfigError(
                 f"share_evaluation={kwargs[item.name]!r} is for the Trainer: with Fabric the loop is yours; divide it "
-                "with ft_core.shared_work.SharedWork(fabric.strategy.manager)"
+                "with ft_core.loop.shared_work.SharedWork(fabric.strategy.manager)"
             )
         if item.name in kwargs:
             raise ConfigError(

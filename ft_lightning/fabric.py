@@ -33,7 +33,6 @@ Threads: the training thread; the Manager has its own.
 
 from __future__ import annotations
 
-from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -42,7 +41,7 @@ from torch.optim import LBFGS, Optimizer
 
 from ft_core import DistributedDataParallel, Manager, ProcessGroupGloo
 from ft_core.errors import ConfigError, JobFinishedError, UsageError
-from ft_core.inventory import check_arguments
+from ft_core.reduction.ddp_arguments import check_arguments
 from ft_lightning import _autoload, _compat
 from ft_lightning.agreement import finished
 from ft_lightning.arguments import Arguments, check_fabric, check_kwargs
@@ -50,6 +49,7 @@ from ft_lightning.placement import Placed
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
+    from datetime import timedelta
 
     FaultTolerantStrategy: Any
 

@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.distributed import ReduceOp
 
-from ft_core import events
+from ft_core.runtime import notices
 from ft_lightning import _compat_writers as writers
 from ft_lightning.rooms import RUNS
 
@@ -193,7 +193,7 @@ class Leadership:
         writers.first_words(tree, trainer)
         writers.progress_bar(trainer, shown=True)
         step = manager.current_step()
-        events.say(f"{manager.replica_id} writes checkpoints and logs from step {step} on", quiet=step <= 0)
+        notices.say(f"{manager.replica_id} writes checkpoints and logs from step {step} on", quiet=step <= 0)
 
     def _make_good(self, manager: Manager) -> None:
         missed, self._missed = self._missed, []

@@ -42,8 +42,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from ft_core import Manager
-    from ft_core.attempt import StepAttempt
-    from ft_core.buckets import Bucketer
+    from ft_core.reduction.bucket_reducer import Bucketer
+    from ft_core.runtime.step_attempt import StepAttempt
 
 
 class Vetoed(Exception):

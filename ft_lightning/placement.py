@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ft_core.errors import ConfigError
-from ft_core.net import advertised_host
+from ft_core.network import advertised_host
 from ft_core.process_group import open_store
 from ft_core.settings import Environment, parse_address
 from ft_lightning import _compat

@@ -9,14 +9,14 @@ import os
 import time
 from typing import TYPE_CHECKING
 
-from ft_core.lighthouse_client import rooms
+from ft_core.control.lighthouse.client import rooms
+from ft_core.protocol.lineage import fold_lineage
 from ft_core.settings import DEFAULT_ROOM, room_of_run
-from ft_core.step import fold_lineage
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from ft_core.wire import pb
+    from ft_core.rpc.codec import pb
 
 BETWEEN_S = 10.0
 """How long the others may be between the end of one run and the beginning of the next."""

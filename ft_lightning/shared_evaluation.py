@@ -1,6 +1,6 @@
 """`share_evaluation=True`: evaluation and prediction data are divided among the replica groups.
 
-How it works. When a loop's run begins, the members of the quorum divide it (`ft_core.shared_work`): of every n batches
+How it works. When a loop's run begins, the members of the quorum divide it (`loop.shared_work`): of every n batches
 of a loader each group reads one. When a loader's batches are done, a group gets what the others' batches have added to
 the metrics, and evaluates those parts itself that nobody has (their group was lost). Then everything is merged in the
 order of the parts, so metrics are those of the whole loader, and have the same bits on all groups. Predictions are put
@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
 
-from ft_core.shared_work import SharedWork
+from ft_core.loop.shared_work import SharedWork
 from ft_lightning import _compat_evaluation as compat
 from ft_lightning.data import can_skip, reading
 
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from ft_core import Manager
 
     OpenQuorum = Callable[[str, Callable[[Manager], None]], Manager | None]
-    from ft_core.shared_work import Division
+    from ft_core.loop.shared_work import Division
 
 log = logging.getLogger("ft_lightning")
 

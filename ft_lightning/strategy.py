@@ -15,12 +15,11 @@ Threads: the training thread; the Manager has its own.
 from __future__ import annotations
 
 import logging
-from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from ft_core import DistributedDataParallel, Manager, ProcessGroupGloo
 from ft_core.errors import ConfigError, LighthouseError, QuorumTimeoutError
-from ft_core.inventory import check_arguments
+from ft_core.reduction.ddp_arguments import check_arguments
 from ft_lightning import _autoload, _compat, _compat_callbacks
 from ft_lightning import _compat_position as _position
 from ft_lightning.adoption import Adoption
@@ -37,6 +36,7 @@ from ft_lightning.writing import Writing
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from contextlib import AbstractContextManager
+    from datetime import timedelta
 
     from torch import nn
 

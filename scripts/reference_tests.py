@@ -32,7 +32,7 @@ SWAPS = (
     (r"^from torchft\.manager import _ManagedWork, Manager$", "from ft_core.manager import Manager"),
     (
         r"^from torchft\.process_group import \(\n    _ErrorSwallowingWork,",
-        "from ft_core.process_group.swallowing import _SwallowingWork as _ErrorSwallowingWork\n"
+        "from ft_core.process_group.wrappers.error_swallowing import _SwallowingWork as _ErrorSwallowingWork\n"
         "from ft_core.process_group import (",
     ),
     (r"\bfrom torchft\b", "from ft_core"),

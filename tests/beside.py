@@ -14,9 +14,12 @@ import os
 import pathlib
 import signal
 import threading
-from collections.abc import Generator
+from typing import TYPE_CHECKING
 
 import pytest
+
+if TYPE_CHECKING:
+    from collections.abc import Generator
 
 WAIT_S = 300.0
 """For what is left when the first one is through; it has begun long before."""

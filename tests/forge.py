@@ -3,7 +3,7 @@
 How it works. `Forge` starts one process of this file, which imports the modules it is told, and starts no thread.
 For every order it forks twice: the one in between ends, and as the test's process is the "child subreaper" meanwhile,
 the new process becomes the test's own child. It has its own session, output and environment, registers with ftrun's
-keeper as ftrun's stub does, and runs the script as `python -u script args` would (`ft_core.launch.warm`). So ftrun
+keeper as ftrun's stub does, and runs the script as `python -u script args` would (`launch.standby.worker`). So ftrun
 supervises, kills and reaps it like any other worker; `Forged` is what torch's agent sees of it. An order may be for a
 launcher (`launches`): that process gets a forge of its own, a fork of itself, which forges the workers it starts.
 
@@ -34,7 +34,8 @@ import threading
 import time
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from ft_core.launch import stub, warm
+from ft_core.launch.processes import stub
+from ft_core.launch.standby import worker
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -237,7 +238,7 @@ def work(streams: list[int], order: dict[str, Any], before: dict[str, str]) -> N
     with contextlib.ExitStack() as stack:
         if order["launches"]:
             stack.enter_context(Forge(forked=True).serves_ftrun())
-        warm.become({"env": order["env"], "cwd": order["cwd"], "argv": script[module:]}, before)
+        worker.become({"env": order["env"], "cwd": order["cwd"], "argv": script[module:]}, before)
         if ours := sys.modules.get("ft_lightning._autoload"):
             ours.STARTED_IN = os.getcwd()  # type: ignore[attr-defined]  # noted when it was imported
         leave(run(os.path.abspath(script[0]), script[1] if module else None))
@@ -247,9 +248,9 @@ def run(path: str, module: str | None) -> int:
     """Run it to its end. Returns the exit status."""
     try:
         if module is None:
-            warm.run_script(path)
+            worker.run_script(path)
         else:
-            warm.run_module(module)
+            worker.run_module(module)
     except SystemExit as end:
         return ended(end)
     except BaseException as error:  # noqa: BLE001 - what the interpreter does with it

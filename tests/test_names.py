@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import subprocess
+import sys
 
 import pytest
 
@@ -13,6 +15,9 @@ NAMES = {
     "ft_core": "DistributedDataParallel DistributedSampler DiLoCo LocalSGD Manager Optimizer OptimizerWrapper "
     "ProcessGroupBabyNCCL ProcessGroupGloo ProcessGroupNCCL PureDistributedDataParallel WorldSizeMode",
     "ft_core.checkpointing": "CheckpointTransport HTTPTransport PGTransport",
+    "ft_core.checkpointing.http_transport": "HTTPTransport",
+    "ft_core.checkpointing.pg_transport": "PGTransport",
+    "ft_core.checkpointing.transport": "CheckpointTransport",
     "ft_core.coordination": "LighthouseClient LighthouseServer ManagerClient ManagerServer Quorum QuorumMember",
     "ft_core.data": "DistributedSampler",
     "ft_core.ddp": "DistributedDataParallel PureDistributedDataParallel",
@@ -65,3 +70,14 @@ def test_what_comes_later_says_what_it_needs(module: str, name: str) -> None:
 def test_the_managers_arguments_keep_their_order() -> None:
     parameters = list(inspect.signature(importlib.import_module("ft_core.manager").Manager).parameters)
     assert parameters[: len(MANAGER.split())] == MANAGER.split()
+
+
+def test_importing_the_package_loads_nothing_heavy() -> None:
+    """Names are resolved on first use: the lighthouse and ftrun start without torch."""
+    script = (
+        "import sys; before = set(sys.modules); import ft_core; "
+        "new = {name.partition('.')[0] for name in set(sys.modules) - before}; "
+        "print(*new & {'torch', 'grpc', 'google', 'numpy'})"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=50, check=True)
+    assert done.stdout.split() == []

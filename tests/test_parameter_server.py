@@ -6,7 +6,6 @@ import logging
 import threading
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
@@ -17,6 +16,8 @@ from ft_core import ParameterServer, ProcessGroupGloo, parameter_server
 from ft_core.errors import CollectiveError, ConfigError
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from ft_core.process_group import ProcessGroup
 
 WAIT_S = 20.0

@@ -5,12 +5,15 @@ from __future__ import annotations
 import os
 import queue
 import socket
-from collections.abc import Iterator
 from contextlib import closing
+from typing import TYPE_CHECKING
 
 import pytest
 
-from ft_core.peer_ends import SUPPORTED, PeerEnds
+from ft_core.process_group.peer_ends import SUPPORTED, PeerEnds
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 pytestmark = pytest.mark.skipif(not SUPPORTED, reason="no epoll: nothing is watched there")
 SOON_S = 5.0

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from ft_core import predecessors
+from ft_core.launch.processes import predecessors
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -92,6 +92,6 @@ def test_importing_the_package_waits_and_children_do_not_wait_again() -> None:
 
 
 def test_without_a_variable_nothing_is_loaded_for_it() -> None:
-    script = "import sys, ft_core; sys.exit('ft_core.predecessors' in sys.modules)"
+    script = "import sys, ft_core; sys.exit('ft_core.launch.processes.predecessors' in sys.modules)"
     env = {name: value for name, value in os.environ.items() if name != predecessors.VARIABLE}
     assert subprocess.run([sys.executable, "-c", script], cwd=ROOT, env=env, timeout=30).returncode == 0

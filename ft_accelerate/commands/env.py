@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from ft_accelerate._compat.launch import env_command
 from ft_accelerate.config import default_accelerate_file, find, plain
 from ft_accelerate.plugin import PREFIX
-from ft_core.rpc import release
+from ft_core.rpc.channel import release
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

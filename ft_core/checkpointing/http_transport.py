@@ -4,7 +4,7 @@ The reference interface (`send_checkpoint`, `recv_checkpoint`) knows one donor a
 what lies underneath it directly: `.server` for tags of its own (version and quorum id), prefetch and blobs, and `fetch`
 and `prefetch`, which fill in this transport's token and timeouts.
 
-Threads: constructing it starts the server's accept thread (users of the name expect that); the rest: `http_server`.
+Threads: constructing it starts the server's accept thread (users of the name expect that); the rest: `http.server`.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import os
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ft_core.certificates import Tls
-from ft_core.checkpointing import http_client
-from ft_core.checkpointing.http_server import StateServer
+from ft_core.checkpointing.http import client
+from ft_core.checkpointing.http.server import StateServer
 from ft_core.checkpointing.transport import CheckpointTransport
 from ft_core.errors import ConfigError
 
@@ -56,7 +56,7 @@ class HTTPTransport(CheckpointTransport[T]):
             raise ConfigError(f"timeout must be positive, got {timeout}")
         if num_chunks < 0:
             raise ConfigError(f"num_chunks must not be negative, got {num_chunks}")
-        self._idle_s = idle_s if idle_s is not None else min(http_client.IDLE_S, self._timeout_s)
+        self._idle_s = idle_s if idle_s is not None else min(client.IDLE_S, self._timeout_s)
         self._token = token if token is not None else (os.environ.get("FT_TOKEN") or None)
         self._tls = tls if tls is not None else Tls.from_env(os.environ)
         self.server = StateServer(self._token, bind=bind, hostname=hostname, port=port, tls=self._tls).start()
@@ -76,13 +76,13 @@ class HTTPTransport(CheckpointTransport[T]):
         only: Callable[[str], bool] | None = None,
         own: OwnState | None = None,
         relays: Sequence[str] | None = None,
-    ) -> http_client.FetchResult:
-        """`http_client.fetch` with this transport's token and timeouts.
+    ) -> client.FetchResult:
+        """`http.client.fetch` with this transport's token and timeouts.
 
         `relays`: not None: this replica serves what it received under `tag`, too, until its server is told to close it.
         """
         server = self.server
-        return http_client.fetch(
+        return client.fetch(
             donors,
             tag,
             into=into,
@@ -107,8 +107,8 @@ class HTTPTransport(CheckpointTransport[T]):
         cancel: Event | None = None,
         own: OwnState | None = None,
     ) -> Prefetched:
-        """`http_client.prefetch` with this transport's token and timeouts."""
-        return http_client.prefetch(
+        """`http.client.prefetch` with this transport's token and timeouts."""
+        return client.prefetch(
             donors,
             into=into,
             token=self._token,
@@ -120,13 +120,11 @@ class HTTPTransport(CheckpointTransport[T]):
         )
 
     def get_blob(
-        self, address: str, name: str, *, timeout_s: float | None = None, bytes_max: int = http_client.BLOB_BYTES_MAX
+        self, address: str, name: str, *, timeout_s: float | None = None, bytes_max: int = client.BLOB_BYTES_MAX
     ) -> bytes | None:
-        """`http_client.get_blob` with this transport's token."""
+        """`http.client.get_blob` with this transport's token."""
         wait_s = timeout_s if timeout_s is not None else self._idle_s
-        return http_client.get_blob(
-            address, name, token=self._token, tls=self._tls, timeout_s=wait_s, bytes_max=bytes_max
-        )
+        return client.get_blob(address, name, token=self._token, tls=self._tls, timeout_s=wait_s, bytes_max=bytes_max)
 
     def metadata(self) -> str:
         """This replica's address."""

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Final
 
 import torch
 
-from ft_core.checkpointing.encoding import Encoded, Leaf, encode
-from ft_core.checkpointing.layout import Manifest, Range, dump_manifest, layout_digest, plan_ranges
-from ft_core.checkpointing.memory import byte_view
+from ft_core.checkpointing.ranges import Manifest, Range, dump_manifest, layout_digest, plan_ranges
+from ft_core.checkpointing.state_encoding import Encoded, Leaf, encode
+from ft_core.checkpointing.tensor_bytes import byte_view
 
 if TYPE_CHECKING:
     import socket

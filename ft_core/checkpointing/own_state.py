@@ -13,7 +13,7 @@ import os
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
-from ft_core.checkpointing.encoding import encode
+from ft_core.checkpointing.state_encoding import encode
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

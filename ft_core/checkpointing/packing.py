@@ -8,10 +8,10 @@ from __future__ import annotations
 import struct
 from typing import Any
 
-from ft_core.checkpointing.encoding import decode_tree, encode
-from ft_core.checkpointing.layout import dump_manifest, parse_manifest
-from ft_core.checkpointing.memory import byte_view, fresh
 from ft_core.checkpointing.own_state import limit_for
+from ft_core.checkpointing.ranges import dump_manifest, parse_manifest
+from ft_core.checkpointing.state_encoding import decode_tree, encode
+from ft_core.checkpointing.tensor_bytes import byte_view, fresh
 from ft_core.errors import HealError
 
 _LENGTH = struct.Struct("<Q")

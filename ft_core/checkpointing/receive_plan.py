@@ -28,16 +28,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ft_core.checkpointing import state_types
-from ft_core.checkpointing.encoding import Leaf, decode_tree
-from ft_core.checkpointing.memory import byte_view, checksum, fresh, version_of
+from ft_core.checkpointing.state_encoding import Leaf, decode_tree
+from ft_core.checkpointing.tensor_bytes import byte_view, checksum, fresh, version_of
 from ft_core.checkpointing.tree import is_plain_tensor, tensor_paths
 from ft_core.errors import HealError, StateRefusedError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from ft_core.checkpointing.layout import Manifest
     from ft_core.checkpointing.own_state import OwnState
+    from ft_core.checkpointing.ranges import Manifest
 
 
 @dataclass(slots=True, repr=False)
@@ -64,7 +64,7 @@ class Prefetched:
 
 @dataclass(frozen=True, slots=True)
 class Given:
-    """What the receiver brings along; see `http_client.fetch` for each."""
+    """What the receiver brings along; see `http.client.fetch` for each."""
 
     into: object = None
     have: Prefetched | None = None

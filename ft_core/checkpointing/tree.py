@@ -1,7 +1,7 @@
 """The tensors in a nest of containers: where they are, and a copy of the nest that later changes do not reach.
 
-The containers are those that `encoding` carries: dicts, lists, tuples, deques, named tuples and dataclasses (sets hold
-no tensors). What is of any other type is a single value here.
+The containers are those that `state_encoding` carries: dicts, lists, tuples, deques, named tuples and dataclasses (sets
+hold no tensors). What is of any other type is a single value here.
 
 Threads: pure.
 """
@@ -85,7 +85,7 @@ def snapshot(state: Any, volatile: Collection[int]) -> Any:
     """A copy of the nest. Its tensors are the same ones, but for those in a `volatile` storage, which are cloned.
 
     Args:
-        state: any nest; values of types that `encoding` does not carry stay as they are.
+        state: any nest; values of types that `state_encoding` does not carry stay as they are.
         volatile: `data_ptr` of each storage whose content changes while the copy is in use.
     """
     return _Snapshot(volatile).of(state, 0)

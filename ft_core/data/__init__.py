@@ -6,12 +6,12 @@ data that is read forward.
 """
 
 from ft_core.data.conversion import elastic_loader
-from ft_core.data.distributed import DistributedSampler
+from ft_core.data.distributed_sampler import DistributedSampler
+from ft_core.data.interface import DataListener, DataManager
 from ft_core.data.loader import ElasticDataLoader
-from ft_core.data.port import DataListener, DataManager
 from ft_core.data.sampler import ElasticSampler
 from ft_core.data.scaling import LearningRateScaling, learning_rate_factor
-from ft_core.data.seeded import SeededDataset
+from ft_core.data.seeded_dataset import SeededDataset
 from ft_core.data.stream import IndexedStream, ReplayedStream
 
 __all__ = [

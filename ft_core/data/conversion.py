@@ -18,7 +18,7 @@ from ft_core.data.loader import ElasticDataLoader
 from ft_core.errors import ConfigError
 
 if TYPE_CHECKING:
-    from ft_core.data.port import DataManager
+    from ft_core.data.interface import DataManager
 
 __all__ = ["elastic_loader"]
 

@@ -22,21 +22,22 @@ Threads: the training thread.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sized
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
-from ft_core.data.pipeline import Pipeline
+from ft_core.data.prefetch import Pipeline
 from ft_core.data.sampler import ElasticSampler
 from ft_core.data.stream import IndexedStream
 from ft_core.errors import ConfigError
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping, Sized
+
     from torch.utils.data import Dataset
 
-    from ft_core.data.port import DataManager
+    from ft_core.data.interface import DataManager
 
 __all__ = ["ElasticDataLoader"]
 

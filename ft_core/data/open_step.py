@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from ft_core.data.division import MicroBatch, StepPlan
+    from ft_core.data.step_division import MicroBatch, StepPlan
 
 __all__ = ["OpenStep", "Reader"]
 

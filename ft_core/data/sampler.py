@@ -17,21 +17,22 @@ Invariants: the cursor changes only in `committed`, by loaded state and by `set_
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Collection, Iterator, Mapping, Sized
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import Sampler
 
 from ft_core.data.cursor import Cursor, Ranges
-from ft_core.data.division import Batching, MicroBatch, StepPlan, plan_step
+from ft_core.data.epoch_order import EpochOrder, length_of
 from ft_core.data.open_step import OpenStep, Reader
-from ft_core.data.order import EpochOrder, length_of
-from ft_core.data.seeded import EpochIndices
+from ft_core.data.seeded_dataset import EpochIndices
+from ft_core.data.step_division import Batching, MicroBatch, StepPlan, plan_step
 from ft_core.errors import ConfigError, UsageError
 
 if TYPE_CHECKING:
-    from ft_core.data.port import DataManager
+    from collections.abc import Callable, Collection, Iterator, Mapping, Sized
+
+    from ft_core.data.interface import DataManager
 
 __all__ = ["ElasticSampler", "OpenStep", "Reader"]
 

@@ -10,12 +10,14 @@ Threads: whoever fetches: the training thread, or a worker process with a copy o
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from torch.utils.data import Dataset
 
 from ft_core.errors import ConfigError, UsageError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
 
 __all__ = ["IndexedStream", "ReplayedStream"]
 

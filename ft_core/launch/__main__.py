@@ -12,9 +12,9 @@ import warnings
 from typing import TYPE_CHECKING
 
 from ft_core.errors import ConfigError, FaultToleranceError
-from ft_core.launch.keeper import Keeper
+from ft_core.launch.control_socket import base_folder, order_resize
 from ft_core.launch.options import parse
-from ft_core.launch.remote import base_folder, order_resize
+from ft_core.launch.processes.keeper import Keeper
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -67,7 +67,7 @@ def _run(arguments: list[str]) -> int:
         raise
     try:
         # torch takes a second to import: bad input is answered before that.
-        from ft_core.launch.screen import Screen
+        from ft_core.launch.output.status_screen import Screen
         from ft_core.launch.supervisor import Supervisor
 
         if "LOGLEVEL" not in os.environ:  # what torch's agent says at WARNING, ftrun says in its own words

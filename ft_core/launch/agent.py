@@ -5,7 +5,7 @@ HEALTHY again, or FAILED for good). This subclass adds what a replica group need
 - `_monitor_workers` sleeps on an event that the end of a process sets (`exits`), not for an interval;
 - one worker's failure ends the rest of its group at once: their state is that worker's state;
 - a run of which all are dead is replaced although the kernel may still be at their memory (`dying`);
-- whether and when to restart is `restarts.RestartPolicy`'s decision; torch's counter only carries it;
+- whether and when to restart is `restart_policy.RestartPolicy`'s decision; torch's counter only carries it;
 - a stalled group is dumped (SIGABRT makes faulthandler print every thread's stack), killed and UNHEALTHY;
 - `_start_workers` adopts a warm standby process where one is ready;
 - the environment of FT_* and the pipes of the workers' output come in through torch's LogsSpecs, which is handed the
@@ -36,26 +36,26 @@ from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, W
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing.api import LogsDest, LogsSpecs, SubprocessContext
 
-from ft_core.launch import stub
 from ft_core.launch.common_cause import Death, patience_s
-from ft_core.launch.dying import REAP_S, Dying
-from ft_core.launch.output import TAIL
+from ft_core.launch.output.streams import TAIL
+from ft_core.launch.output.tracebacks import last_error
+from ft_core.launch.processes import stub
+from ft_core.launch.processes.dying import REAP_S, Dying
 from ft_core.launch.rendezvous import Stopped, attempt_key, rendezvous
-from ft_core.launch.restarts import Quarantine, Restart, RestartPolicy
-from ft_core.launch.runs import Failure, Run
+from ft_core.launch.restart_policy import Quarantine, Restart, RestartPolicy
 from ft_core.launch.spec import ERR, OUT
-from ft_core.launch.standby import AdoptedContext, base_environment
-from ft_core.launch.tracebacks import last_error
+from ft_core.launch.standby.pool import AdoptedContext, base_environment
+from ft_core.launch.worker_run import Failure, Run
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from ft_core.launch.exits import Exits
-    from ft_core.launch.keeper import Keeper
-    from ft_core.launch.output import Output
+    from ft_core.launch.lighthouse_watch import Facts
+    from ft_core.launch.output.streams import Output
+    from ft_core.launch.processes.exits import Exits
+    from ft_core.launch.processes.keeper import Keeper
     from ft_core.launch.spec import JobSpec
-    from ft_core.launch.standby import Pool, Standby
-    from ft_core.launch.watch import Facts
+    from ft_core.launch.standby.pool import Pool, Standby
 
 MANY_RESTARTS = 1_000_000
 """torch's own restart counter: ours decides."""

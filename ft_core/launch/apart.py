@@ -16,8 +16,8 @@ from torch.distributed.elastic.agent.server.api import RunResult, WorkerState
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    from ft_core.launch.groups import Group
-    from ft_core.launch.watch import Watch
+    from ft_core.launch.group import Group
+    from ft_core.launch.lighthouse_watch import Watch
 
 APART_S = 120.0
 """So long a script may take until it has made its Manager, before this is said while it runs."""

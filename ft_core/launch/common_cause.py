@@ -25,13 +25,13 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ft_core.launch.tracebacks import fingerprint
+from ft_core.launch.output.tracebacks import fingerprint
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from ft_core.launch.runs import Failure
-    from ft_core.launch.watch import Facts
+    from ft_core.launch.lighthouse_watch import Facts
+    from ft_core.launch.worker_run import Failure
 
 HOPELESS_CODES = (2, 126, 127)
 """A command line that the script refuses, a program that cannot be run: not worth a second try."""

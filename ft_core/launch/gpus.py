@@ -14,9 +14,12 @@ in as texts and only ever copied, so that indices, UUIDs and MIG names work alik
 from __future__ import annotations
 
 import difflib
-from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from ft_core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 MODES = ("auto", "share", "all", "none")
 """What `--gpus` may be."""

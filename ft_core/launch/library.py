@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Any
 
 from ft_core.errors import ConfigError, FaultToleranceError, UsageError
 from ft_core.launch import call
-from ft_core.launch.keeper import Keeper
+from ft_core.launch.control_socket import base_folder
 from ft_core.launch.options import parse
-from ft_core.launch.remote import base_folder
-from ft_core.launch.screen import Screen
+from ft_core.launch.output.status_screen import Screen
+from ft_core.launch.processes.keeper import Keeper
 from ft_core.launch.supervisor import Supervisor
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from torch.distributed.elastic.agent.server.api import WorkerGroup
 
-    from ft_core.launch.groups import Group
+    from ft_core.launch.group import Group
 
 __all__ = ["DEFAULT_ROLE", "GroupAgent", "WorkerGroupFailureException"]
 

@@ -1,6 +1,6 @@
 """What ftrun's options mean together, and clear errors before anything is started.
 
-How it works. `command` reads; `parse` resolves (environment, defaults, devices, addresses) and checks into a
+How it works. `argument_parser` reads; `parse` resolves (environment, defaults, devices, addresses) and checks into a
 `spec.JobSpec`. Whatever cannot work is a ConfigError that names the option, the value and what to do. torch is imported
 only where a number of devices is asked for.
 """
@@ -21,13 +21,13 @@ import warnings
 from typing import TYPE_CHECKING
 
 from ft_core.errors import ConfigError
-from ft_core.launch.chaos import ChaosSettings
-from ft_core.launch.command import read
+from ft_core.launch.argument_parser import read
+from ft_core.launch.chaos_schedule import ChaosSettings
 from ft_core.launch.gpus import divide
-from ft_core.launch.restarts import RestartSettings
+from ft_core.launch.restart_policy import RestartSettings
 from ft_core.launch.spec import JobSpec, Script, Streams
-from ft_core.net import advertised_host
-from ft_core.rpc import split_bind
+from ft_core.network import advertised_host
+from ft_core.rpc.channel import split_bind
 from ft_core.settings import MAX_REPLICAS, Environment, parse_address
 
 if TYPE_CHECKING:

@@ -6,12 +6,12 @@ import sys
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from ft_core.launch.restarts import RestartSettings
+from ft_core.launch.restart_policy import RestartSettings
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from ft_core.launch.chaos import ChaosSettings
+    from ft_core.launch.chaos_schedule import ChaosSettings
 
 OUT, ERR = 1, 2
 """Streams of a worker, as torchrun numbers them in --tee and --redirects."""
@@ -70,7 +70,7 @@ class JobSpec:
     from_scratch: bool = False
     """If all state is lost after commits, the job may begin again at step 0."""
     success: str = "all"
-    """Which groups have to finish for status 0: `status.SUCCESS`."""
+    """Which groups have to finish for status 0: `exit_status.SUCCESS`."""
     nproc: int = 1
     lighthouse: str = ""
     """host:port; '': an embedded one."""

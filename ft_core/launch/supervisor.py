@@ -5,8 +5,8 @@ ended; a signal; a new picture from the lighthouse; an order from `ftrun resize`
 too long, the next act of --chaos). Everything slow happens elsewhere: agents in their threads, calls to the lighthouse
 on the watch's, output on its own.
 
-The job goes on while at least min_replicas groups can still train, and ends when no group is left (`status.KINDS` says
-how a group ends).
+The job goes on while at least min_replicas groups can still train, and ends when no group is left (`exit_status.KINDS`
+says how a group ends).
 
 Invariants: signal handlers only put into the queue; every group's thread is joined, every process is gone, every
 socket is closed before `run` returns, whatever it returns.
@@ -25,20 +25,20 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
+from ft_core.control.lighthouse.server import LighthouseServer
 from ft_core.errors import ConfigError
 from ft_core.launch.agent import GroupAgent, Tools
 from ft_core.launch.apart import Apart
+from ft_core.launch.chaos_injector import Monkey
 from ft_core.launch.common_cause import CommonCause
-from ft_core.launch.exits import Exits
-from ft_core.launch.groups import Group
-from ft_core.launch.monkey import Monkey
-from ft_core.launch.output import Output
-from ft_core.launch.remote import Remote
+from ft_core.launch.control_socket import Remote
+from ft_core.launch.exit_status import KINDS, exit_status
+from ft_core.launch.group import Group
+from ft_core.launch.lighthouse_watch import Watch
+from ft_core.launch.output.streams import Output
+from ft_core.launch.processes.exits import Exits
 from ft_core.launch.rendezvous import Stopped
-from ft_core.launch.standby import Pool
-from ft_core.launch.status import KINDS, exit_status
-from ft_core.launch.watch import Watch
-from ft_core.lighthouse import LighthouseServer
+from ft_core.launch.standby.pool import Pool
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -47,10 +47,10 @@ if TYPE_CHECKING:
     from torch.distributed.elastic.agent.server.api import RunResult
 
     from ft_core.launch.common_cause import Death
-    from ft_core.launch.keeper import Keeper
-    from ft_core.launch.runs import Failure
-    from ft_core.launch.screen import Screen
+    from ft_core.launch.output.status_screen import Screen
+    from ft_core.launch.processes.keeper import Keeper
     from ft_core.launch.spec import JobSpec
+    from ft_core.launch.worker_run import Failure
 
 SAME_S = 1.0
 """SIGTERMs within this time are one."""
@@ -65,7 +65,7 @@ ALONE = (
     "--replicas 2, Lightning: devices=2, ft-accelerate launch --ft_replicas 2)"
 )
 GONE_FOR_GOOD = ("quarantined", "drained", "stopped")
-"""How a group ends that comes no more, while the others train on (`status.KINDS`)."""
+"""How a group ends that comes no more, while the others train on (`exit_status.KINDS`)."""
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""For `tests/manager/test_many_runs.py`: prepare, train, free_memory, again and again; prints what each cost."""
+"""For `tests/runtime/test_many_runs.py`: prepare, train, free_memory, again and again; prints what each cost."""
 
 from __future__ import annotations
 

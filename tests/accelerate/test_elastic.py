@@ -15,9 +15,9 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from ft_accelerate import FaultTolerancePlugin, FaultTolerantAccelerator
 from ft_accelerate.elastic_loader import ElasticGroupLoader
+from ft_core.control.lighthouse.server import LighthouseServer
 from ft_core.data import ElasticDataLoader
 from ft_core.errors import ConfigError, UsageError
-from ft_core.lighthouse import LighthouseServer
 
 if TYPE_CHECKING:
     import pathlib

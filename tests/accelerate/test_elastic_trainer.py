@@ -16,8 +16,8 @@ from torch.nn import functional as F
 from transformers import TrainerCallback, TrainingArguments
 
 from ft_accelerate import FaultTolerantTrainer
+from ft_core.control.lighthouse.server import LighthouseServer
 from ft_core.errors import ConfigError
-from ft_core.lighthouse import LighthouseServer
 from tests.accelerate.trainer_job import Text, tiny_model
 from tests.launch.job import job
 

@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 from torch.utils.data import BatchSampler
 
 from ft_accelerate.checkpoints import MANAGER
-from ft_core.launch.remote import order_resize
+from ft_core.launch.control_socket import order_resize
 from tests.accelerate.script import SAVE_EVERY, Net
 from tests.accelerate.script import digest as digest_of
 from tests.launch.job import Job, job

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import pathlib
 import pickle
 import re
 from types import SimpleNamespace
@@ -23,10 +22,11 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from ft_accelerate import FaultTolerancePlugin, FaultTolerantAccelerator, heal, refusals
 from ft_accelerate.checkpoints import MANAGER
 from ft_accelerate.data import EPOCH, GroupDataLoader, groups_needed
+from ft_core.control.lighthouse.server import LighthouseServer
 from ft_core.errors import ConfigError, NotAvailableError, UsageError
-from ft_core.lighthouse import LighthouseServer
 
 if TYPE_CHECKING:
+    import pathlib
     from collections.abc import Iterator
 
     from ft_accelerate.data import Position

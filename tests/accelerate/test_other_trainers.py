@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import pathlib
 import re
 from typing import TYPE_CHECKING
 
@@ -16,6 +15,8 @@ import pytest
 from tests.accelerate.test_examples import ROOT, run_with_kill
 
 if TYPE_CHECKING:
+    import pathlib
+
     from tests.launch.job import Job
 
 pytestmark = [pytest.mark.long, pytest.mark.process, pytest.mark.timeout(240)]

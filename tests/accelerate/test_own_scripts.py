@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import accelerate
 import pytest
 
-from ft_core.lighthouse import LighthouseServer
+from ft_core.control.lighthouse.server import LighthouseServer
 from tests.accelerate.processes import outputs
 from tests.launch.job import job
 

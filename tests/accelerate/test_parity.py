@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from ft_core.lighthouse import LighthouseServer
+from ft_core.control.lighthouse.server import LighthouseServer
 from tests.accelerate.processes import elastic, outputs, store
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from ft_accelerate import FaultTolerancePlugin, FaultTolerantAccelerator
-from ft_core.lighthouse import LighthouseServer
+from ft_core.control.lighthouse.server import LighthouseServer
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -13,14 +13,14 @@ import torch
 
 from ft_accelerate.shared_loop import Padding, SharedLoop, joined
 from ft_core.errors import UsageError
-from ft_core.shared_work import SharedWork
-from tests.manager.conftest import cluster, lighthouse, store
-from tests.manager.harness import Replica, crash
+from ft_core.loop.shared_work import SharedWork
+from tests.runtime.conftest import cluster, lighthouse, store
+from tests.runtime.harness import Replica, crash
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from tests.manager.harness import Action, Cluster
+    from tests.runtime.harness import Action, Cluster
 
 __all__ = ["cluster", "lighthouse", "store"]
 AT = (3, "stepped")

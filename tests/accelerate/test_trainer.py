@@ -23,9 +23,9 @@ from transformers.trainer_callback import CallbackHandler
 
 from ft_accelerate import FaultTolerantTrainer, FaultTolerantTrainerMixin
 from ft_accelerate._compat.trainer import METHODS, check
+from ft_core.control.lighthouse.server import LighthouseServer
 from ft_core.errors import ConfigError, NotAvailableError
-from ft_core.launch.remote import order_resize
-from ft_core.lighthouse import LighthouseServer
+from ft_core.launch.control_socket import order_resize
 from tests.accelerate.processes import elastic, outputs, store
 from tests.accelerate.trainer_job import FREEZE_AT, THAW_AT, Text, reported, tiny_model
 from tests.launch.job import job

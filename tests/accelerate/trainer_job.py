@@ -159,7 +159,7 @@ def hold(ready: Callable[[], bool]) -> None:
 
 def comes(name: str) -> bool:
     """Whether a replica has begun to join."""
-    from ft_core.lighthouse_client import rooms
+    from ft_core.control.lighthouse.client import rooms
 
     known = rooms(os.environ["FT_LIGHTHOUSE"]) or []
     return any(

@@ -103,7 +103,7 @@ class Gate:
     """Stops the first send of a range in the middle until `resume` is set."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        from ft_core.checkpointing.byte_stream import ByteStream
+        from ft_core.checkpointing.http.byte_stream import ByteStream
 
         self.reached, self.resume = threading.Event(), threading.Event()
         original = ByteStream.send

@@ -12,8 +12,8 @@ from unittest import mock
 
 import torch
 
-from ft_core.checkpointing import http_server
-from ft_core.checkpointing.byte_stream import ByteStream
+from ft_core.checkpointing.http import server as http_server
+from ft_core.checkpointing.http.byte_stream import ByteStream
 from tests.checkpointing.conftest import MIB, make_state
 
 

@@ -10,11 +10,13 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from ft_core.assignment import plan
-from ft_core.checkpointing import HTTPTransport, StateServer, fetch, http_server, places
+from ft_core.checkpointing import HTTPTransport, StateServer, fetch
+from ft_core.checkpointing.http import places
+from ft_core.checkpointing.http import server as http_server
 from ft_core.errors import HealError
-from ft_core.healing import Healing
-from ft_core.quorum import Member, Quorum, Version
+from ft_core.protocol.rank.heal_plan import plan
+from ft_core.protocol.types import Member, Quorum, Version
+from ft_core.runtime.state_transfer import Healing
 from tests.checkpointing.conftest import MIB, Gate
 
 if TYPE_CHECKING:

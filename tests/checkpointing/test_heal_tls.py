@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from ft_core.certificates import Tls
-from ft_core.checkpointing import HTTPTransport, StateServer, fetch, get_blob, places, prefetch
+from ft_core.checkpointing import HTTPTransport, StateServer, fetch, get_blob, prefetch
+from ft_core.checkpointing.http import places
 from ft_core.errors import ConfigError, HealError
 from tests.checkpointing.conftest import MIB, Gate, Trainer, assert_same_state, make_state
 

@@ -12,8 +12,10 @@ from typing import Any
 import pytest
 import torch
 
-from ft_core.checkpointing import Prefetched, StateServer, fetch, get_blob, http_server, offer_book, places
-from ft_core.checkpointing.answers import Answers
+from ft_core.checkpointing import Prefetched, StateServer, fetch, get_blob, offers
+from ft_core.checkpointing.http import places
+from ft_core.checkpointing.http import server as http_server
+from ft_core.checkpointing.http.answers import Answers
 from ft_core.errors import ConfigError, EncodingError, HealError, UsageError
 from tests.checkpointing.conftest import MIB, Gate, assert_same_state, heal_threads, make_state
 
@@ -204,7 +206,7 @@ def test_several_tags_and_their_bound(donor: Start) -> None:
     held = torch.zeros(MIB)
     server.offer("t0", {"x": held})
     alive = weakref.ref(server._book._offers["t0"])
-    for i in range(1, 1 + offer_book.OFFERS_MAX):
+    for i in range(1, 1 + offers.OFFERS_MAX):
         server.offer(f"t{i}", {"x": i})
     assert server.open_tags() == ["t1", "t2", "t3", "t4"]
     assert fetch([server.address], "t2").state == {"x": 2}

@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from ft_core.checkpointing import OwnState, StateServer, fetch, own_state
-from ft_core.checkpointing.encoding import Leaf
-from ft_core.checkpointing.layout import dump_manifest, parse_manifest
 from ft_core.checkpointing.offer import Offer
 from ft_core.checkpointing.own_state import GROWTH_MAX, SLACK_BYTES, limit_for
+from ft_core.checkpointing.ranges import dump_manifest, parse_manifest
+from ft_core.checkpointing.state_encoding import Leaf
 from ft_core.errors import EncodingError, HealError
 
 if TYPE_CHECKING:

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ft_core.checkpointing import places as m
-from ft_core.checkpointing.places import Guest, Places
+from ft_core.checkpointing.http import places as m
+from ft_core.checkpointing.http.places import Guest, Places
 
 
 @dataclass

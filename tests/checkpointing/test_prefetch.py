@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from ft_core.checkpointing import StateServer, fetch, offer_book, prefetch
-from ft_core.checkpointing.answers import Answers
-from ft_core.checkpointing.layout import RANGE_BYTES
-from ft_core.checkpointing.memory import byte_view
+from ft_core.checkpointing import StateServer, fetch, offers, prefetch
+from ft_core.checkpointing.http.answers import Answers
+from ft_core.checkpointing.ranges import RANGE_BYTES
+from ft_core.checkpointing.tensor_bytes import byte_view
 from ft_core.errors import EncodingError, HealError
 from tests.checkpointing.conftest import MIB, Trainer, assert_same_state, make_state
 
@@ -170,7 +170,7 @@ def test_snapshot_wanted_is_a_request(donor: Start) -> None:
 
 
 def test_an_idle_live_offer_lets_its_tensors_go(donor: Start, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(offer_book, "LIVE_IDLE_S", 0.05)
+    monkeypatch.setattr(offers, "LIVE_IDLE_S", 0.05)
     server = donor()
     server.offer_live({"x": torch.zeros(1 << 20)})
     live = server._book._live

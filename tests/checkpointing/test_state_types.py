@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from ft_core.checkpointing import OwnState, decode, encode, register_state_type, state_types, tensor_paths
-from ft_core.checkpointing.memory import byte_view
+from ft_core.checkpointing.tensor_bytes import byte_view
 from ft_core.checkpointing.tree import snapshot
 from ft_core.errors import ConfigError, EncodingError, HealError
 

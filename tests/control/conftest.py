@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from ft_core.lighthouse import LighthouseServer
+from ft_core.control.lighthouse.server import LighthouseServer
 from tests.control.recorder import Replica
 
 if TYPE_CHECKING:

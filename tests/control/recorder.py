@@ -7,9 +7,9 @@ import time
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from ft_core.client import LeaseClient, LeaseSettings, Peers
-from ft_core.membership import Hello
-from ft_core.quorum import VOID, Ask, Quorum, Version
+from ft_core.control.lighthouse.lease_client import LeaseClient, LeaseSettings, Peers
+from ft_core.protocol.lighthouse.events import Hello
+from ft_core.protocol.types import VOID, Ask, Quorum, Version
 from ft_core.settings import TimeBudget
 
 if TYPE_CHECKING:

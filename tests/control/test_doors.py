@@ -12,9 +12,10 @@ from datetime import timedelta
 import pytest
 
 from ft_core.certificates import Tls
+from ft_core.control.lighthouse.client import LighthouseClient
+from ft_core.control.lighthouse.server import LighthouseServer, open_to_all
 from ft_core.errors import RefusedError
-from ft_core.lighthouse import LighthouseServer, main, open_to_all
-from ft_core.lighthouse_client import LighthouseClient
+from ft_core.lighthouse import main
 from tests.control.recorder import BUDGET, Replica, wait_until
 
 
@@ -45,7 +46,9 @@ def test_the_command_refuses_to_listen_for_everybody(
 ) -> None:
     monkeypatch.delenv("FT_TOKEN", raising=False)
     monkeypatch.setattr("signal.signal", lambda *_: None)
-    monkeypatch.setattr("ft_core.lighthouse._log_to_stderr", lambda: logging.handlers.QueueListener(queue.Queue()))
+    monkeypatch.setattr(
+        "ft_core.control.lighthouse.cli._log_to_stderr", lambda: logging.handlers.QueueListener(queue.Queue())
+    )
     monkeypatch.setattr("logging.handlers.QueueListener.stop", lambda _: None)
     assert main(["--bind", bind]) == 2
     said = capsys.readouterr().err

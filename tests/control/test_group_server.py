@@ -11,20 +11,19 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from ft_core.client import LeaseSettings
-from ft_core.control import Control, LeaderControl, LocalControl, RankControl
+from ft_core.control.group.server import TELL_S
+from ft_core.control.lighthouse.lease_client import LeaseSettings
+from ft_core.control.link import Control, LeaderControl, LocalControl, RankControl
 from ft_core.errors import ConfigError, FaultToleranceError, LighthouseError, RefusedError
-from ft_core.group_server import TELL_S
-from ft_core.membership import Hello
-from ft_core.quorum import VOID, Ask, Quorum, Version
+from ft_core.protocol.lighthouse.events import Hello
+from ft_core.protocol.types import VOID, Ask, Outcome, Quorum, Verdict, Version
 from ft_core.settings import TimeBudget
-from ft_core.step import Outcome, Verdict
 from tests.control.recorder import BUDGET, Recorder, Replica, wait_until
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from ft_core.lighthouse import LighthouseServer
+    from ft_core.control.lighthouse.server import LighthouseServer
 
 ID = "g:1"
 SIZE = 3

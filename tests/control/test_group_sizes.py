@@ -13,7 +13,7 @@ from ft_core import Manager, ProcessGroupGloo
 from ft_core.errors import RefusedError
 
 if TYPE_CHECKING:
-    from ft_core.lighthouse import LighthouseServer
+    from ft_core.control.lighthouse.server import LighthouseServer
 
 
 def test_all_ranks_of_a_group_of_another_size_are_told_so(lighthouse: LighthouseServer) -> None:

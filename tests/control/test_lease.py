@@ -12,13 +12,14 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from ft_core.client import LeaseClient, LeaseSettings
+from ft_core.control.lighthouse.lease_client import LeaseClient, LeaseSettings
+from ft_core.control.lighthouse.server import LighthouseServer
 from ft_core.errors import ConfigError, JobFinishedError, LighthouseError, ProtocolError, RefusedError
-from ft_core.lighthouse import LighthouseServer, main
-from ft_core.membership import Hello
-from ft_core.quorum import Version
-from ft_core.rpc import LIGHTHOUSE, grpc, open_channel
-from ft_core.wire import pb
+from ft_core.lighthouse import main
+from ft_core.protocol.lighthouse.events import Hello
+from ft_core.protocol.types import Version
+from ft_core.rpc.channel import LIGHTHOUSE, grpc, open_channel
+from ft_core.rpc.codec import pb
 from tests.conftest import MAY_STAY
 from tests.control.recorder import BUDGET, Recorder, Replica, wait_until
 
@@ -427,7 +428,9 @@ def test_the_command_line_names_what_the_user_wrote(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr("signal.signal", lambda *_: None)
-    monkeypatch.setattr("ft_core.lighthouse._log_to_stderr", lambda: logging.handlers.QueueListener(queue.Queue()))
+    monkeypatch.setattr(
+        "ft_core.control.lighthouse.cli._log_to_stderr", lambda: logging.handlers.QueueListener(queue.Queue())
+    )
     monkeypatch.setattr("logging.handlers.QueueListener.stop", lambda _: None)
     monkeypatch.setenv("FT_MIN_REPLICAS", environment)
     assert main(options) == 2

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from ft_core.lighthouse import LighthouseServer
+from ft_core.control.lighthouse.server import LighthouseServer
 from tests.control.recorder import Replica, wait_until
 
 if TYPE_CHECKING:
@@ -174,7 +174,7 @@ def test_the_command_refuses_what_cannot_work(child: Callable[..., Child]) -> No
 def test_the_command_runs_without_torch(child: Callable[..., Child]) -> None:
     code = (
         "import sys; sys.modules['torch'] = None; sys.modules['numpy'] = None\n"
-        "import ft_core.lighthouse as l, ft_core.coordination, ft_core.control\n"
+        "import ft_core.lighthouse as l, ft_core.coordination, ft_core.control.link\n"
         "try: l.main(['--version'])\nexcept SystemExit as e: sys.exit(e.code)"
     )
     command = [sys.executable, "-c", code]

@@ -8,14 +8,16 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from ft_core import wire
+from ft_core.control.lighthouse.client import LighthouseClient
+from ft_core.control.lighthouse.server import LighthouseServer
 from ft_core.errors import JobFinishedError, RefusedError
-from ft_core.lighthouse import LighthouseServer
-from ft_core.lighthouse_client import LighthouseClient
-from ft_core.membership import Asked, Hello, LeaseEnded, Left, QuorumIds, Room
-from ft_core.quorum import Ask, Version
-from ft_core.room_keeping import MAX_FINISHED, MAX_ROOMS, FinishedRooms, replaceable
-from ft_core.rpc import LIGHTHOUSE, channel_options, grpc
+from ft_core.protocol.lighthouse.events import Asked, Hello, LeaseEnded, Left
+from ft_core.protocol.lighthouse.room import Room
+from ft_core.protocol.lighthouse.room_keeping import MAX_FINISHED, MAX_ROOMS, FinishedRooms, replaceable
+from ft_core.protocol.quorum_ids import QuorumIds
+from ft_core.protocol.types import Ask, Version
+from ft_core.rpc import codec
+from ft_core.rpc.channel import LIGHTHOUSE, channel_options, grpc
 from ft_core.settings import LighthouseSettings, room_of_run
 
 if TYPE_CHECKING:
@@ -39,21 +41,21 @@ class Stream:
         self._call: grpc.aio.StreamStreamCall[bytes, bytes] = channel.stream_stream(f"/{LIGHTHOUSE}/Lease")()
         self._room, self._name = room, name
 
-    async def open(self) -> wire.Push:
+    async def open(self) -> codec.Push:
         """Hello; the answer."""
         hello = Hello(f"{self._name}:1", self._name, 0, 1)
-        await self._call.write(wire.encode_hello(hello, self._room, "test"))
+        await self._call.write(codec.encode_hello(hello, self._room, "test"))
         return await self._next()
 
     async def ask(self) -> None:
         """Ask, and be in a quorum."""
-        await self._call.write(wire.encode_ask(Ask(f"{self._name}:1", 1)))
-        while not isinstance(await self._next(), wire.Answer):
+        await self._call.write(codec.encode_ask(Ask(f"{self._name}:1", 1)))
+        while not isinstance(await self._next(), codec.Answer):
             pass
 
     async def finish(self) -> None:
         """Training is over."""
-        await self._call.write(wire.encode_left(Left(f"{self._name}:1", 0, "out of data", True, Version(7, 1), True)))
+        await self._call.write(codec.encode_left(Left(f"{self._name}:1", 0, "out of data", True, Version(7, 1), True)))
         while await self._call.read() is not grpc.aio.EOF:
             pass
 
@@ -61,10 +63,10 @@ class Stream:
         """The connection closes, without a word."""
         self._call.cancel()
 
-    async def _next(self) -> wire.Push:
+    async def _next(self) -> codec.Push:
         data = await self._call.read()
         assert isinstance(data, bytes)
-        push = wire.decode_lease_push(data)
+        push = codec.decode_lease_push(data)
         assert push is not None
         return push
 
@@ -81,7 +83,7 @@ def test_a_thousand_runs_of_one_job_at_one_lighthouse(server: LighthouseServer) 
             for nth in range(RUNS):
                 stream = Stream(channel, room_of_run(nth))
                 opened = await stream.open()
-                assert isinstance(opened, wire.Welcome), f"run {nth}: {opened}"
+                assert isinstance(opened, codec.Welcome), f"run {nth}: {opened}"
                 if nth % 2:
                     await stream.vanish()
                 else:
@@ -89,7 +91,7 @@ def test_a_thousand_runs_of_one_job_at_one_lighthouse(server: LighthouseServer) 
                     await stream.finish()
             for nth in (0, RUNS // 2, RUNS - 2):
                 late = await Stream(channel, room_of_run(nth), "late").open()
-                assert isinstance(late, wire.Refusal), "it would train again over the checkpoints"
+                assert isinstance(late, codec.Refusal), "it would train again over the checkpoints"
                 assert isinstance(late.error, JobFinishedError)
             await beside.finish()
 
@@ -112,13 +114,13 @@ def test_rooms_with_living_replicas_are_never_forgotten(server: LighthouseServer
         async with grpc.aio.insecure_channel(server.address().removeprefix("http://"), options=options) as channel:
             streams = [Stream(channel, f"job {number}") for number in range(MAX_ROOMS)]
             for stream in streams:
-                assert isinstance(await stream.open(), wire.Welcome)
+                assert isinstance(await stream.open(), codec.Welcome)
             refused = await Stream(channel, "one more").open()
-            assert isinstance(refused, wire.Refusal)
+            assert isinstance(refused, codec.Refusal)
             assert isinstance(refused.error, RefusedError)
             assert "all of 256 rooms here have living replicas: start a lighthouse for 'one more'" in str(refused.error)
             await streams[5].finish()
-            assert isinstance(await Stream(channel, "one more").open(), wire.Welcome)
+            assert isinstance(await Stream(channel, "one more").open(), codec.Welcome)
 
     asyncio.run(run())
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -14,12 +13,14 @@ from torch._C._distributed_c10d import TCPStore
 
 from ft_core import DistributedDataParallel, Manager, OptimizerWrapper, ProcessGroupGloo
 from ft_core.errors import HealError, RefusedError
-from ft_core.group import UNEVEN
+from ft_core.protocol.group.group import UNEVEN
 
 if TYPE_CHECKING:
-    from ft_core.healing import Received
-    from ft_core.lighthouse import LighthouseServer
-    from ft_core.verdict import Verdict
+    from collections.abc import Callable
+
+    from ft_core.control.lighthouse.server import LighthouseServer
+    from ft_core.protocol.types import Verdict
+    from ft_core.runtime.state_transfer import Received
 
 LIMIT_S = 30.0
 SIZE = 2

@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING
 import pytest
 
 from ft_core.certificates import Tls
-from ft_core.client import LeaseClient, LeaseSettings
+from ft_core.control.group.ranks import group_tls
+from ft_core.control.lighthouse.lease_client import LeaseClient, LeaseSettings
 from ft_core.coordination import LighthouseClient, LighthouseServer
 from ft_core.errors import ConfigError, LighthouseError
-from ft_core.group_ranks import group_tls
-from ft_core.membership import Hello
+from ft_core.protocol.lighthouse.events import Hello
 from tests.control.recorder import BUDGET, Recorder
 
 if TYPE_CHECKING:

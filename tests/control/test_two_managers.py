@@ -11,7 +11,7 @@ from torch._C._distributed_c10d import TCPStore
 from ft_core import Manager, ProcessGroupGloo
 
 if TYPE_CHECKING:
-    from ft_core.lighthouse import LighthouseServer
+    from ft_core.control.lighthouse.server import LighthouseServer
 
 LIMIT_S = 20.0
 

@@ -1,5 +1,5 @@
-"""Managers as threads over a loopback lighthouse, as in tests/manager."""
+"""Managers as threads over a loopback lighthouse, as in tests/runtime."""
 
-from tests.manager.conftest import cluster as cluster
-from tests.manager.conftest import lighthouse as lighthouse
-from tests.manager.conftest import store as store
+from tests.runtime.conftest import cluster as cluster
+from tests.runtime.conftest import lighthouse as lighthouse
+from tests.runtime.conftest import store as store

@@ -1,4 +1,4 @@
-"""`Counter`: a replica of tests/manager's harness that trains the counting model on an elastic loader.
+"""`Counter`: a replica of tests/runtime's harness that trains the counting model on an elastic loader.
 
 Points where faults can be ordered, in order: boundary (between two steps), started (the step's first batch is there),
 forward (of its last micro-batch), backward, stepped.
@@ -14,7 +14,7 @@ from torch import nn
 
 from ft_core.data import ElasticDataLoader
 from tests.data.managed import Counting
-from tests.manager.harness import Replica
+from tests.runtime.harness import Replica
 
 LENGTH, EPOCHS = 50, 2
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -23,6 +22,9 @@ from torch.utils.data import (
 from ft_core.data import ElasticDataLoader, IndexedStream, elastic_loader
 from ft_core.errors import ConfigError
 from tests.data.ports import Membership
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
 
 DATA: Dataset[Any] = TensorDataset(torch.arange(10))
 

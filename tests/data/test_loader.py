@@ -5,8 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import random
-from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -17,6 +16,9 @@ from torchdata.stateful_dataloader import StatefulDataLoader  # type: ignore[imp
 from ft_core.data import ElasticDataLoader, ElasticSampler
 from ft_core.errors import ConfigError
 from tests.data.ports import Membership
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 WORKERS = pytest.mark.parametrize("workers", [0, 2])
 

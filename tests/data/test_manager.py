@@ -11,7 +11,7 @@ import pytest
 from ft_core.errors import RefusedError, UsageError
 from tests.data.counters import EPOCHS, LENGTH, Counter
 from tests.data.managed import Counting
-from tests.manager.harness import Cluster, both, crash, hang, soft_error
+from tests.runtime.harness import Cluster, both, crash, hang, soft_error
 
 BATCHINGS = [
     pytest.param({}, id="a share each"),

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from torch.utils.data import DataLoader, Dataset
@@ -11,6 +10,9 @@ from torch.utils.data import DataLoader, Dataset
 from ft_core.data import ElasticSampler
 from ft_core.errors import ConfigError, UsageError
 from tests.data.ports import Membership
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 
 class Numbers(Dataset[int]):

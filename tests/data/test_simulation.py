@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from ft_core.data.cursor import Cursor
-from ft_core.data.order import EpochOrder
+from ft_core.data.epoch_order import EpochOrder
 from ft_core.data.sampler import ElasticSampler
 from tests.data.ledger import Ledger
 from tests.data.world import World

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import itertools
 import pickle
-from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import pytest
 
 from ft_core.data import ElasticDataLoader, ReplayedStream
 from ft_core.errors import ConfigError, UsageError
 from tests.data.ports import Membership
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 
 class Squares:

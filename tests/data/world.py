@@ -17,16 +17,17 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
-from ft_core.data.pipeline import Pipeline
+from ft_core.data.prefetch import Pipeline
 from ft_core.data.sampler import ElasticSampler
 from tests.data.ledger import Ledger
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
+
     from torch.utils.data import DataLoader
 
 

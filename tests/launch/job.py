@@ -15,10 +15,10 @@ import threading
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from ft_core.launch.keeper import Keeper
+from ft_core.launch.control_socket import base_folder
 from ft_core.launch.options import parse
-from ft_core.launch.remote import base_folder
-from ft_core.launch.screen import Screen
+from ft_core.launch.output.status_screen import Screen
+from ft_core.launch.processes.keeper import Keeper
 from ft_core.launch.supervisor import Supervisor
 
 if TYPE_CHECKING:

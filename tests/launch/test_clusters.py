@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from ft_core import lighthouse
+from ft_core.control.lighthouse import cli
 from ft_core.errors import ConfigError
 from ft_core.launch import options
 from ft_core.settings import KNOWN_ENVIRONMENT
@@ -131,7 +131,7 @@ def test_only_known_environment(name: str) -> None:
 def test_the_lighthouse_starts_with_these_options() -> None:
     found = container("lighthouse.yaml")
     assert found["command"] == ["ft-lighthouse"]
-    arguments = lighthouse._parser().parse_args(found["args"])
+    arguments = cli._parser().parse_args(found["args"])
     (port,) = found["ports"]
     assert arguments.bind.endswith(f":{port['containerPort']}")
     assert "FT_TOKEN" in environment("lighthouse.yaml")
@@ -232,7 +232,7 @@ def test_slurm_lighthouse() -> None:
     text = (CLUSTER / "slurm" / "lighthouse.sbatch").read_text()
     (line,) = [found for found in text.splitlines() if found.startswith("ft-lighthouse ")]
     words = filled(line.removesuffix("&"), {"port": "29510"})
-    arguments = lighthouse._parser().parse_args(words[1:])
+    arguments = cli._parser().parse_args(words[1:])
     assert (arguments.bind, arguments.min_replicas) == ("0.0.0.0:29510", 1)
 
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, cast
 
 import pytest
 
-from ft_core.launch import dying
+from ft_core.launch.processes import dying
 from ft_core.witness import robust_mutex
 from tests.launch.job import Job, job
 from tests.launch.lingering import PATIENCE_S, THREAD, is_there, linger

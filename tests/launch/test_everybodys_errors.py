@@ -69,7 +69,7 @@ def test_what_only_the_leader_writes_fails_on_one_group_after_the_other(tmp_path
 
 def test_the_same_error_twice_in_a_row_in_every_group_ends_a_job_that_has_committed(tmp_path: pathlib.Path) -> None:
     text = (
-        "from ft_core.quorum import Version\n"
+        "from ft_core.protocol.types import Version\n"
         "ask()\n"
         "q = one.answer().quorum_id\n"
         "one.lease.progress(5, 'step', Version(4, q))\n"
@@ -85,7 +85,7 @@ def test_the_same_error_twice_in_a_row_in_every_group_ends_a_job_that_has_commit
 @pytest.mark.parametrize("flag", [[], ["--from-scratch"]])
 def test_a_job_that_lost_everything_ends_unless_it_may_begin_again(tmp_path: pathlib.Path, flag: list[str]) -> None:
     text = (
-        "from ft_core.quorum import Version\n"
+        "from ft_core.protocol.types import Version\n"
         "again = os.environ['TORCHELASTIC_RESTART_COUNT'] != '0'\n"
         "ask()\n"
         "if not again: one.lease.progress(3, 'step', Version(2, one.answer().quorum_id))\n"

@@ -11,13 +11,16 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
 
 import pytest
 
-from ft_core.launch.exits import Exits
-from ft_core.launch.keeper import NOTICE
+from ft_core.launch.processes.exits import Exits
+from ft_core.launch.processes.keeper import NOTICE
 from tests.launch.lingering import THREAD, linger
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
 
 pytestmark = pytest.mark.process
 PATIENCE_S = 20.0

@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from ft_core.control.lighthouse.server import LighthouseServer
 from ft_core.launch import agent as agent_module
-from ft_core.launch.remote import order_resize
-from ft_core.lighthouse import LighthouseServer
+from ft_core.launch.control_socket import order_resize
 from tests.launch.job import Job, job
 
 if TYPE_CHECKING:

@@ -13,14 +13,17 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
-from ft_core.launch import keeper as keeper_module
-from ft_core.launch import stub
-from ft_core.launch.keeper import Keeper
+from ft_core.launch.processes import keeper as keeper_module
+from ft_core.launch.processes import stub
+from ft_core.launch.processes.keeper import Keeper
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 pytestmark = pytest.mark.process
 PATIENCE_S = 20.0
@@ -28,8 +31,8 @@ SEED = random.randrange(10**6)
 
 OWNER = """
 import os, subprocess, sys
-from ft_core.launch import stub
-from ft_core.launch.keeper import Keeper
+from ft_core.launch.processes import stub
+from ft_core.launch.processes.keeper import Keeper
 keeper = Keeper(sys.argv[1])
 print("keeper", keeper.process.pid, flush=True)
 for line in sys.stdin:

@@ -12,8 +12,8 @@ import pytest
 
 from ft_core.errors import ConfigError
 from ft_core.launch.__main__ import main
-from ft_core.launch.chaos import ChaosSettings
-from ft_core.launch.command import TORCHRUNS, parser
+from ft_core.launch.argument_parser import TORCHRUNS, parser
+from ft_core.launch.chaos_schedule import ChaosSettings
 from ft_core.launch.options import parse
 from ft_core.launch.spec import Streams
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import pathlib
-import re
 import signal
 import socket
 import subprocess
@@ -18,18 +17,19 @@ import pytest
 
 from ft_core._pb import coordination_pb2 as pb
 from ft_core.launch import agent as agent_module
-from ft_core.launch import standby as standby_module
-from ft_core.launch.keeper import Keeper
-from ft_core.launch.output import Output
-from ft_core.launch.remote import order_resize
+from ft_core.launch.control_socket import order_resize
+from ft_core.launch.lighthouse_watch import _seen
+from ft_core.launch.output.streams import Output
+from ft_core.launch.processes.keeper import Keeper
 from ft_core.launch.rendezvous import Stopped, attempt_key, rendezvous
 from ft_core.launch.spec import Script
+from ft_core.launch.standby import pool as standby_module
 from ft_core.launch.supervisor import Supervisor
-from ft_core.launch.watch import _seen
 from tests.launch.job import job
 from tests.launch.test_groups import UNTIL_TOLD, pids
 
 if TYPE_CHECKING:
+    import re
     from collections.abc import Callable
 
 pytestmark = pytest.mark.process
@@ -154,7 +154,7 @@ def test_nohup(write: Any, tmp_path: pathlib.Path) -> None:
 
 def test_waiting_for_the_other_hosts_can_be_given_up(write: Any, endpoint: str) -> None:
     options = ("--replica", "0", "--nnodes", "2", "--rdzv-endpoint", endpoint, "--run-id", "alone")
-    from ft_core.lighthouse import LighthouseServer
+    from ft_core.control.lighthouse.server import LighthouseServer
 
     server = LighthouseServer("127.0.0.1:0")
     try:

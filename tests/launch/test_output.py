@@ -9,14 +9,17 @@ import subprocess
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
-from ft_core.launch import output as module
-from ft_core.launch.output import MAX_LINE, TAIL, Output, Stream
+from ft_core.launch.output import streams as module
+from ft_core.launch.output.streams import MAX_LINE, TAIL, Output, Stream
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
 
 PATIENCE_S = 20.0
 

@@ -8,14 +8,16 @@ import pty
 import re
 import sys
 import threading
-from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TextIO
+from typing import TYPE_CHECKING, TextIO
 
 import pytest
 
-from ft_core.launch.screen import Row, Screen
+from ft_core.launch.output.status_screen import Row, Screen
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
 
 PATIENCE_S = 20.0
 ROWS = [Row("a-0", "training", 12, 0, 3.25), Row("a-1", "joining", None, 2, None, "waits for [bold]a-0[/bold]")]

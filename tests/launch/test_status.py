@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from ft_core.launch.status import ALL, BAD, KINDS, MIN, exit_status
+from ft_core.launch.exit_status import ALL, BAD, KINDS, MIN, exit_status
 
 
 @pytest.mark.parametrize("groups", [1, 2, 3])

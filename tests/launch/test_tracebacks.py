@@ -7,13 +7,13 @@ import subprocess
 import sys
 import textwrap
 import traceback
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ft_core.launch.tracebacks import (
+from ft_core.launch.output.tracebacks import (
     MAX_CHARS,
     MAX_LINES,
     MAX_REMEMBERED,
@@ -26,6 +26,9 @@ from ft_core.launch.tracebacks import (
     Repeats,
     last_error,
 )
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 SIMPLE = [
     "Traceback (most recent call last):",

@@ -8,15 +8,17 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from ft_core.launch import warm
-from ft_core.launch.preload import ALWAYS, Preload, plan
+from ft_core.launch.standby import worker
+from ft_core.launch.standby.imports import ALWAYS, Preload, plan
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
 
 # ------------------------------------------------------------------------------------------------------------ preload
 
@@ -126,7 +128,7 @@ class Ended:
 
 
 class Standby:
-    """One process of warm.py, and ftrun's side of its socket."""
+    """One process of worker.py, and ftrun's side of its socket."""
 
     def __init__(self, folder: Path, environment: dict[str, str]) -> None:
         self.folder = folder
@@ -136,7 +138,7 @@ class Standby:
             door.listen(1)
             door.settimeout(30)
             self.process = subprocess.Popen(
-                [sys.executable, "-u", warm.__file__],
+                [sys.executable, "-u", worker.__file__],
                 env={**environment, "FTRUN_STANDBY": address},
                 cwd=folder,
                 stdout=subprocess.PIPE,
@@ -240,7 +242,7 @@ def test_a_script_runs_as_python_runs_it(standby: Standby, name: str) -> None:
         assert "TypeError: 'int' object is not callable" in result.err
         return
     assert result == cold
-    assert "warm.py" not in result.err
+    assert "standby/worker.py" not in result.err
 
 
 @pytest.mark.process
@@ -375,7 +377,7 @@ def test_a_standby_that_nobody_needs_ends_quietly(standby: Standby, when: str) -
 
 @pytest.mark.process
 def test_a_standby_whose_ftrun_is_gone_ends_quietly(tmp_path: Path) -> None:
-    command = [sys.executable, "-u", warm.__file__]
+    command = [sys.executable, "-u", worker.__file__]
     env = {**BASE, "FTRUN_STANDBY": str(tmp_path / "none")}
     ran = subprocess.run(command, env=env, capture_output=True, text=True, timeout=30, check=False)
     assert (ran.returncode, ran.stdout, ran.stderr) == (0, "", "")
@@ -394,7 +396,7 @@ def test_ctrl_c_ends_the_worker_but_not_the_standby(standby: Standby) -> None:
     assert ended.status == -signal.SIGINT
     assert ended.err.splitlines()[0] == "Traceback (most recent call last):"
     assert ended.err.splitlines()[-1] == "KeyboardInterrupt"
-    assert "warm.py" not in ended.err
+    assert "standby/worker.py" not in ended.err
 
 
 @pytest.mark.process

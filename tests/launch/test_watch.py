@@ -10,7 +10,7 @@ import pytest
 
 from ft_core._pb import coordination_pb2 as pb
 from ft_core.errors import LighthouseError
-from ft_core.launch.watch import CALL_S, FACTS_S, MAX_OVER, Watch
+from ft_core.launch.lighthouse_watch import CALL_S, FACTS_S, MAX_OVER, Watch
 
 if TYPE_CHECKING:
     from collections.abc import Collection

@@ -1,4 +1,4 @@
-"""For `tests/manager/test_many_runs.py`: as many fits in this process as are asked for; prints what each cost."""
+"""For `tests/runtime/test_many_runs.py`: as many fits in this process as are asked for; prints what each cost."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 from torchdata.stateful_dataloader import StatefulDataLoader  # type: ignore[import-untyped]
 
-from ft_core.checkpointing.encoding import decode_tree, encode
+from ft_core.checkpointing.state_encoding import decode_tree, encode
 from ft_core.errors import ConfigError
 from ft_lightning.adoption import Adoption
 from ft_lightning.arguments import DataArguments

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import pathlib
-import re
 import signal
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from ft_core.lighthouse import LighthouseServer
+from ft_core.control.lighthouse.server import LighthouseServer
 from ft_lightning.rooms import RUNS, Runs
 from ft_lightning.strategy import strategy_class
 from tests.chaos.test_ftrun import pid_of
@@ -22,6 +20,8 @@ from tests.lightning.test_leader import alike, ends
 from tests.lightning.test_leader import wishes as wishes
 
 if TYPE_CHECKING:
+    import pathlib
+    import re
     from collections.abc import Iterator
 
     from tests.launch.job import Job

@@ -22,8 +22,8 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
+from ft_core.control.lighthouse.server import LighthouseServer
 from ft_core.errors import ConfigError
-from ft_core.lighthouse import LighthouseServer
 from ft_lightning import FaultTolerantStrategy
 from ft_lightning.data import Replayable, Sharding, Unseen, can_skip, open_at
 

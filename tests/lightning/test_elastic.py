@@ -14,8 +14,8 @@ import pytest
 import torch
 from torch._C._distributed_c10d import TCPStore
 
-from ft_core.data.order import EpochOrder
-from ft_core.lighthouse import LighthouseServer
+from ft_core.control.lighthouse.server import LighthouseServer
+from ft_core.data.epoch_order import EpochOrder
 from tests.lightning import elastic_worker as worker
 
 if TYPE_CHECKING:

@@ -11,9 +11,9 @@ from lightning.pytorch.utilities import CombinedLoader
 from torch.optim.lr_scheduler import OneCycleLR
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
+from ft_core.control.lighthouse.server import LighthouseServer
 from ft_core.data import ElasticDataLoader
 from ft_core.errors import ConfigError
-from ft_core.lighthouse import LighthouseServer
 from ft_lightning import FaultTolerantStrategy, fabric
 from tests.lightning.counting import Counts, Numbers
 

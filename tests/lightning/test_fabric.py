@@ -14,8 +14,8 @@ from lightning.fabric import Fabric
 from lightning.fabric.plugins import MixedPrecision
 from torch import nn
 
+from ft_core.control.lighthouse.server import LighthouseServer
 from ft_core.errors import ConfigError, UsageError
-from ft_core.lighthouse import LighthouseServer
 from ft_lightning.fabric import FabricFaultTolerance, strategy_class
 from tests.launch.job import Job, job
 from tests.lightning.fabric_job import build, loss_of, set_up

@@ -15,7 +15,7 @@ from lightning.pytorch.cli import SaveConfigCallback
 from lightning.pytorch.loggers import CSVLogger
 from torch import nn
 
-from ft_core.lighthouse import LighthouseServer
+from ft_core.control.lighthouse.server import LighthouseServer
 from ft_lightning import FaultTolerantStrategy, leader
 from ft_lightning import _compat_writers as writers
 from ft_lightning.resume import KEY

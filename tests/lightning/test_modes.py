@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch._C._distributed_c10d import TCPStore
 
-from ft_core.lighthouse import LighthouseServer
+from ft_core.control.lighthouse.server import LighthouseServer
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence

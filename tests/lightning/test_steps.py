@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from ft_core.control.lighthouse.server import LighthouseServer
 from ft_core.errors import ConfigError
-from ft_core.lighthouse import LighthouseServer
 from ft_lightning import FaultTolerantStrategy
 from ft_lightning.modes import Modes
 

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from torch.utils.data import DistributedSampler
 
-from ft_core.launch.remote import order_resize
+from ft_core.launch.control_socket import order_resize
 from tests.launch.job import Job, job
 
 if TYPE_CHECKING:

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from ft_core.process_group import reaper as reaping
+from ft_core.process_group.gloo import reaper as reaping
 from tests.process_group.ranks import Store
 
 _left_by_others: list[object] = []

@@ -12,7 +12,8 @@ from torch._C._distributed_c10d import AllreduceOptions, BroadcastOptions, Gathe
 from torch.distributed import ReduceOp
 
 from ft_core.errors import ConfigError, NotAvailableError, UsageError
-from ft_core.process_group import ProcessGroupGloo, reaper
+from ft_core.process_group import ProcessGroupGloo
+from ft_core.process_group.gloo import reaper
 from tests.process_group.ranks import Store, configure_all, gloo_groups, in_threads
 
 if TYPE_CHECKING:

@@ -18,8 +18,9 @@ from torch._C._distributed_c10d import Store as TorchStore
 from torch._C._distributed_c10d import Work
 
 from ft_core.errors import CollectiveError, ConfigError, PeerError, UsageError
-from ft_core.process_group import ProcessGroupGloo, incarnation, reaper, rendezvous, sockets
-from ft_core.process_group import store as stores
+from ft_core.process_group import ProcessGroupGloo, socket_table
+from ft_core.process_group import store_pool as stores
+from ft_core.process_group.gloo import incarnation, reaper, rendezvous
 from tests.process_group.ranks import GROUP_TIMEOUT, Store, configure_all, gloo_groups, in_threads, wait_until
 
 AT_ONCE_S = 0.5
@@ -225,7 +226,7 @@ def test_a_port_that_a_peer_gave_back_may_be_anybodys(store: Store) -> None:
         assert old.connections.rendezvous is not None
         (peer,) = old.connections.rendezvous.peers
         theirs.shutdown()
-        assert wait_until(lambda: peer not in [local for _, local in sockets.listeners()])
+        assert wait_until(lambda: peer not in [local for _, local in socket_table.listeners()])
         with (
             socket.create_server((peer.host, peer.port)) as server,
             socket.create_connection((peer.host, peer.port), 5) as one,
@@ -378,7 +379,7 @@ def test_a_dropped_group_is_destroyed_in_the_background(store: Store) -> None:
 def test_without_known_sockets_it_warns_and_works(
     store: Store, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(sockets, "SUPPORTED", False)
+    monkeypatch.setattr(socket_table, "SUPPORTED", False)
     monkeypatch.setattr(incarnation, "_warned_cannot_abort", False)
     stores.pool.clear()
     with gloo_groups(2, store, timedelta(milliseconds=300)) as groups:

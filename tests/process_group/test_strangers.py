@@ -15,14 +15,14 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from ft_core.process_group import ProcessGroupGloo, sockets
+from ft_core.process_group import ProcessGroupGloo, socket_table
 from tests.process_group import ranks
 from tests.process_group.ranks import Store, call_all, configure_workers, wait_until, workers
 
 if TYPE_CHECKING:
-    from ft_core.process_group.sockets import Endpoint
+    from ft_core.process_group.socket_table import Endpoint
 
-pytestmark = [pytest.mark.process, pytest.mark.skipif(not sockets.SUPPORTED, reason="needs /proc/self/fd")]
+pytestmark = [pytest.mark.process, pytest.mark.skipif(not socket_table.SUPPORTED, reason="needs /proc/self/fd")]
 
 
 # --------------------------------------------------------------------------------------------------------- in a worker

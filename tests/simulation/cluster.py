@@ -1,8 +1,8 @@
 """A whole cluster in one process: the real pure modules under a fake clock and a fake network, driven by a seed.
 
 How it works. `World` owns the clock, one event queue and one random generator; a run is a pure function of its seed
-and its config. `Lighthouse` hosts a real `membership.Room` and can be restarted; a `Group` is one replica group, its
-`Rank`s run a real `step.Step` each through ask, configure, heal, forward, launch, fence and settle, and agree through
+and its config. `Lighthouse` hosts a real `room.Room` and can be restarted; a `Group` is one replica group, its
+`Rank`s run a real `rank.Step` each through ask, configure, heal, forward, launch, fence and settle, and agree through
 `group.Votes`; a `Conn` is one lease stream (in order, but lossy at its end); a `Ring` is the data plane of one group
 rank in one quorum. An operation completes for a member when all members have launched it; if somebody aborts before
 all have received it, the dice decide who does (two generals). A frozen process does nothing; what arrives meanwhile is
@@ -23,20 +23,26 @@ from collections import deque
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from ft_core import membership as room_events
-from ft_core.assignment import WorldSizeMode
-from ft_core.fence import FENCE_SLOTS
-from ft_core.group import Mismatch, Votes, merge_asks
-from ft_core.membership import QuorumIds, Room
-from ft_core.moving import may_move, why_not_here
-from ft_core.parting import hands_over
-from ft_core.pauses import Pauses, Wait
-from ft_core.quorum import VOID, Ask, Life, NotReady, Quorum, Rules, Version, View, decide
-from ft_core.reachability import Holds
-from ft_core.room_layout import setting_lines
+from ft_core.control.group.pending_votes import Waiting
+from ft_core.protocol.group.group import Mismatch, Votes, merge_asks
+from ft_core.protocol.lighthouse import events as room_events
+from ft_core.protocol.lighthouse.model_signature import setting_lines
+from ft_core.protocol.lighthouse.quorum_rule import decide
+from ft_core.protocol.lighthouse.reachability import Holds
+from ft_core.protocol.lighthouse.room import Room
+from ft_core.protocol.lighthouse.rules import Rules
+from ft_core.protocol.lighthouse.view import Life, NotReady, View
+from ft_core.protocol.pauses import Pauses, Wait
+from ft_core.protocol.quorum_ids import QuorumIds
+from ft_core.protocol.rank.ballot import FENCE_SLOTS
+from ft_core.protocol.rank.departure import hands_over
+from ft_core.protocol.rank.heal_plan import WorldSizeMode
+from ft_core.protocol.rank.moving import may_move, why_not_here
+from ft_core.protocol.rank.phases import Go, Heal, Phase
+from ft_core.protocol.rank.rank import Step
+from ft_core.protocol.rank.settings import MemberRules, StepSettings
+from ft_core.protocol.types import VOID, Ask, Outcome, Quorum, Verdict, Version
 from ft_core.settings import LighthouseSettings
-from ft_core.step import Go, Heal, MemberRules, Outcome, Phase, Step, StepSettings, Verdict
-from ft_core.waiting import Waiting
 from tests.simulation.encoding import check_travels
 from tests.simulation.history import History, Violation
 from tests.simulation.samples import Samples

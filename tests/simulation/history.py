@@ -12,14 +12,14 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from ft_core.fence import EXHAUSTED
-from ft_core.quorum import VOID, Quorum, Version
-from ft_core.step import Heal, Verdict
+from ft_core.protocol.rank.ballot import EXHAUSTED
+from ft_core.protocol.rank.phases import Heal
+from ft_core.protocol.types import VOID, Quorum, Verdict, Version
 from tests.simulation.samples import accounted
 
 if TYPE_CHECKING:
     from ft_core.data.cursor import Cursor
-    from ft_core.membership import Room
+    from ft_core.protocol.lighthouse.room import Room
     from tests.simulation.cluster import Group, Op, Rank, World
     from tests.simulation.samples import Samples
 

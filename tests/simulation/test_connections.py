@@ -6,7 +6,7 @@ import itertools
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from ft_core.quorum import Rules
+from ft_core.protocol.lighthouse.rules import Rules
 from tests.simulation.cluster import Config, World
 
 if TYPE_CHECKING:

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from ft_core.room_rules import Rules
-from ft_core.step import MemberRules
+from ft_core.protocol.lighthouse.rules import Rules
+from ft_core.protocol.rank.settings import MemberRules
 from tests.simulation.cluster import Config, World
 from tests.simulation.history import Violation
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from ft_core.quorum import Rules
-from ft_core.wire import state
+from ft_core.protocol.lighthouse.rules import Rules
+from ft_core.rpc.codec import state
 from tests.simulation.cluster import Config, Result, simulate
 from tests.simulation.test_simulation import PLAIN, story
 
@@ -59,7 +59,7 @@ def test_without_the_rule_they_do_not(rule: str) -> None:
 def test_a_quorum_of_more_groups_than_can_be_told_to_each_other(monkeypatch: pytest.MonkeyPatch, held: bool) -> None:
     """As if a message held three groups."""
     monkeypatch.setattr(state, "MAX_REPLICAS", 3)
-    monkeypatch.setattr("ft_core.candidates.MAX_REPLICAS", 3)
+    monkeypatch.setattr("ft_core.protocol.lighthouse.candidates.MAX_REPLICAS", 3)
     config = {**PLAIN, "groups": 4, "faults": (), "room_rules": Rules(places=held), "bad_group": 3}
     found = [simulate(seed, Config.draw(seed, **config)).violation for seed in range(5)]
     if held:

@@ -33,7 +33,7 @@ One group that is set up wrongly (and the rules that keep it from stopping the o
 the lighthouse sends is encoded as it travels, so that a bound that is broken fails (I9).
 
 R5, R6, R10 (ready), R12, R13 and R15 change what is lost or how long something takes, not what is true, so they
-have directed tests: tests/pure/test_rules.py.
+have directed tests: tests/protocol/test_rules.py.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from ft_core.quorum import Rules
-from ft_core.step import MemberRules
+from ft_core.protocol.lighthouse.rules import Rules
+from ft_core.protocol.rank.settings import MemberRules
 from tests.simulation.cluster import Config, Result, simulate
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from ft_core.launch.keeper import NOTICE, Keeper
+from ft_core.launch.processes.keeper import NOTICE, Keeper
 from ft_core.witness import robust_mutex
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from ft_core.launch.keeper import Keeper
+from ft_core.launch.processes.keeper import Keeper
 from ft_core.witness import robust_mutex
 from tests.witness.test_death_notice import Watched, until
 

@@ -32,7 +32,7 @@ from typing import Any
 os.environ.setdefault("RAY_DEDUP_LOGS", "0")  # the groups say alike things
 import ray
 
-from ft_core.lighthouse import LighthouseServer
+from ft_core.control.lighthouse.server import LighthouseServer
 from ft_core.settings import parse_address
 
 PR_SET_PDEATHSIG = 1

@@ -1,0 +1,222 @@
+"""The receiver's end of one HTTP connection to a donor: requests out, verified bodies in.
+
+Two requests may be in flight; answers come in order. What precedes the trailer (`wire`) counts for nothing until
+the trailer has been read. Errors: OSError where the network or the donor's process failed, `HealError` where what came
+is not of the protocol, `Refused` where the donor answered that it will not serve this.
+
+Threads: one worker owns the connection; only `cut()`, which wakes it, may be called from others.
+"""
+
+from __future__ import annotations
+
+import socket
+import ssl
+import threading
+import time
+from dataclasses import dataclass
+from typing import Final
+from urllib.parse import urlsplit
+
+from ft_core.certificates import Diagnosis, Tls
+from ft_core.checkpointing.http import auth
+from ft_core.checkpointing.http.byte_stream import HEAD_BYTES_MAX, ByteStream
+from ft_core.checkpointing.http.sockets import cut, track
+from ft_core.checkpointing.http.wire import BUSY, TRAILER, TRAILER_OK, parse_fields
+from ft_core.checkpointing.tensor_bytes import checksum
+from ft_core.errors import ConfigError, HealError
+
+RETRY_S_MAX: Final = 5
+"""Longest `Retry-After` that is believed."""
+
+
+@dataclass(frozen=True)
+class ClientTls:
+    """The job's certificates, and what was made of them: once for all connections of a transfer."""
+
+    files: Tls
+    context: ssl.SSLContext
+
+    @classmethod
+    def of(cls, files: Tls | None) -> ClientTls | None:
+        """Read the files. Raises ConfigError."""
+        return None if files is None else cls(files, files.client_context())
+
+
+class Refused(HealError):
+    """The donor answered, and will not serve this; asking it again is useless."""
+
+    def __init__(self, status: int, text: str) -> None:
+        super().__init__(text)
+        self.status = status
+
+
+class Busy(HealError):
+    """The donor has no room for one more; it may have after `retry_s`."""
+
+    def __init__(self, retry_s: float) -> None:
+        super().__init__("busy with other receivers")
+        self.retry_s = retry_s
+
+
+class DonorConnection:
+    """One HTTP connection to a donor; owned by one worker."""
+
+    def __init__(self, address: str, token: str | None, tls: ClientTls | None = None) -> None:
+        parts = urlsplit(address if "//" in address else f"//{address}")
+        try:
+            host, port = parts.hostname, parts.port
+        except ValueError as e:
+            raise ConfigError(f"donor address must be http://host:port, got {address!r}") from e
+        if host is None or port is None or parts.scheme not in ("", "http", "https"):
+            raise ConfigError(f"donor address must be http://host:port, got {address!r}")
+        self._encrypted = parts.scheme == "https"
+        self._tls = tls
+        self.address = address
+        self._host, self._port, self._token = host, port, token
+        self._lock = threading.Lock()
+        self._stream: ByteStream | None = None
+        self._cut = False
+
+    def open(self, connect_s: float, idle_s: float) -> None:
+        """Connect; tries every address the host name has.
+
+        With certificates on one of the two sides only, nothing is sent: `HealError`.
+        """
+        if self._encrypted and self._tls is None:
+            raise HealError("it uses TLS, and no certificates are set here: set FT_TLS_CA, FT_TLS_CERT and FT_TLS_KEY")
+        if self._tls is not None and not self._encrypted:
+            raise HealError("it does not use TLS, and FT_TLS_* are set here: set them there too, or unset them here")
+        error: OSError = OSError(f"{self._host} has no address")
+        end = time.monotonic() + connect_s
+        for family, kind, proto, _, where in socket.getaddrinfo(self._host, self._port, type=socket.SOCK_STREAM):
+            self.close()
+            sock = socket.socket(family, kind, proto)
+            if self._tls is not None:
+                sock = self._tls.context.wrap_socket(
+                    sock, server_hostname=self._host, do_handshake_on_connect=False, suppress_ragged_eofs=True
+                )
+            with self._lock:
+                self._stream = ByteStream(sock)
+                if self._cut:
+                    raise OSError("cancelled")
+            track(sock)
+            try:
+                sock.settimeout(max(0.001, end - time.monotonic()))
+                sock.connect(where)
+                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                self._handshake(idle_s)
+                self.set_idle(idle_s)
+            except OSError as e:
+                error = e
+                continue
+            return
+        raise error
+
+    def _handshake(self, within_s: float) -> None:
+        """`within_s` is long: a server whose places are taken shakes hands when it has one."""
+        stream = self._open_stream()
+        try:
+            stream.handshake(within_s)
+        except (ssl.SSLEOFError, ssl.SSLZeroReturnError, ConnectionResetError):
+            if self._cut:
+                raise
+            raise Busy(RETRY_S_MAX / 2) from None  # it cannot tell why without keys
+        except ssl.SSLError as e:
+            assert self._tls is not None
+            advice = Diagnosis(self._tls.files, self._host, self._port).advice(str(e))
+            raise HealError(advice or f"no TLS connection: {e.reason or e}") from e
+
+    def set_idle(self, idle_s: float) -> None:
+        """From now on, give up after `idle_s` without a byte."""
+        self._open_stream().set_idle(idle_s, idle_s)
+
+    def cut(self) -> None:
+        """From any thread: wake the worker, whose calls then fail. The fd stays, because the worker may be using it."""
+        with self._lock:
+            self._cut = True
+            if self._stream is not None:
+                cut(self._stream.sock)
+
+    def close(self) -> None:
+        """Let go of the socket."""
+        with self._lock:
+            stream, self._stream = self._stream, None
+        if stream is not None:
+            cut(stream.sock)
+            stream.sock.close()
+
+    def _open_stream(self) -> ByteStream:
+        assert self._stream is not None
+        return self._stream
+
+    def request(self, target: str) -> None:
+        """Send one GET."""
+        lines = [f"GET {target} HTTP/1.1", f"Host: {self._host}:{self._port}"]
+        if self._token is not None:
+            lines.append(f"Authorization: {auth.sign(self._token, 'GET', target)}")
+        self._open_stream().send(["\r\n".join([*lines, "", ""]).encode("ascii")])
+
+    def head(self) -> tuple[int, dict[str, str]]:
+        """Read a response head: body length and headers. Any status but 200 is raised as `Refused`."""
+        text = self._open_stream().head()
+        if text == b"":
+            raise OSError("the donor closed the connection")
+        try:
+            lines = (text or b"").decode("latin-1").split("\r\n")
+            fields = parse_fields(lines[1:])
+            status, length = int(lines[0].split(" ")[1]), int(fields["content-length"])
+        except (ValueError, IndexError, KeyError) as e:
+            raise HealError("the answer is not of the healing protocol") from e
+        if status != 200:
+            reason = bytearray(min(max(length, 0), HEAD_BYTES_MAX))
+            self.receive(memoryview(reason))
+            if status == BUSY:
+                raise Busy(_seconds(fields.get("retry-after", "")))
+            raise Refused(status, f"{status}: {reason.decode('utf-8', 'replace').strip()}")
+        if length < TRAILER.size:
+            raise HealError("the answer is too short")
+        return length - TRAILER.size, fields
+
+    def receive(self, target: memoryview) -> None:
+        """Fill `target`."""
+        self._open_stream().receive(target)
+
+    def trailer(self) -> int:
+        """Read the trailer: the donor's word that the body is of an open offer, and its checksum."""
+        data = bytearray(TRAILER.size)
+        self.receive(memoryview(data))
+        magic, value = TRAILER.unpack(data)
+        if magic != TRAILER_OK:
+            raise HealError("the answer does not end as the healing protocol says")
+        return int(value)
+
+    def small_body(self, limit: int) -> tuple[bytearray, dict[str, str]]:
+        """Read and verify a whole answer."""
+        length, headers = self.head()
+        if length > limit:
+            raise HealError(f"the answer has {length} bytes, the limit is {limit}")
+        body = bytearray(length)
+        self.receive(memoryview(body))
+        if self.trailer() != checksum(body):
+            raise HealError("the checksum of an answer does not match")
+        return body, headers
+
+
+def _seconds(text: str) -> float:
+    return float(min(max(int(text), 0), RETRY_S_MAX)) if text.isdecimal() else float(RETRY_S_MAX)
+
+
+def explain(error: Exception) -> str:
+    """One clause for a log or an error message."""
+    if isinstance(error, BlockingIOError):
+        return "sent nothing for longer than idle_s"
+    if isinstance(error, TimeoutError):
+        return "could not be connected to in time"
+    if isinstance(error, ssl.SSLError) and "ALERT" in (error.reason or ""):
+        return (
+            f"it does not accept this replica's certificate ({error.reason}): FT_TLS_CERT and FT_TLS_KEY have to be "
+            "set, and signed by its FT_TLS_CA"
+        )
+    if isinstance(error, OSError):
+        return error.strerror or str(error) or repr(error)
+    return str(error) or repr(error)

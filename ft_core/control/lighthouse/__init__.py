@@ -1,0 +1,1 @@
+"""The lighthouse: server, command line, clients."""

@@ -1,0 +1,150 @@
+"""The lighthouse on a thread: address, settings, start and end. Imports neither torch nor anything heavy.
+
+How it works. `room_host.Rooms` keeps leases and rooms, `unary_calls.Calls` answers the unary calls,
+`loop_server.LoopServer` runs both on one event loop in one thread. `LighthouseServer` puts them together, for the
+command line (`cli`), for tests and for embedding.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import os
+
+from ft_core.control.lighthouse.room_host import Rooms
+from ft_core.control.lighthouse.unary_calls import Calls
+from ft_core.errors import ConfigError
+from ft_core.network import is_loopback
+from ft_core.rpc.channel import (
+    LIGHTHOUSE,
+    Tls,
+    grpc,
+    join_host,
+    reachable_host,
+    server_options,
+    split_bind,
+    token_metadata,
+)
+from ft_core.rpc.loop_server import LoopServer
+from ft_core.settings import LighthouseSettings
+
+DEFAULT_LIVENESS_S = 1.0
+
+DEFAULT_BOOT_WINDOW_MS = 500
+
+OPEN = (
+    "%s without FT_TOKEN: whoever reaches this address may stop the job or take it over. Set FT_TOKEN to the same "
+    "secret here and in all trainers"
+)
+
+_log = logging.getLogger("ft_core.lighthouse")
+
+
+class LighthouseServer:
+    """A lighthouse on a thread of its own. The constructor starts it.
+
+    Args:
+        bind: host:port to listen on; port 0 takes any free one. What other machines can reach needs a token, or
+            certificates that clients have to show; without either it is logged as a warning.
+        min_replicas: smallest quorum.
+        join_timeout_ms: how long a forming quorum waits for replicas that are connected but have not asked.
+        quorum_tick_ms: accepted for compatibility and unused: nothing here polls.
+        heartbeat_timeout_ms: how long a client of the unary calls is believed alive after its last call.
+        liveness_ms: unanswered keepalives for this long end a lease; None: FT_LIVENESS_S, else 1000.
+        grace_ms: a closed lease that is not re-opened within this time is a death.
+        boot_window_ms: how long after its start the lighthouse waits for groups that were running before it (R9);
+            None: 500, but not at all on a port that the system chose (port 0), which nobody can have known.
+        token: secret every call must carry; None: FT_TOKEN.
+        tls: certificates; None: FT_TLS_CERT, FT_TLS_KEY, FT_TLS_CA.
+        insecure: anybody who reaches the address may take part, stop the job, or take it over, and that is meant so.
+        one_job: it ends with its job: what that has committed is not forgotten when its scripts have ended (R21).
+
+    Raises:
+        ConfigError: a value cannot work, or the address cannot be bound.
+    """
+
+    def __init__(
+        self,
+        bind: str = "[::]:0",
+        min_replicas: int = 1,
+        join_timeout_ms: int = 100,
+        quorum_tick_ms: int = 100,  # noqa: ARG002
+        heartbeat_timeout_ms: int = 5000,
+        *,
+        liveness_ms: int | None = None,
+        grace_ms: int = 100,
+        boot_window_ms: int | None = None,
+        token: str | None = None,
+        tls: Tls | None = None,
+        insecure: bool = False,
+        one_job: bool = False,
+    ) -> None:
+        host, port = split_bind(bind, "bind")
+        unknown = boot_window_ms is None and port == 0
+        boot_window_ms = DEFAULT_BOOT_WINDOW_MS if boot_window_ms is None else boot_window_ms
+        waits = {
+            "join_timeout_ms": join_timeout_ms, "heartbeat_timeout_ms": heartbeat_timeout_ms, "grace_ms": grace_ms,
+            "boot_window_ms": boot_window_ms,
+        }  # fmt: skip
+        for name, value in waits.items():
+            if not (math.isfinite(value) and value >= 0):
+                raise ConfigError(f"{name}={value} must be a number of milliseconds, 0 or more")
+        settings = LighthouseSettings(
+            min_replicas=min_replicas,
+            join_timeout_s=join_timeout_ms / 1000,
+            heartbeat_timeout_s=heartbeat_timeout_ms / 1000,
+            boot_window_s=boot_window_ms / 1000,
+            grace_s=grace_ms / 1000,
+            token=os.environ.get("FT_TOKEN", "") if token is None else token,
+            one_job=one_job,
+        )
+        settings.check()
+        token_metadata(settings.token)
+        liveness_s, liveness = _liveness(liveness_ms)
+        if settings.grace_s > liveness_s:
+            raise ConfigError(f"grace_ms={grace_ms} must not be above {liveness}")
+        tls = tls or Tls.from_env(os.environ)
+        # A warning only: users of the reference implementation bind [::] and have no tokens. The command line refuses.
+        if open_to_all(host, settings.token, tls):
+            _log.log(logging.INFO if insecure else logging.WARNING, OPEN, f"bind={bind}")
+        self._scheme = "http" if tls is None else "https"
+        self._host = reachable_host(host)
+        self._rooms = Rooms(settings, liveness_s, unknown)
+        self._server = LoopServer("ft-lighthouse", server_options(liveness_s), tls)
+        lease: grpc.RpcMethodHandler[bytes, bytes] = grpc.stream_stream_rpc_method_handler(self._rooms.serve)
+        self._server.start(host, port, "bind", {LIGHTHOUSE: {"Lease": lease, **Calls(self._rooms).handlers()}})
+
+    def __repr__(self) -> str:
+        return f"LighthouseServer({self.address()}, {self._rooms!r})"
+
+    def address(self) -> str:
+        """http://host:port, with a host that other machines can use where this one's name allows."""
+        return f"{self._scheme}://{join_host(self._host, self._server.port)}"
+
+    def shutdown(self) -> None:
+        """End all leases and stop listening. Idempotent; takes at most a few seconds."""
+        with contextlib.suppress(RuntimeError, TimeoutError):
+            self._server.call(self._rooms.close, 1.0)
+        self._server.shutdown()
+
+
+def open_to_all(host: str, token: str, tls: Tls | None) -> bool:
+    """Whether other machines reach a server bound there, and nobody asks them who they are."""
+    return not (is_loopback(host) or token or (tls is not None and tls.ca))
+
+
+def _liveness(given_ms: int | None) -> tuple[float, str]:
+    """Seconds, and how the user wrote them."""
+    if given_ms is not None:
+        if given_ms <= 0:
+            raise ConfigError(f"liveness_ms={given_ms} must be more than 0")
+        return given_ms / 1000, f"liveness_ms={given_ms}"
+    text = os.environ.get("FT_LIVENESS_S", "")
+    try:
+        value = float(text) if text else DEFAULT_LIVENESS_S
+    except ValueError:
+        value = 0.0
+    if not 0.0 < value < 1e6:
+        raise ConfigError(f"FT_LIVENESS_S={text!r} is not a positive number of seconds")
+    return value, f"FT_LIVENESS_S={text}" if text else f"liveness_ms={value * 1000:g}"

@@ -1,0 +1,244 @@
+"""The lighthouse's unary calls: for clients without a lease, for supervisors, operators and tools.
+
+How it works. A client of Quorum and Heartbeat has no lease; it is alive until heartbeat_timeout_s after its last call.
+Its ask lives as long as its call: if the caller goes away or runs out of time, it is treated like a lease that was
+closed. Everything else looks something up or feeds one event to the rooms. Runs on the loop of `room_host.Rooms`.
+
+Invariants: at most MAX_WAITING calls wait; one call per replica_id, a newer one takes over.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, NoReturn
+
+from ft_core.control.lighthouse.room_host import Context, Rooms, RoomShell, Waiter
+from ft_core.errors import FaultToleranceError, JobFinishedError, ProtocolError, RefusedError
+from ft_core.protocol.lighthouse.events import Asked, Ended, GivenUp, Hello, LeaseEnded, Progress, Refuse, Reopen
+from ft_core.protocol.lighthouse.view import Life
+from ft_core.protocol.types import Ask, Version
+from ft_core.rpc import codec
+from ft_core.rpc.channel import QUORUM_ANSWER_S, grpc, release
+from ft_core.rpc.codec import pb
+from ft_core.settings import DEFAULT_ROOM
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Mapping
+
+    from ft_core.protocol.lighthouse.room import Room
+
+MAX_WAITING = 4096
+"""Unary Quorum calls that wait at the same time."""
+
+
+class Calls:
+    """Handlers of the unary calls of one lighthouse.
+
+    Args:
+        rooms: what they look at and change.
+    """
+
+    def __init__(self, rooms: Rooms) -> None:
+        self._rooms = rooms
+        self._seq = 0
+
+    def __repr__(self) -> str:
+        return f"Calls(waiting={sum(len(shell.waiters) for shell in self._rooms.chosen(''))})"
+
+    def handlers(self) -> Mapping[str, grpc.RpcMethodHandler[bytes, bytes]]:
+        """What to register with the gRPC server."""
+        methods = {
+            "Quorum": self._quorum, "Heartbeat": self._heartbeat, "Status": self._status, "Report": self._report,
+            "Drain": self._drain, "Kill": self._kill, "Reopen": self._reopen,
+        }  # fmt: skip
+        return {name: grpc.unary_unary_rpc_method_handler(method) for name, method in methods.items()}
+
+    async def _unary(self, context: Context, work: Callable[[], bytes]) -> bytes:
+        await self._rooms.refuse_token(context)
+        try:
+            return work()
+        except FaultToleranceError as error:
+            await _abort(context, error)
+
+    async def _quorum(self, data: bytes, context: Context) -> bytes:
+        await self._rooms.refuse_token(context)
+        try:
+            shell, waiter, replica_id = self._start_waiting(data)
+        except FaultToleranceError as error:
+            await _abort(context, error)
+        try:
+            quorum = await asyncio.wait_for(waiter.done, _patience(context))
+        except RefusedError as error:
+            await _abort(context, error)
+        except asyncio.TimeoutError:
+            await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, shell.room.reason)
+            raise
+        finally:
+            if shell.waiters.get(replica_id) is waiter:
+                del shell.waiters[replica_id]
+                if not waiter.done.done() or waiter.done.cancelled():
+                    # The caller went away or ran out of time: its ask must not be answered by a quorum it will not
+                    # join.
+                    self._rooms.feed(shell, LeaseEnded(replica_id, 0, 0.0))
+        return codec.encode_quorum_info(quorum)
+
+    def _start_waiting(self, data: bytes) -> tuple[RoomShell, Waiter, str]:
+        request = codec.decode_unary(pb.QuorumRequest, data)
+        shell = self._rooms.room(request.room or DEFAULT_ROOM)
+        if sum(len(s.waiters) for s in self._rooms.chosen("")) >= MAX_WAITING:
+            raise RefusedError(f"{MAX_WAITING} calls wait for a quorum already")
+        replica_id = request.replica_id
+        self._unary_alive(shell, replica_id, Version(request.step, 0))
+        old = shell.waiters.pop(replica_id, None)
+        if old is not None and not old.done.done():
+            old.done.set_exception(RefusedError(f"a newer quorum call of {replica_id!r} took over"))
+        self._seq += 1
+        waiter = Waiter(self._seq, asyncio.get_running_loop().create_future())
+        shell.waiters[replica_id] = waiter
+        current = shell.room.current
+        ask = Ask(
+            replica_id=replica_id, seq=self._seq, version=Version(request.step, 0),
+            quorum_id=current.quorum_id if current and replica_id in current.members else 0,
+            group_world_size=max(1, request.world_size), store_address=request.store_address, address=request.address,
+            shrink_only=request.shrink_only, commit_failures=request.commit_failures, data=request.data,
+            from_scratch=True,  # what a step is, is such a client's business
+        )  # fmt: skip
+        self._rooms.feed(shell, Asked(ask, 0))
+        return shell, waiter, replica_id
+
+    def _unary_alive(self, shell: RoomShell, replica_id: str, version: Version) -> None:
+        """A client without a lease has called: it is alive now."""
+        if replica_id in shell.leases:
+            raise RefusedError(f"{replica_id!r} holds a lease already: give this client a replica_id of its own")
+        record = shell.room.records.get(replica_id)
+        if record is not None and record.life is Life.UP and not record.hello.leased:
+            self._rooms.feed(shell, Progress(replica_id, 0, max(version.step, record.step), "", record.stable))
+            return
+        hello = Hello(replica_id, replica_id, 0, 0, leased=False, version=version, liveness_s=self._rooms.liveness_s)
+        refused = (e for e in self._rooms.feed(shell, hello) if isinstance(e, Refuse) and e.to == replica_id)
+        refusal = next(refused, None)
+        if refusal is not None:
+            raise (JobFinishedError if refusal.finished else RefusedError)(refusal.reason)
+
+    async def _heartbeat(self, data: bytes, context: Context) -> bytes:
+        def work() -> bytes:
+            request = codec.decode_unary(pb.HeartbeatRequest, data)
+            self._unary_alive(self._rooms.room(request.room or DEFAULT_ROOM), request.replica_id, Version(0, 0))
+            return codec.encode_unary(pb.HeartbeatResponse())
+
+        return await self._unary(context, work)
+
+    async def _report(self, data: bytes, context: Context) -> bytes:
+        def work() -> bytes:
+            request = codec.decode_unary(pb.ReportRequest, data)
+            known = 0
+            if request.given_up:  # its processes may have ended before they reached any room
+                self._rooms.feed(
+                    self._rooms.room(request.room or DEFAULT_ROOM), GivenUp(request.ended, codec.clip(request.reason))
+                )
+                return codec.encode_unary(pb.ReportResponse(rooms=1))
+            for shell in self._rooms.chosen(request.room):
+                if any(request.ended in (i, r.hello.name) for i, r in shell.room.records.items()):
+                    known += 1
+                    self._rooms.feed(shell, Ended(request.ended))
+            return codec.encode_unary(pb.ReportResponse(rooms=known))
+
+        return await self._unary(context, work)
+
+    async def _drain(self, data: bytes, context: Context) -> bytes:
+        return await self._unary(context, lambda: self._order(data, kill=False))
+
+    async def _kill(self, data: bytes, context: Context) -> bytes:
+        return await self._unary(context, lambda: self._order(data, kill=True))
+
+    def _order(self, data: bytes, *, kill: bool) -> bytes:
+        request = codec.decode_unary(pb.OrderRequest, data)
+        if not self._rooms.settings.token:
+            raise RefusedError("orders to replicas are only taken by a lighthouse that was started with FT_TOKEN")
+        push = codec.encode_push(codec.Order(kill, request.reason))
+        told = []
+        for shell in self._rooms.chosen(request.room):
+            for replica_id, lease in shell.leases.items():
+                record = shell.room.records.get(replica_id)
+                if request.replica in (replica_id, record.hello.name if record else ""):
+                    lease.stream.send(push)
+                    told.append(replica_id)
+                    self._rooms.say(shell, f"{replica_id} is asked to {'exit' if kill else 'drain'}: {request.reason}")
+        return codec.encode_unary(pb.OrderResponse(told=told))
+
+    async def _reopen(self, data: bytes, context: Context) -> bytes:
+        def work() -> bytes:
+            request = codec.decode_unary(pb.ReopenRequest, data)
+            shell = self._rooms.room(request.room or DEFAULT_ROOM)
+            was_closed = bool(shell.room.closed)
+            if was_closed:
+                self._rooms.feed(shell, Reopen())
+                self._rooms.say(shell, "the room is open again")
+            return codec.encode_unary(pb.ReopenResponse(was_closed=was_closed))
+
+        return await self._unary(context, work)
+
+    async def _status(self, data: bytes, context: Context) -> bytes:
+        def work() -> bytes:
+            request = codec.decode_unary(pb.StatusRequest, data)
+            now = self._rooms.now()
+            answer = pb.StatusResponse(
+                release=release(),
+                uptime_ms=int((now - self._rooms.started) * 1000),
+                liveness_ms=int(self._rooms.liveness_s * 1000),
+                rooms=[room_status(shell.room, now, request.names) for shell in self._rooms.chosen(request.room)],
+            )
+            return codec.encode_unary(answer)
+
+        return await self._unary(context, work)
+
+
+def _patience(context: Context) -> float | None:
+    """How long to wait so that the reason for not answering still arrives before the caller's deadline."""
+    left_s: float | None = context.time_remaining()  # the stubs forget that a call may have no deadline
+    return None if left_s is None else max(left_s / 2, left_s - QUORUM_ANSWER_S)
+
+
+def room_status(room: Room, now: float, names: Collection[str] = ()) -> pb.RoomStatus:
+    """One room as it is; with `names`, only its replicas of these names."""
+    current = room.current
+    members = current.members if current else ()
+    shown = {i: r for i, r in room.records.items() if not names or r.hello.name in names or i in names}
+    return pb.RoomStatus(
+        room=room.name,
+        quorum_id=current.quorum_id if current else 0,
+        members=() if names else members,
+        member_count=len(members),
+        reason=room.reason if any(r.ask is not None for r in room.records.values()) else "",
+        closed=room.closed,
+        given_up=room.expected.given_up,
+        replicas=[
+            pb.ReplicaStatus(
+                replica_id=replica_id,
+                life=record.life.value,
+                since_ms=max(0, int((now - record.since) * 1000)),
+                step=max(record.step, 0),
+                phase=record.phase,
+                asking=record.ask is not None,
+                member=replica_id in members,
+                stable=pb.Version(step=record.stable.step, epoch=record.stable.epoch),
+                paused_ms=max(0, int((record.paused_until - now) * 1000)),
+                committed=record.committed,
+                stalled=record.stalled if record.life is Life.UP else "",
+            )
+            for replica_id, record in sorted(shown.items())
+        ],
+    )
+
+
+_CODES: tuple[tuple[type[Exception], grpc.StatusCode], ...] = (
+    (JobFinishedError, grpc.StatusCode.ABORTED),
+    (ProtocolError, grpc.StatusCode.INVALID_ARGUMENT),
+)
+
+
+async def _abort(context: Context, error: Exception) -> NoReturn:
+    """End a unary call with a refusal; `coordination` turns the code back into the error."""
+    code = next((code for kind, code in _CODES if isinstance(error, kind)), grpc.StatusCode.FAILED_PRECONDITION)
+    await context.abort(code, codec.clip(str(error)))
+    raise error

@@ -1,0 +1,180 @@
+"""ftrun's options as argparse knows them: names, help, and what is said about those that it does not know.
+
+How it works. Every option may be written with - or _; help shows one spelling. Whatever argparse refuses becomes a
+ConfigError that names the option, the value and what to do. What options mean together is `options`' business.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import re
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from ft_core.errors import ConfigError
+from ft_core.launch.exit_status import ALL, SUCCESS
+from ft_core.rpc.channel import release
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+USAGE = """ftrun [options] script [arguments]
+       ftrun resize N [--run-id ID]"""
+EXAMPLES = """examples:
+  ftrun --replicas 4 train.py                            four groups of one worker here, with a lighthouse
+  ftrun --replicas 4 --nproc-per-replica 2 train.py      four groups of two workers
+  ftrun --replica 3 --lighthouse host:29510 train.py     group 3 of a bigger job, for example as a Slurm task
+  ftrun --replicas 3 --chaos kill=30s,seed=7 train.py    try your script: kills one of its groups every 30 s"""
+
+
+TORCHRUNS = {
+    "--group-rank": "leave it out; the hosts of a group number themselves where they meet (--rdzv-endpoint)",
+    **dict.fromkeys(
+        ("--run-path", "--local-ranks-filter", "--logs-specs",
+         "--log-line-prefix-template", "--numa-binding", "--virtual-local-rank", "--signals-to-handle",
+         "--duplicate-stdout-filters", "--duplicate-stderr-filters"),
+        "leave it out; ftrun has nothing like it",
+    ),
+}  # fmt: skip
+"""Options of torchrun that mean nothing here, and what to do instead."""
+
+
+class _Parser(argparse.ArgumentParser):
+    """Raises instead of exiting, and suggests what was meant."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{self._explain(message)} (ftrun --help lists the options)")
+
+    def _explain(self, message: str) -> str:
+        if message.startswith("the following arguments are required"):
+            return "no script is named; usage: ftrun [options] script [arguments]"
+        if found := re.match(r"unrecognized arguments: (\S+)", message):
+            return self._unknown(found[1].partition("=")[0])
+        if not (found := re.match(r"argument (\S+): (.*)", message, re.DOTALL)):
+            return message
+        option = next((name for name in found[1].split("/") if name.startswith("--")), found[1])
+        action = self._option_string_actions.get(option)
+        if action is not None and "expected one argument" in found[2]:
+            what = action.metavar or (", ".join(action.choices) if action.choices else action.dest)
+            return f"{option} needs a value: {what}"
+        if bad := re.match(r"invalid (int|float) value: '?(.*?)'?$", found[2]):
+            return f"{option} {bad[2]} must be a {'whole number' if bad[1] == 'int' else 'number of seconds'}"
+        if action is not None and action.choices and (bad := re.match(r"invalid choice: '(.*?)'", found[2])):
+            near = difflib.get_close_matches(bad[1], action.choices, 1)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            return f"{option} {bad[1]} must be one of {', '.join(action.choices)}{hint}"
+        return f"{option}: {found[2]}"
+
+    def _unknown(self, option: str) -> str:
+        torchruns = TORCHRUNS.get("--" + option.lstrip("-").replace("_", "-"))
+        if torchruns is not None:
+            return f"{option} is torchrun's: {torchruns}"
+        known = [name for action in self._actions for name in action.option_strings if "_" not in name]
+        near = difflib.get_close_matches(option.replace("_", "-"), known, 1)
+        return f"there is no option {option}" + (f"; did you mean {near[0]}?" if near else "")
+
+
+class _Formatter(argparse.RawDescriptionHelpFormatter):
+    """Shows one spelling of each option."""
+
+    def _format_action_invocation(self, action: argparse.Action) -> str:
+        shown = argparse.Action(
+            [name for name in action.option_strings if "_" not in name], action.dest, action.nargs,
+            metavar=action.metavar, choices=action.choices,
+        )  # fmt: skip
+        return super()._format_action_invocation(shown if action.option_strings else action)
+
+
+def parser() -> argparse.ArgumentParser:
+    """ftrun's options."""
+    out = _Parser(
+        prog="ftrun", usage=USAGE, epilog=EXAMPLES, allow_abbrev=False,
+        description="Launches, supervises and restarts the replica groups of a fault-tolerant training job.",
+        formatter_class=_Formatter,
+    )  # fmt: skip
+
+    def option(group: Any, *names: str, **more: Any) -> None:
+        spelled = [other for name in names for other in dict.fromkeys((name, "--" + name[2:].replace("-", "_")))
+                   if name.startswith("--")]  # fmt: skip
+        short = [name for name in names if not name.startswith("--")]
+        more.setdefault("dest", names[0].lstrip("-").replace("-", "_"))
+        group.add_argument(*short, *spelled, **more)
+
+    which = out.add_argument_group("which replica groups")
+    option(which, "--replicas", metavar="N[:MAX]", help="groups to run here (default 1); MAX: limit of `ftrun resize`")
+    option(which, "--replica", type=int, metavar="I", help="run only group I of a bigger job")
+    option(which, "--replica-offset", type=int, default=0, metavar="K", help="number of the first group here")
+    option(which, "--num-replicas", type=int, metavar="T", help="groups of the whole job, if more than run here")
+    option(which, "--min-replicas", type=int, metavar="M", help="smallest quorum (FT_MIN_REPLICAS, else 1)")
+    option(which, "--nproc-per-replica", "--nproc-per-node", default="1", metavar="P",
+           help="workers per group on this host: a number, auto, cpu or gpu")  # fmt: skip
+    option(which, "--name", default="replica", help="groups are called NAME-0, NAME-1, ... (default replica)")
+    option(which, "--gpus", choices=("auto", "all", "share", "none"), default="auto",
+           help="auto: divide the visible GPUs among the groups; share: let groups share; all: show all to all; "
+           "none: hide all")  # fmt: skip
+
+    control = out.add_argument_group("lighthouse and addresses")
+    option(control, "--lighthouse", metavar="HOST:PORT", help="default FT_LIGHTHOUSE, else one is embedded")
+    option(control, "--lighthouse-bind", metavar="HOST:PORT", help="where an embedded one listens (127.0.0.1:0)")
+    option(control, "--local-addr", metavar="HOST", help="address other hosts reach this one at (default: the one on "
+           "the route to the lighthouse)")  # fmt: skip
+    option(control, "--timeout", type=float, metavar="S", help="FT_TIMEOUT_S: how long a silent peer is waited for")
+    option(
+        control,
+        "--nnodes",
+        default="1",
+        metavar="MIN[:MAX]",
+        help="hosts that one group spans; only with "
+        "--replica. A range, for a job of one group: it starts again whenever a host comes or is lost",
+    )
+    option(control, "--rdzv-endpoint", metavar="HOST:PORT", help="where the hosts of one group meet (its first host)")
+    option(control, "--rdzv-backend", choices=("c10d", "static"), default="c10d", help=argparse.SUPPRESS)
+    # torchrun's, for command lines that have them: on one host they say what is so anyway (options._check_torchruns)
+    option(control, "--standalone", action="store_true", help=argparse.SUPPRESS)
+    option(control, "--node-rank", help=argparse.SUPPRESS)
+    for harmless in ("--master-addr", "--master-port", "--role", "--rdzv-conf", "--start-method",
+                     "--event-log-handler"):  # fmt: skip
+        option(control, harmless, help=argparse.SUPPRESS)
+    option(control, "--run-id", "--rdzv-id", metavar="ID", help="name of this run (TORCHELASTIC_RUN_ID)")
+
+    restart = out.add_argument_group("restarts")
+    option(restart, "--max-restarts", type=int, default=10, metavar="N",
+           help="of one group within --restart-window (default 10; 0: never)")  # fmt: skip
+    option(restart, "--restart-window", type=float, default=3600.0, metavar="S", help="seconds (default 3600)")
+    option(restart, "--crash-loop", type=int, default=3, metavar="K",
+           help="a group that dies K times in a row before its first commit is given up (default 3)")  # fmt: skip
+    option(restart, "--standby", type=int, default=0, metavar="K", help="processes kept ready with all imports done")
+    option(restart, "--drain-timeout", type=float, default=30.0, metavar="S",
+           help="how long a group may take to finish its step and leave (default 30)")  # fmt: skip
+    option(restart, "--from-scratch", action="store_true", help="let the job begin again at step 0 if every group that "
+           "held its state is lost and no checkpoint is loaded; otherwise it ends (FT_FROM_SCRATCH)")  # fmt: skip
+    option(restart, "--success", choices=SUCCESS, default=ALL,
+           help="status 0 when all groups that were not drained finished, or min: --min-replicas")  # fmt: skip
+    option(restart, "--monitor-interval", type=float, default=0.1, metavar="S",
+           help="how often workers are looked at where the kernel does not tell at once")  # fmt: skip
+    option(restart, "--chaos", metavar="SPEC", help="kill, freeze and drain own groups: kill=30s,stop=60s,seed=7")
+
+    output = out.add_argument_group("output")
+    option(output, "--log-dir", metavar="DIR", help="directory for the files of --tee and --redirects")
+    option(output, "--tee", "-t", default="0", metavar="STD", help="1 stdout, 2 stderr, 3 both, or 0:1,1:3 per local "
+           "rank: also into a file")  # fmt: skip
+    option(output, "--redirects", "-r", default="0", metavar="STD", help="the same, into a file only")
+
+    run = out.add_argument_group("what to run")
+    option(run, "--module", "-m", action="store_true", help="the script is a module, as with python -m")
+    option(run, "--no-python", action="store_true", help="the script is a program of its own")
+    out.add_argument("--version", action="version", version=f"ftrun {release()}")
+    out.add_argument("script", help="training script, its arguments follow")
+    out.add_argument("arguments", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+    return out
+
+
+def read(argv: Sequence[str]) -> argparse.Namespace:
+    """The options as they were given; what follows the script untouched in `arguments`."""
+    words = list(argv)
+    out = parser().parse_args(words)
+    # argparse drops a "--" also where it is the script's.
+    after = len(words) - len(out.arguments)
+    if words[after - 1] != out.script and words[after - 2] == out.script:
+        out.arguments = words[after - 1 :]
+    return out

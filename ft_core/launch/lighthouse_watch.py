@@ -1,0 +1,293 @@
+"""ftrun's line to the lighthouse: what it knows of our groups, the word that a process ended, and drain orders.
+
+How it works. One thread owns the client. It asks for the status every `POLL_S`, and at once when somebody waits for
+facts; words and orders go out in the order in which they were given. The lighthouse may be away at any time: nothing
+here fails because of it, the last picture is kept, and only `facts` says that it does not know.
+
+Threads: "ftrun-watch" does all calls; `ended`, `drain`, `look`, `facts` from any.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import threading
+import time
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+from ft_core.control.lighthouse.client import LighthouseClient
+from ft_core.errors import FaultToleranceError, RefusedError
+from ft_core.settings import DEFAULT_ROOM, run_of_room
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection
+
+    from ft_core._pb import coordination_pb2 as pb
+
+POLL_S = 0.5
+CALL_S = timedelta(seconds=2)
+MAX_OVER = 64
+BETWEEN_S = 10.0
+"""How long a group that failed waits for the others to begin another run, after the end of one."""
+FACTS_S = 3 * CALL_S.total_seconds()
+"""How long a group that failed waits at most until the lighthouse has answered, or a call to it has failed: a slow
+answer, on a machine that is overloaded, is none that is missing. Two calls may be under way before."""
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What the lighthouse knows of a run that has ended."""
+
+    known: bool
+    """It held a lease."""
+    committed: bool
+    closed: str
+    """The room is closed: training has ended."""
+    job_committed: bool = False
+    """A group of the job has committed in this run of it."""
+    reachable: bool = True
+    """The lighthouse answered; otherwise nothing is known, and the run's end may have been its absence."""
+
+
+@dataclass(frozen=True)
+class Seen:
+    """The lighthouse's picture of one group."""
+
+    replica_id: str
+    alive: bool
+    member: bool
+    step: int
+    phase: str
+    committed: bool
+    stalled: str
+    at: float
+    """Monotonic seconds at which this was asked."""
+
+
+@dataclass(frozen=True)
+class Picture:
+    """Everything at one time."""
+
+    at: float = 0.0
+    groups: tuple[tuple[str, tuple[Seen, ...]], ...] = ()
+    members: int = 0
+    reason: str = ""
+    closed: str = ""
+
+    def of(self, name: str) -> tuple[Seen, ...]:
+        """All runs of a group that the lighthouse remembers."""
+        return dict(self.groups).get(name, ())
+
+    def now(self, name: str, ended: Collection[str] = ()) -> Seen | None:
+        """The living run of a group. `ended`: replica_ids whose processes ended, whatever the lighthouse believes."""
+        return next((seen for seen in self.of(name) if seen.alive and seen.replica_id not in ended), None)
+
+
+class Watch:
+    """The line. `start` it; `close` ends its thread.
+
+    Args:
+        address, token: of the lighthouse.
+        changed: called on the watch's thread after each new picture.
+        undrained: called with the group's name if nobody could be told to drain: signals have to do.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        token: str,
+        changed: Callable[[], None],
+        undrained: Callable[[str], None],
+    ) -> None:
+        self.address = address
+        self._token = token
+        self._changed = changed
+        self._undrained = undrained
+        self._orders: queue.SimpleQueue[tuple[str, str, str]] = queue.SimpleQueue()
+        self._condition = threading.Condition()
+        self._picture = Picture()
+        self._tried_at = 0.0
+        """When the last question was asked (monotonic s) that was answered, or failed."""
+        self._over: dict[str, dict[str, None]] = {}
+        """replica_ids of each group whose processes have ended, the oldest first; at most MAX_OVER per group."""
+        self._names: frozenset[str] = frozenset()
+        """The groups that were started here: a lighthouse of many groups need not tell of the others. Empty: all."""
+        self._came: set[str] = set()
+        """Groups that were started here, and that the lighthouse has told of."""
+        self._job_committed = False
+        self._given_up: dict[str, str] = {}
+        """Groups that are not started again, and why; as many as ftrun has groups."""
+        self._thread = threading.Thread(target=self._run, name="ftrun-watch", daemon=True)
+
+    def __repr__(self) -> str:
+        return f"Watch({self.address})"
+
+    def connect(self, timeout: timedelta) -> None:
+        """Reach the lighthouse. Raises what LighthouseClient raises."""
+        self._client = LighthouseClient(self.address, timeout, token=self._token)
+
+    def start(self) -> None:
+        """Start the thread; `connect` comes first."""
+        self._thread.start()
+
+    def look(self) -> Picture:
+        """The last picture."""
+        return self._picture
+
+    def now(self, name: str) -> Seen | None:
+        """What the last picture says of the run of a group that is under way.
+
+        Not of one before: the lighthouse may believe for long that a killed process only went silent.
+        """
+        return self._picture.now(name, self._over.get(name, ()))
+
+    def ended(self, name: str) -> None:
+        """Supervisor's word: every process of this group has ended."""
+        self._orders.put(("ended", name, ""))
+
+    def gave_up(self, name: str, reason: str) -> None:
+        """Supervisor's word: this group has ended and is not started again, so nobody has to wait for it.
+
+        It is repeated to a lighthouse that does not know it: one that was restarted, or another run's room.
+        """
+        with self._condition:
+            self._given_up[name] = reason
+        self._orders.put(("look", "", ""))
+
+    def starts(self, name: str) -> None:
+        """This group is started (again) after all; from now on the pictures are of the groups that were."""
+        with self._condition:
+            self._given_up.pop(name, None)
+            self._names = self._names | {name}
+
+    def drain(self, name: str, reason: str) -> None:
+        """Ask the group to finish its step and leave. `undrained(name)` is called if nobody could be told."""
+        self._orders.put(("drain", name, reason))
+
+    def facts(self, name: str) -> Facts:
+        """What is known of the run of `name` that has just ended; asks anew, and forgets it for the next run."""
+        asked = time.monotonic()
+        self._orders.put(("look", "", ""))
+        with self._condition:
+            self._condition.wait_for(lambda: self._tried_at >= asked, FACTS_S)
+            picture = self._picture
+        old = self._over.get(name, {})
+        runs = [seen for seen in picture.of(name) if seen.replica_id not in old]
+        both = [*old, *(seen.replica_id for seen in runs)]
+        self._over[name] = dict.fromkeys(both[-MAX_OVER:])  # replaced, not changed: `now` reads it on another thread
+        return Facts(
+            known=bool(runs), committed=any(seen.committed for seen in runs), closed=picture.closed,
+            job_committed=self._job_committed, reachable=picture.at >= asked,
+        )  # fmt: skip
+
+    def nobody_came(self, name: str) -> bool:
+        """Neither `name`, which has ended, nor another group was ever seen; False if that is not known. Asks anew."""
+        if self._came:
+            return False
+        facts = self.facts(name)
+        return facts.reachable and not (facts.known or facts.closed or self._came)
+
+    def nobody_came_by(self, at: float) -> bool:
+        """The same of all groups, as it was asked last: at `at` (monotonic s) or later."""
+        picture = self._picture
+        return not (self._came or picture.closed) and picture.at >= at
+
+    def another_run(self, alone: Callable[[], bool], stop: threading.Event) -> bool:
+        """Training has ended in the newest room: wait up to BETWEEN_S whether another run of the same script begins.
+
+        Between two runs (Lightning's `fit`, called twice) the others are still there, and no room is open for a moment.
+
+        Args:
+            alone: no other group runs any more.
+            stop: ends the wait.
+        """
+        deadline = time.monotonic() + BETWEEN_S
+        while not alone() and time.monotonic() < deadline:
+            if not self._picture.closed:
+                return True
+            if stop.wait(POLL_S):
+                break
+        return False
+
+    def close(self) -> None:
+        """End the thread and the connection, after what was ordered before."""
+        self._orders.put(("close", "", ""))
+        if self._thread.ident is not None:
+            self._thread.join(5.0)
+        with contextlib.suppress(FaultToleranceError):
+            self._client.close()
+
+    # ------------------------------------------------------------ the thread
+
+    def _run(self) -> None:
+        while True:
+            try:
+                kind, name, text = self._orders.get(timeout=POLL_S)
+            except queue.Empty:
+                kind, name, text = "look", "", ""
+            if kind == "close":
+                return
+            try:
+                if kind == "ended":
+                    self._client.report_ended(name, CALL_S)
+                elif kind == "drain":
+                    self._drain(name, text)
+                else:
+                    self._look()
+            except FaultToleranceError:
+                if kind == "drain":
+                    self._undrained(name)
+
+    def _drain(self, name: str, reason: str) -> None:
+        try:
+            told = self._client.drain(name, reason)
+        except RefusedError:  # a lighthouse without a token takes no orders
+            told = []
+        if not told:
+            self._undrained(name)
+
+    def _look(self) -> None:
+        at = time.monotonic()
+        try:
+            self._poll(at)
+        finally:
+            with self._condition:
+                self._tried_at = at
+                self._condition.notify_all()
+        self._changed()
+
+    def _poll(self, at: float) -> None:
+        status = self._client.status(CALL_S, self._names)
+        room = max(status.rooms, key=lambda room: run_of_room(room.room), default=None)
+        room = room if room is not None and run_of_room(room.room) >= 0 else None
+        self._client.room = room.room if room is not None else DEFAULT_ROOM
+        picture = Picture(at)
+        if room is not None:
+            groups: dict[str, list[Seen]] = {}
+            for replica in room.replicas:
+                groups.setdefault(replica.replica_id.rpartition(":")[0], []).append(_seen(replica, at))
+            picture = Picture(
+                at, tuple((name, tuple(runs)) for name, runs in groups.items()), room.member_count, room.reason,
+                room.closed,
+            )  # fmt: skip
+        with self._condition:
+            self._came |= self._names & dict(picture.groups).keys()
+            self._picture = picture
+            self._job_committed |= any(seen.committed for _, runs in picture.groups for seen in runs)
+            untold = {n: why for n, why in self._given_up.items() if room is None or n not in room.given_up}
+        for name, reason in untold.items():
+            self._client.report_given_up(name, reason, CALL_S)
+
+
+def _seen(replica: pb.ReplicaStatus, at: float) -> Seen:
+    stalled = replica.stalled
+    if replica.life == "missed":  # frozen altogether: its connection is still there
+        stalled = (
+            f"{replica.replica_id} runs, but the lighthouse has not heard of it for {replica.since_ms / 1000:.0f} s"
+        )
+    return Seen(
+        replica_id=replica.replica_id, alive=replica.life in ("up", "missed", "unknown"), member=replica.member,
+        step=replica.step, phase=replica.phase, committed=replica.committed, stalled=stalled, at=at,
+    )  # fmt: skip

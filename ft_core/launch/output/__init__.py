@@ -1,0 +1,1 @@
+"""What ftrun and its workers print."""

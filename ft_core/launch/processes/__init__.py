@@ -1,0 +1,1 @@
+"""Worker processes: how they are started, watched and ended."""

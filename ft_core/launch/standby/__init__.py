@@ -1,0 +1,1 @@
+"""Warm standbys: processes that have imported what a script needs."""

@@ -1,0 +1,1 @@
+"""For frameworks that own the training loop."""

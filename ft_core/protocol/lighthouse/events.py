@@ -1,0 +1,215 @@
+"""What can happen to a room (events) and what its shell must do about it (effects). Values only; see `room`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ft_core.protocol.types import UNTRAINED, VOID, Ask, Quorum, Version
+
+# ---------------------------------------------------------------- events
+
+
+@dataclass(frozen=True, slots=True)
+class Hello:
+    """A lease was opened (or re-opened) by a replica that speaks our protocol and knows the token."""
+
+    replica_id: str
+    name: str
+    generation: int
+    incarnation: int
+    leased: bool = True
+    """False for clients of the unary calls: they live until heartbeat_timeout_s after their last call."""
+    version: Version = UNTRAINED
+    stable: Version = VOID
+    highest_id: int = 0
+    quorum_id: int = 0
+    members: tuple[str, ...] = ()
+    """The quorum it presents: the one it is in, or left by an ask that is still open."""
+    layout: int = 0
+    layout_lines: tuple[str, ...] = ()
+    expected: int = 0
+    min_replicas: int = 1
+    group_world_size: int = 1
+    join_s: float = 10.0
+    liveness_s: float = 5.0
+    orphan_s: float = 900.0
+    heal_addresses: tuple[str, ...] = ()
+    paused_s: float = 0.0
+    """It announced to be busy, and may be for that much longer."""
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseEnded:
+    """A lease stream ended without a goodbye. `silence_s`: since the last message heard on it."""
+
+    replica_id: str
+    generation: int
+    silence_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """What a replica is doing. `paused_s` > 0: it announced to be busy for at most that long."""
+
+    replica_id: str
+    generation: int
+    step: int
+    phase: str
+    stable: Version
+    paused_s: float = 0.0
+    heal_addresses: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A replica group asks for the next quorum."""
+
+    ask: Ask
+    generation: int
+
+
+@dataclass(frozen=True, slots=True)
+class Incomplete:
+    """A rank of a group is frozen or gone: the group left `quorum_id`, and cannot ask before all its ranks are back."""
+
+    replica_id: str
+    generation: int
+    quorum_id: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Left:
+    """An explicit goodbye. `finished`: training is over; the room stays closed for latecomers (R16)."""
+
+    replica_id: str
+    generation: int
+    reason: str
+    finished: bool
+    version: Version
+    agreed: bool
+    """The others know: change-wanted rode in the last fence, so nobody is stuck in a collective with the leaver."""
+    over: bool = False
+    """Its script has ended by itself, neither drained nor by an error: nobody misses its state (R21)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """A supervisor's word: the process of this replica has ended; or, if a name is given, every process of that name
+    whose lease does not stand."""
+
+    replica_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class GivenUp:
+    """A supervisor's word: every process of this name has ended, and it does not start another one."""
+
+    name: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Turbulence:
+    """R15: most leases dropped together, or the lighthouse's own loop stalled; suspicions wait for the boot window."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reopen:
+    """Open a room that was closed by a finished replica."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    """Time has passed."""
+
+
+Event = Hello | LeaseEnded | Progress | Asked | Incomplete | Left | Ended | GivenUp | Turbulence | Reopen | Tick
+
+
+# ---------------------------------------------------------------- effects
+
+
+@dataclass(frozen=True, slots=True)
+class Announce:
+    """Tell each (replica_id, seq) in `to` the same quorum."""
+
+    quorum: Quorum
+    to: tuple[tuple[str, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Explain:
+    """Tell `to` why there is no quorum yet; what it waits for is busy for at most `paused_s` more."""
+
+    to: tuple[str, ...]
+    reason: str
+    paused_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class ChangePending:
+    """Ask the members of `quorum_id` to agree on a new quorum at their next step boundary."""
+
+    to: tuple[str, ...]
+    quorum_id: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class MemberLost:
+    """Tell the members of `quorum_id` that `lost` will not answer any more: abort the data plane."""
+
+    to: tuple[str, ...]
+    quorum_id: int
+    lost: tuple[str, ...]
+    held: Version = VOID
+    """The oldest state that one of them held when it said goodbye; VOID unless all of them did (R16)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Paused:
+    """Tell the members of `quorum_id` that a peer is busy, so that nobody's watchdog fires before `for_s`."""
+
+    to: tuple[str, ...]
+    quorum_id: int
+    replica_id: str
+    for_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Superseded:
+    """Tell `to` that its quorum is over: abort and ask."""
+
+    to: str
+    quorum_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class Refuse:
+    """End this replica's lease for good; `finished`: no error, the job is done; `lost`: what it trained is (R21)."""
+
+    to: str
+    reason: str
+    finished: bool = False
+    lost: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Note:
+    """A line for the lighthouse's log."""
+
+    text: str
+
+
+def formed_note(quorum: Quorum, before: tuple[str, ...]) -> str:
+    """The log line about a new quorum; `before`: the members of the one that it follows."""
+    newest = max(member.version for member in quorum.members)
+    joined = sorted(set(quorum.ids) - set(before))
+    gone = sorted(set(before) - set(quorum.ids))
+    text = f"quorum of {len(quorum.members)} at {newest}: {', '.join(quorum.ids)}"
+    text += f"; joined: {', '.join(joined)}" if joined and before else ""
+    return text + (f"; without: {', '.join(gone)}" if gone else "")
+
+
+Effect = Announce | Explain | ChangePending | MemberLost | Paused | Superseded | Refuse | Note

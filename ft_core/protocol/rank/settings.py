@@ -1,0 +1,58 @@
+"""What a rank's steps are run with, and which rules of the protocol (the simulation turns single ones off). Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ft_core.protocol.rank.heal_plan import WorldSizeMode
+
+RETRY_SLACK = 2
+"""R11: a member whose own failures veto the step gives up first; the others wait this many more vetoes."""
+
+
+@dataclass(frozen=True, slots=True)
+class MemberRules:
+    """Switches for the simulation: each rule of DESIGN 3.9 that lives here can be turned off to show its need."""
+
+    r0_verdict: bool = True
+    r0_tag: bool = True
+    r3_autonomy: bool = True
+    r3_waits: bool = True
+    r4_aligned: bool = True
+    r7_void: bool = True
+    r10_divisor: bool = True
+    r10_ready: bool = True
+    r11_no_veto: bool = True
+    r12_alike: bool = True
+    r12_pauses: bool = True
+    pauses_extend: bool = True
+    r15_stale: bool = True
+    r16_parting: bool = True
+    r17_shares: bool = True
+    r19_moves: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class StepSettings:
+    """What a rank's steps are run with. Durations in seconds."""
+
+    replica_id: str
+    group_rank: int = 0
+    group_world_size: int = 1
+    min_replicas: int = 1
+    mode: WorldSizeMode = WorldSizeMode.DYNAMIC
+    autonomy_s: float = 600.0
+    orphan_s: float = 900.0
+    max_retries: int | None = None
+    rules: MemberRules = MemberRules()
+
+
+def gives_up(own_failures: int, vetoes: int, max_retries: int | None) -> str:
+    """Why a member with so many failures and vetoes in a row must stop retrying, or ''."""
+    if max_retries is None:
+        return ""
+    if own_failures > max_retries:
+        return f"{own_failures} attempts in a row failed on this replica (max_retries={max_retries})"
+    if vetoes > max_retries + RETRY_SLACK:
+        return f"{vetoes} attempts in a row were not committed (max_retries={max_retries})"
+    return ""

@@ -1,0 +1,1 @@
+"""The gradients of a backward pass become one sum over the replicas."""

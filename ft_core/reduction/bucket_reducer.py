@@ -1,0 +1,449 @@
+"""The bucketer: gradients go into flat buffers as they arrive, and each buffer is reduced while backward goes on.
+
+A hook on every trained parameter runs when its gradient is complete. It multiplies the gradient with the attempt's
+scale straight into the parameter's view of its bucket (one pass, the rounding of torch's DDP) and makes that view the
+parameter's `.grad`. A bucket whose last gradient arrived is launched, in layout order: a complete one waits for those
+before it. At the end of backward whatever did not arrive is filled in (with the accumulated gradient if there is one,
+else with zeros; None in the end, if all did so), the rest is launched, and all works are waited for, so gradients are
+valid when `backward()` returns.
+
+A *round* is one such backward. It is opened by the first hook, closed at the end of backward or by `flush`.
+
+Invariants:
+- Buckets are launched in layout order, all of them, the fence with the last one; after a failure nothing more is.
+- No error of a peer or of the network leaves backward: it goes to `Attempt.fail`, and until the next backward the
+  gradients are garbage (partly scaled, partly reduced). Mistakes of the caller (a sparse gradient, one parameter twice
+  in one backward) are raised, after they were reported too.
+- A backward that raised in the middle is completed with zeros and reported (`Attempt.report`): the peers' collectives
+  stay aligned, and the step is vetoed.
+- A flat buffer is never written while a collective may still use it: every work launched is waited for, also after a
+  failure (the Manager's abort is what makes that short).
+- A member that does not contribute (scale 0) puts in exact zeros, whatever its gradients are.
+- `param.grad` shares memory and version counter with its bucket, so `reduced()` can tell whether anybody changed it.
+
+Threads: hooks run on the thread that executes that part of backward: the caller's on CPU, one thread per device on
+CUDA. All parameters of a bucket are on one device, so `pending` has one writer; opening a round and launching are
+guarded by `_lock`. Everything else is called on the training thread, outside forward and backward.
+"""
+
+from __future__ import annotations
+
+import threading
+from contextlib import nullcontext
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from ft_core.errors import CollectiveError, ConfigError, UsageError
+from ft_core.reduction.autograd import NO_GRAPH_TASK, graph_task_id, is_nested_backward, queue_callback
+from ft_core.reduction.buffer_sync import BufferCarriage
+from ft_core.reduction.flat_buckets import Bucket, FlatGradients
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from ft_core.reduction.bucket_plan import Layout
+    from ft_core.reduction.interface import Attempt, ManagerPort, PendingWork
+
+
+class _Round:
+    """What hooks read on every gradient. `scale` is None unless a round is open and copying makes sense."""
+
+    __slots__ = ("scale",)
+
+    def __init__(self) -> None:
+        self.scale: Tensor | None = None
+
+
+_NOT_CONTRIBUTING = torch.zeros(())
+"""Stands for scale 0, compared by identity: multiplying with zero would keep NaN and inf."""
+
+_TWICE = (
+    "parameter {} got its gradient twice in one backward(): it is used in several reentrant checkpoints (pass "
+    "use_reentrant=False), or the previous backward() raised"
+)
+
+
+class Bucketer:
+    """The carrier of one module: see the head of this file, and `interface.Carrier` for the public methods.
+
+    `parameters` in the order of `layout.trained`; `devices` by the layout's device numbers; `buffer_owners` are the
+    (module, key) pairs of `layout.buffers`; `module` is only asked for the storages of its buffers.
+    """
+
+    def __init__(
+        self, manager: ManagerPort, module: nn.Module, parameters: Sequence[nn.Parameter], layout: Layout,
+        devices: Sequence[torch.device], buffer_owners: Sequence[list[tuple[nn.Module, str]]],
+    ) -> None:  # fmt: skip
+        self._manager, self._module, self._layout = manager, module, layout
+        self._memory = memory = FlatGradients(layout, parameters, devices)
+        self._buckets, self._views, self.parameters = memory.buckets, memory.views, memory.parameters
+        self._bucket_count = len(memory.buckets)
+        with torch.inference_mode(False):
+            self.buffers = BufferCarriage(buffer_owners, layout, memory.buckets[-1].flat)
+        self._arrived = bytearray(len(memory.parameters))
+        """1 for each parameter whose gradient is in its bucket in this round."""
+        self._nothing_arrived = bytes(len(memory.parameters))
+        self._arrived_tensor = torch.frombuffer(self._arrived, dtype=torch.uint8)
+
+        self._lock = threading.Lock()
+        self._round = _Round()
+        self._open = False
+        self._deferred = False
+        """The end of a nested backward was reached; the round goes on in the outer one."""
+        self._opened_by_output = False
+        """The round's end is that of the outermost backward."""
+        self._broken = False
+        self._attempt: Attempt | None = None
+        self._next = 0
+        """The bucket to launch next."""
+        self._works: list[tuple[Bucket, PendingWork]] = []
+        self._settled: Attempt | None = None
+        """The attempt whose last round ended since the last verdict; `flush` has nothing to add to it."""
+        self._armed, self._consumed = False, True
+        self._scale_value, self._scale_tensor = 1.0, torch.tensor(1.0, dtype=torch.float64)
+        self.watches_outputs = False
+        """Set once a nested (reentrant) backward was seen: forward must then call `watch_output`."""
+        self._handles = [
+            parameter.register_post_accumulate_grad_hook(self._make_hook(index))
+            for index, parameter in enumerate(memory.parameters)
+        ]
+
+    def __repr__(self) -> str:
+        state = "broken" if self._broken else f"{self._next}/{self._bucket_count} launched" if self._open else "idle"
+        size = f"{len(self._arrived)} parameters, {self._bucket_count} buckets"
+        return f"Bucketer({size}, layout {self._layout.digest:016x}, {state})"
+
+    # ------------------------------------------------------------------------------------------- forward and backward
+
+    @property
+    def layout(self) -> Layout:
+        """The plan all replicas must share."""
+        return self._layout
+
+    def before_forward(self, *, sync: bool) -> None:
+        """Before a forward that records a graph. `sync=False`: the next backward only accumulates (no_sync).
+
+        As in torch's DDP a backward is reduced if a synchronizing forward ran since the last reduced backward. Unlike
+        there, further backwards are reduced too (two losses, retain_graph) until a forward under no_sync.
+        """
+        if self._open and graph_task_id() == NO_GRAPH_TASK:
+            self._drop_unfinished()
+        if sync:
+            self._armed = True
+            self._consumed = False
+        elif self._consumed:
+            self._armed = False
+        self.buffers.save()
+
+    def before_backward(self, *, sync: bool) -> None:
+        """Decide about the next backward alone: for several, some of them under no_sync, after one forward."""
+        self._armed, self._consumed = sync, not sync
+
+    @property
+    def unsettled(self) -> bool:
+        """A round was opened since the last verdict: the next vote is about its gradients."""
+        return self._open or self._settled is not None
+
+    def watch_output(self, output: Tensor) -> None:
+        """Open the round in the backward that starts at `output`, not in a nested one (reentrant checkpoints)."""
+        output.register_hook(self._open_outer)
+
+    def remove_hooks(self) -> None:
+        """Let go of the parameters; gradients are no longer reduced."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def _make_hook(self, index: int) -> Callable[[Tensor], None]:
+        # The inner loop of the whole package in terms of Python: everything it needs is a local of this closure.
+        view, bucket, arrived, round_ = self._views[index], self._memory.bucket_of[index], self._arrived, self._round
+        multiply, not_contributing, begin, advance = torch.mul, _NOT_CONTRIBUTING, self._begin, self._advance
+
+        def on_gradient(parameter: Tensor) -> None:
+            scale = round_.scale
+            if scale is None:
+                if not begin():
+                    return
+                scale = round_.scale
+                if scale is None:
+                    return
+            if arrived[index]:
+                self._reject(UsageError(_TWICE.format(self._name(index))), None)
+            arrived[index] = 1
+            try:
+                if scale is not_contributing:
+                    view.zero_()
+                else:
+                    multiply(parameter.grad, scale, out=view)  # type: ignore[arg-type]
+                parameter.grad = view
+            except RuntimeError as error:
+                self._copy_special(index, scale, error)
+            bucket.pending -= 1
+            if not bucket.pending:
+                advance()
+
+        return on_gradient
+
+    def _begin(self) -> bool:
+        """Open a round if this gradient is to be reduced. Called by every hook that finds none open."""
+        if not self._armed:
+            return False
+        with self._lock:
+            if self._open:
+                if self._deferred:
+                    self._deferred = False
+                    self._round.scale = self._scale_tensor if self._scale_value else _NOT_CONTRIBUTING
+                    queue_callback(self._end_of_backward)
+                return not self._broken
+            attempt = self._manager.current_attempt()
+            if attempt is None:
+                raise UsageError(
+                    "backward() on a DistributedDataParallel module, but no step was started: call start_quorum() "
+                    "or ft_core's optimizer.zero_grad() first; with ft_accelerate, put the model in train() mode"
+                )
+            if started := self._start(attempt):
+                queue_callback(self._end_of_backward)
+            self._consumed |= not started  # else a next forward under no_sync would leave the hooks armed
+            return started
+
+    def _start(self, attempt: Attempt) -> bool:
+        """Reset all round state; False if the attempt is broken, then there is no round."""
+        if attempt is self._settled and self._broken:
+            return False
+        again = attempt is self._settled
+        self._attempt, self._settled = attempt, None
+        self._broken = self._deferred = self._opened_by_output = False
+        self._next = 0
+        self._arrived[:] = self._nothing_arrived
+        for bucket in self._buckets:
+            bucket.pending = len(bucket.parameters)
+            bucket.intact_version = None
+        if not attempt.ready():
+            if again:  # the gradients that were reduced before get a local part now: an earlier fence must not count
+                attempt.fail(CollectiveError("a further backward() of this step could not be reduced"))
+            self._broken, self._settled = True, attempt
+            return False
+        value = attempt.scale
+        if value != self._scale_value:
+            # A 0-dim float64 tensor rounds like the Python number DDP's reducer uses, and costs half of its time here.
+            self._scale_value, self._scale_tensor = value, torch.tensor(value, dtype=torch.float64)
+        self._open = True
+        self._round.scale = self._scale_tensor if value else _NOT_CONTRIBUTING
+        return True
+
+    def _advance(self) -> None:
+        """Launch every bucket that is complete and whose predecessors are launched."""
+        with self._lock:
+            while self._next < self._bucket_count and not self._buckets[self._next].pending and not self._broken:
+                self._launch(self._next)
+
+    def _launch(self, index: int) -> None:
+        attempt, bucket = self._attempt, self._buckets[index]
+        assert attempt is not None
+        try:
+            if index < self._bucket_count - 1:
+                work = attempt.launch(bucket.flat)
+            else:
+                self.buffers.pack(source=attempt.is_source)
+                self._memory.pack_used(None if self._round.scale is _NOT_CONTRIBUTING else self._arrived_tensor)
+                work = attempt.launch_fence(bucket.flat, self._memory.fence)
+        except Exception as error:  # noqa: BLE001 (whatever it is, it must not leave backward)
+            attempt.fail(error)
+            work = None
+        if work is None:
+            self._break()
+            return
+        self._works.append((bucket, work))
+        self._next = index + 1
+
+    def _break(self) -> None:
+        self._broken = True
+        self._round.scale = None
+
+    def _end_of_backward(self) -> None:
+        """Runs when the graph task of the round's first hook ends."""
+        if not self._open or self._deferred:
+            return
+        unfinished = self._next < self._bucket_count and not self._broken
+        if unfinished and not self._opened_by_output and is_nested_backward():
+            self._deferred = True
+            self._round.scale = None
+            self.watches_outputs = True
+            return
+        self.buffers.gone_through(self._arrived)
+        # Only under create_graph does the engine leave it on here; asking costs a twentieth of no_grad.
+        with torch.no_grad() if torch.is_grad_enabled() else nullcontext():
+            self._fill(with_accumulated=True)
+            self._finish()
+        self._consumed = True
+
+    def _open_outer(self, _gradient: Tensor) -> None:
+        if self._round.scale is None and self._begin():
+            self._opened_by_output = True
+
+    def _fill(self, *, with_accumulated: bool) -> None:
+        """Complete and launch the buckets that lack gradients."""
+        for bucket in self._buckets[self._next :]:
+            if self._broken:
+                return
+            if bucket.pending:
+                for index in bucket.parameters:
+                    if not self._arrived[index]:
+                        self._fill_one(index, with_accumulated)
+                bucket.pending = 0
+            self._advance()
+
+    def _fill_one(self, index: int, with_accumulated: bool) -> None:
+        parameter, view = self._memory.parameters[index], self._views[index]
+        if not with_accumulated or parameter.grad is None:
+            view.zero_()
+            if with_accumulated and self._scale_value and self._memory.used is None:
+                self._memory.tell_unused(self._name(index))
+        else:
+            # Used earlier, under no_sync, but not in this backward: its gradient counts as well.
+            self._arrived[index] = 1
+            if self._round.scale is _NOT_CONTRIBUTING:
+                view.zero_()
+            else:
+                torch.mul(parameter.grad.detach(), self._scale_tensor, out=view)
+        parameter.grad = view
+
+    def _finish(self) -> None:
+        """Wait for the round's works and close it."""
+        attempt = self._attempt
+        assert attempt is not None
+        self._wait(attempt)
+        self._open = self._deferred = False
+        self._round.scale = None
+        self._settled = attempt
+        if self._broken:
+            return
+        if not self._scale_value or 0 in self._arrived:  # else this member used them all
+            self._memory.forget_unused()
+        try:
+            attempt.fence_arrived(self._memory.fence)
+        except Exception as error:  # noqa: BLE001 (backward must not raise; the attempt decides what it means)
+            attempt.fail(error)
+            self._broken = True
+
+    def _wait(self, attempt: Attempt) -> None:
+        for bucket, work in self._works:
+            try:
+                work.wait()
+            except Exception as error:  # noqa: BLE001 (any failed collective breaks the attempt, none the process)
+                if not self._broken:
+                    self._break()
+                    # First the report, so that the Manager's abort ends the works that are waited for next.
+                    attempt.fail(error)
+            else:
+                bucket.mark_intact()
+        self._works.clear()
+
+    def _abandon(self) -> None:
+        """A backward raised in the middle, so no callback came: keep the collectives aligned, veto the step."""
+        attempt = self._attempt
+        assert attempt is not None
+        attempt.report(UsageError("backward() ended before all gradients of this step were there"))
+        self._fill(with_accumulated=False)
+        self._finish()
+
+    def _drop_unfinished(self) -> None:
+        """Before a forward: the last backward raised in a round. If nobody saw it, it never was."""
+        if self._works or self._broken:
+            with torch.no_grad():
+                self._abandon()
+        else:
+            self._open = False
+            self._round.scale = None
+
+    # ------------------------------------------------------------------------------------------ rare gradients, errors
+
+    def _copy_special(self, index: int, scale: Tensor, error: RuntimeError) -> None:
+        """A gradient the fast path refused: one with a graph of its own (create_graph), or a caller's mistake."""
+        parameter, view, name = self._memory.parameters[index], self._views[index], self._name(index)
+        gradient = parameter.grad
+        assert gradient is not None
+        if gradient.layout != torch.strided:
+            self._reject(ConfigError(f"parameter {name} has a sparse gradient; only dense ones can be reduced"), error)
+        if gradient.requires_grad and gradient.dtype == view.dtype and gradient.device == view.device:
+            with torch.no_grad():
+                torch.mul(gradient, scale, out=view)
+            parameter.grad = view
+            return
+        have, want = (f"{t.dtype} {list(t.shape)} on {t.device}" for t in (gradient, view))
+        text = f"the gradient of {name} is {have}, its bucket {want}: wrap the module after moving or casting it"
+        self._reject(UsageError(text), error)
+
+    def _reject(self, mistake: Exception, cause: BaseException | None) -> None:
+        assert self._attempt is not None
+        self._attempt.fail(mistake)
+        self._break()
+        raise mistake from cause
+
+    def _name(self, index: int) -> str:
+        return self._layout.trained[index].name
+
+    # ------------------------------------------------------------------------------------- Carrier: called by Manager
+
+    def flush(self, *, with_accumulated: bool = False) -> None:
+        """Launch whatever the current attempt lacks, with zeros, fence included, and wait. Never raises.
+
+        `with_accumulated`: an attempt without any round reduces the gradients that are there, instead of zeros.
+        """
+        attempt = self._manager.current_attempt()
+        if attempt is None or (attempt is self._settled and not self._open):
+            return  # the usual case, before a context is entered for nothing
+        try:
+            with torch.no_grad():
+                self._flush(attempt, with_accumulated)
+        except Exception as error:  # noqa: BLE001 (a vote must always be possible; the attempt carries the reason)
+            attempt.fail(error)
+
+    def _flush(self, attempt: Attempt, with_accumulated: bool) -> None:
+        if self._open:
+            # A backward that raised; or a deferred one (see `_end_of_backward`), whose gradients may have been used
+            # before they were reduced. The latter happens once: from then on outputs are watched.
+            self._abandon()
+        if self._settled is not attempt and self._start(attempt):
+            self._fill(with_accumulated=with_accumulated)
+            self._finish()
+
+    def rescale(self, factor: float) -> None:
+        """Multiply the reduced gradients; a gradient that was replaced by the caller is multiplied too."""
+        self._memory.rescale(factor)
+
+    def average_inside(self, all_reduce: Callable[[Tensor], object], ranks: int) -> None:
+        """Average the reduced gradients over the ranks of the replica group, too, with its `all_reduce` (in place)."""
+        self._memory.average(all_reduce, ranks)
+
+    def committed(self) -> None:
+        """The attempt was committed: buffers take what came with the fence."""
+        self._settled = None
+        self.buffers.unpack()
+
+    def vetoed(self) -> None:
+        """The attempt was not committed: buffers go back to before the first forward since the last verdict."""
+        self._settled = None
+        self.buffers.restore()
+
+    def state_loaded(self) -> None:
+        """State was written into the module: what `vetoed` would restore is void."""
+        self.buffers.forget()
+
+    def buffer_storages(self) -> set[int]:
+        """Addresses of the storages of all buffers, synced or not, as they are now."""
+        return {buffer.untyped_storage().data_ptr() for buffer in self._module.buffers()}
+
+    def reduced(self) -> list[Tensor] | None:
+        """The flat buckets of the last round if all are reduced and untouched."""
+        return None if self.lacking() else [bucket.flat for bucket in self._buckets]
+
+    def lacking(self) -> list[int]:
+        """Indices of the buckets that are not reduced, or changed since."""
+        return self._memory.lacking()
+
+    def adopt_reduced(self, buckets: Sequence[Tensor | None]) -> None:
+        """Take the given buckets as the last round's result; None keeps mine, which must be intact."""
+        self._memory.adopt(buckets)

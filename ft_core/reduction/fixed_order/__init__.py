@@ -1,0 +1,1 @@
+"""Sums of gradients whose rounding does not depend on who adds."""

@@ -1,0 +1,167 @@
+"""Flat gradient memory: one tensor per bucket, a view of it per parameter, and what can be done with a reduced whole.
+
+A view shares memory and version counter with its flat tensor, so a change through either is seen on both: this is how
+`lacking` knows whether anybody clipped, unscaled or otherwise changed a gradient after it was reduced.
+
+Invariants: the view of a parameter has its dtype and shape, and its strides if it fills its memory. A bucket is intact
+only between a completed reduction and the next write.
+Threads: see `bucket_reducer`, which owns this memory; nothing here is called while a collective may use it.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from ft_core.reduction.c_heap import keep_freed_memory
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from ft_core.reduction.bucket_plan import BucketPlan, Layout
+
+
+log = logging.getLogger("ft_core")
+
+
+class Bucket:
+    """One flat tensor, and how many of its gradients this round still lacks."""
+
+    __slots__ = ("flat", "gradients", "intact_version", "parameters", "pending")
+
+    def __init__(self, plan: BucketPlan, device: torch.device) -> None:
+        self.parameters = [member.parameter for member in plan.members]
+        # Inference tensors have no version counter; without inference mode the flat one always has.
+        with torch.inference_mode(False):
+            self.flat = torch.zeros(plan.numel, dtype=getattr(torch, plan.dtype), device=device)
+            self.gradients = self.flat[: plan.gradients]
+        self.pending = len(self.parameters)
+        self.intact_version: int | None = None
+        """The version counter after a completed reduction; None before."""
+
+    def mark_intact(self) -> None:
+        """A reduction completed."""
+        self.intact_version = self.flat._version
+
+    def is_intact(self) -> bool:
+        """Whether the flat tensor holds a reduction's result that nobody changed."""
+        return self.intact_version == self.flat._version
+
+
+class FlatGradients:
+    """The buckets of one module. `parameters` in the order of `layout.trained`, `devices` by the layout's numbers."""
+
+    def __init__(self, layout: Layout, parameters: Sequence[nn.Parameter], devices: Sequence[torch.device]) -> None:
+        keep_freed_memory()
+        self.parameters = list(parameters)
+        self.buckets = [Bucket(plan, devices[plan.device]) for plan in layout.buckets]
+        self.views: list[Tensor] = [torch.empty(0)] * len(self.parameters)
+        self.bucket_of: list[Bucket] = [self.buckets[0]] * len(self.parameters)
+        for plan, bucket in zip(layout.buckets, self.buckets, strict=True):
+            for member in plan.members:
+                parameter = self.parameters[member.parameter]
+                self.views[member.parameter] = _view_like(parameter, bucket.flat, member.offset, member.numel)
+                self.bucket_of[member.parameter] = bucket
+        tail, last = layout.tail, self.buckets[-1].flat
+        with torch.inference_mode(False):
+            self.fence = last[tail.fence : tail.fence + tail.fence_slots]
+            self.used = last[tail.used : tail.used + tail.used_numel] if tail.used_numel else None
+            """With find_unused: how many participants used each parameter."""
+            self._counted = last[: tail.used + tail.used_numel]
+            """The last bucket up to the end of these counts."""
+        self._told_unused = False
+
+    def lacking(self) -> list[int]:
+        """Indices of the buckets that are not reduced, or changed since."""
+        return [index for index, bucket in enumerate(self.buckets) if not bucket.is_intact()]
+
+    def rescale(self, factor: float) -> None:
+        """Multiply all gradients, also those the caller replaced by tensors of its own."""
+        with torch.no_grad():
+            for bucket in self.buckets:
+                intact = bucket.is_intact()
+                bucket.gradients.mul_(factor)
+                if intact:
+                    bucket.mark_intact()
+            for parameter, view in zip(self.parameters, self.views, strict=True):
+                if parameter.grad is not None and parameter.grad is not view:
+                    parameter.grad.mul_(factor)
+
+    def average(self, all_reduce: Callable[[Tensor], object], ranks: int) -> None:
+        """Average all gradients with `all_reduce`, a SUM in place over `ranks` ranks that all call this."""
+        with torch.no_grad():
+            for bucket in self.buckets:
+                # The counts go with the last gradients; what the fence said lies between them and was read.
+                with_counts = self.used is not None and bucket is self.buckets[-1]
+                if bucket.parameters or with_counts:
+                    all_reduce(self._counted if with_counts else bucket.gradients)
+                    bucket.gradients.div_(ranks)
+            for parameter, view in zip(self.parameters, self.views, strict=True):
+                parameter.grad = view
+            self.forget_unused()
+
+    def adopt(self, reduced: Sequence[Tensor | None]) -> None:
+        """Overwrite the buckets given (None keeps mine, which must be intact) and point all gradients at them."""
+        if len(reduced) != len(self.buckets):
+            raise ValueError(f"got {len(reduced)} buckets, the layout has {len(self.buckets)}")
+        lacking = [index for index in self.lacking() if reduced[index] is None]
+        if lacking:
+            raise ValueError(f"buckets {lacking} are not intact here and were not given")
+        with torch.no_grad():
+            for bucket, given in zip(self.buckets, reduced, strict=True):
+                if given is not None:
+                    bucket.flat.copy_(given)
+                    bucket.mark_intact()
+            for parameter, view in zip(self.parameters, self.views, strict=True):
+                parameter.grad = view
+            self.forget_unused()
+
+    def pack_used(self, arrived: Tensor | None) -> None:
+        """With find_unused: tell which gradients this member has; None: it does not contribute."""
+        if self.used is None:
+            return
+        if arrived is None:
+            self.used.zero_()
+        else:
+            self.used.copy_(arrived)
+
+    def tell_unused(self, name: str) -> None:
+        """Without find_unused: this parameter got no gradient from the first backward that had to bring one."""
+        if not self._told_unused:
+            self._told_unused = True
+            log.warning(
+                "parameter %s got no gradient in a backward(), although find_unused_parameters=False says that all "
+                "are used: its gradient is zeros, and weight decay or momentum still move it; leave the argument out, "
+                "on all replicas, and it stays None (said once)", name
+            )  # fmt: skip
+
+    def forget_unused(self) -> None:
+        """With find_unused: a gradient that no participant has is None, also here."""
+        if self.used is not None:
+            for index in (self.used == 0).nonzero().flatten().tolist():
+                self.parameters[index].grad = None
+
+
+def dense_strides(tensor: Tensor) -> tuple[int, ...] | None:
+    """Strides of a tensor that fills its memory in another order than row by row (channels_last); else None."""
+    if tensor.is_contiguous():
+        return None
+    expected = 1
+    for stride, size in sorted((s, n) for s, n in zip(tensor.stride(), tensor.shape, strict=True) if n != 1):
+        if stride != expected:
+            return None
+        expected *= size
+    return tuple(tensor.stride())
+
+
+def _view_like(parameter: nn.Parameter, flat: Tensor, offset: int, numel: int) -> Tensor:
+    with torch.inference_mode(False), torch.no_grad():
+        part = flat[offset : offset + numel]
+        if parameter.is_complex():
+            part = part.view(parameter.dtype)
+        if dense_strides(parameter) is not None:
+            return part.as_strided(parameter.shape, parameter.stride(), part.storage_offset())
+        return part.view(parameter.shape)

@@ -1,0 +1,1 @@
+"""Bytes and streams: gRPC channels and servers, lasting streams, the messages. Decides nothing."""

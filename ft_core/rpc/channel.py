@@ -1,0 +1,230 @@
+"""How both sides talk gRPC: options, credentials, the token, addresses. Shared by lighthouse, client and group server.
+
+What the options are for (measured, see DESIGN):
+- Liveness is HTTP/2 keepalive, answered by gRPC's C core without the GIL. For a liveness timeout T the server pings
+  a connection on which nothing arrived for 0.3 T, and gives up 0.8 T later: a peer is given up when it has been silent
+  for 1.1 T. Renewals arrive every T/4, so a connection that carries them is hardly ever pinged (with a ping every T/10
+  the pings of 256 idle connections cost 12 % of a core). Without `ping_timeout_ms` a frozen peer is not noticed at all.
+- No bandwidth probes (`bdp_probe`): each is a ping for a message that arrives, half of what a renewal costs the server.
+  In their place the window in which a big message may be sent is fixed (`WINDOW_BYTES`).
+- Clients ping too, lazily (`CLIENT_KEEPALIVE_S`): a lighthouse that froze for a few seconds must not lose anybody, one
+  whose host died must be given up some time.
+- Every attempt to connect uses a channel of its own with its own subchannel pool: gRPC's back-off is shared through
+that
+  pool and would otherwise make a reconnect wait for up to minutes.
+- No SO_REUSEPORT (two lighthouses on one port would each get half of the trainers), no HTTP proxy (a proxy from the
+  environment is never meant for a trainer's control plane).
+
+Importing this module imports grpc with its logging turned down: gRPC prints a line per fork() otherwise, and DataLoader
+workers fork. A GRPC_VERBOSITY of the user's own is left alone.
+"""
+
+from __future__ import annotations
+
+import functools
+import hmac
+import importlib.metadata
+import os
+import socket
+
+from ft_core.certificates import Tls
+from ft_core.errors import ConfigError
+from ft_core.rpc.codec import MAX_PUSH_BYTES, MAX_REQUEST_BYTES
+from ft_core.settings import parse_address
+
+_quiet = "GRPC_VERBOSITY" not in os.environ
+if _quiet:
+    os.environ["GRPC_VERBOSITY"] = "NONE"
+import grpc  # noqa: E402
+import grpc.aio  # noqa: E402
+
+if _quiet:
+    del os.environ["GRPC_VERBOSITY"]  # read once at import; the user's child processes keep their own logging
+
+__all__ = [
+    "GROUP", "LIGHTHOUSE", "QUORUM_ANSWER_S", "Options", "Tls", "channel_options", "check_scheme", "explain", "grpc",
+    "join_host", "open_channel",
+    "reachable_host", "release", "server_credentials", "server_options", "split_bind", "status_of", "target",
+    "token_metadata", "token_refusal",
+]  # fmt: skip
+
+TOKEN_KEY = "ft-token"
+CLIENT_KEEPALIVE_S = 3.0
+CLIENT_KEEPALIVE_TIMEOUT_S = 9.0
+QUORUM_ANSWER_S = 1.0
+"""A Quorum call ends this long before its gRPC deadline, so that the reason for not answering still gets there."""
+WINDOW_BYTES = 1 << 20
+"""How much of a message may be under way unread: a quorum of 256 groups at once, also over a slow line."""
+CONNECT_ATTEMPT_S = 1.0
+"""One attempt to connect gives up after this long; the next one starts afresh (a packet lost on the way costs no
+more)."""
+LIGHTHOUSE = "ft_training.v1.Lighthouse"
+GROUP = "ft_training.v1.Group"
+
+Options = list[tuple[str, int]]
+
+
+def server_credentials(tls: Tls) -> grpc.ServerCredentials:
+    """Credentials of a server. Raises ConfigError naming the variable that is missing or unreadable."""
+    if not tls.serves:
+        raise ConfigError("TLS needs both FT_TLS_CERT and FT_TLS_KEY on a server")
+    ca = tls.read(tls.ca) if tls.ca else None
+    pair = tls.read(tls.key), tls.read(tls.cert)
+    return grpc.ssl_server_credentials([pair], ca, require_client_auth=ca is not None)
+
+
+def _channel_credentials(tls: Tls) -> grpc.ChannelCredentials:
+    own = (tls.read(tls.key), tls.read(tls.cert)) if tls.serves else (None, None)
+    return grpc.ssl_channel_credentials(tls.read(tls.trusted()), *own)
+
+
+def server_options(liveness_s: float) -> Options:
+    """Options of a server that ends the streams of peers that are silent for `liveness_s`."""
+    ms = max(1, int(liveness_s * 1000))
+    return [
+        ("grpc.so_reuseport", 0),
+        ("grpc.keepalive_time_ms", max(10, 3 * ms // 10)),
+        ("grpc.keepalive_timeout_ms", max(1, 8 * ms // 10)),
+        ("grpc.http2.ping_timeout_ms", max(1, 8 * ms // 10)),
+        ("grpc.keepalive_permit_without_calls", 1),
+        ("grpc.http2.max_pings_without_data", 0),
+        ("grpc.http2.max_ping_strikes", 0),
+        ("grpc.http2.min_ping_interval_without_data_ms", 5),
+        ("grpc.http2.min_recv_ping_interval_without_data_ms", 5),
+        ("grpc.http2.bdp_probe", 0),
+        ("grpc.http2.lookahead_bytes", WINDOW_BYTES),
+        ("grpc.max_receive_message_length", MAX_REQUEST_BYTES),
+        ("grpc.max_send_message_length", MAX_PUSH_BYTES),
+        ("grpc.max_concurrent_streams", 4096),
+    ]
+
+
+def channel_options() -> Options:
+    """Options of a client's channel."""
+    attempt_ms = int(CONNECT_ATTEMPT_S * 1000)
+    timeout_ms = int(CLIENT_KEEPALIVE_TIMEOUT_S * 1000)
+    return [
+        ("grpc.use_local_subchannel_pool", 1),
+        ("grpc.enable_http_proxy", 0),
+        ("grpc.keepalive_time_ms", int(CLIENT_KEEPALIVE_S * 1000)),
+        ("grpc.keepalive_timeout_ms", timeout_ms),
+        ("grpc.http2.ping_timeout_ms", timeout_ms),
+        ("grpc.keepalive_permit_without_calls", 1),
+        ("grpc.http2.max_pings_without_data", 0),
+        ("grpc.http2.bdp_probe", 0),
+        ("grpc.http2.lookahead_bytes", WINDOW_BYTES),
+        ("grpc.initial_reconnect_backoff_ms", 20),
+        ("grpc.min_reconnect_backoff_ms", attempt_ms),
+        ("grpc.max_reconnect_backoff_ms", attempt_ms),
+        ("grpc.max_receive_message_length", MAX_PUSH_BYTES),
+        ("grpc.max_send_message_length", MAX_REQUEST_BYTES),
+        ("grpc.enable_retries", 0),
+    ]
+
+
+def target(address: str, setting: str) -> str:
+    """The gRPC target of 'host:port' or 'http://host:port'. Raises ConfigError naming `setting`."""
+    host, port = parse_address(address, setting)
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def check_scheme(address: str, setting: str, tls: Tls | None) -> None:
+    """Raise ConfigError if an address asks for TLS and there are no certificates: the token would travel in clear."""
+    if tls is None and address.startswith("https://"):
+        raise ConfigError(
+            f"{setting}={address!r} asks for TLS, and there are no certificates: set FT_TLS_CA, FT_TLS_CERT and "
+            "FT_TLS_KEY, or write http://"
+        )
+
+
+def open_channel(address: str, setting: str, tls: Tls | None) -> grpc.Channel:
+    """A fresh channel; it connects with the first call. Raises ConfigError."""
+    where = target(address, setting)
+    check_scheme(address, setting, tls)
+    if tls is None:
+        return grpc.insecure_channel(where, channel_options())
+    return grpc.secure_channel(where, _channel_credentials(tls), channel_options())
+
+
+def token_metadata(token: str) -> tuple[tuple[str, str], ...]:
+    """Metadata of every call. Raises ConfigError if the token cannot travel in a header."""
+    if not token:
+        return ()
+    if not token.isascii() or not token.isprintable() or token != token.strip():
+        raise ConfigError("FT_TOKEN must consist of printable ASCII characters, without blanks at its ends")
+    return ((TOKEN_KEY, token),)
+
+
+def token_refusal(metadata: object, token: str, server: str) -> str:
+    """Why a call with this metadata must not be served, or ''."""
+    if not token:
+        return ""
+    given = next((value for key, value in metadata or () if key == TOKEN_KEY), None)  # type: ignore[attr-defined]
+    if given is None:
+        return f"{server} needs a token: set FT_TOKEN to the value it was started with"
+    bare = given.encode() if isinstance(given, str) else bytes(given)
+    if not hmac.compare_digest(bare, token.encode()):
+        return f"FT_TOKEN differs from the one {server} was started with"
+    return ""
+
+
+def status_of(error: grpc.RpcError) -> grpc.StatusCode | None:
+    """The status a call ended with. (Errors raised by calls are calls, which the stubs do not know.)"""
+    code = getattr(error, "code", None)
+    found = code() if code is not None else None
+    return found if isinstance(found, grpc.StatusCode) else None
+
+
+def explain(error: grpc.RpcError) -> str:
+    """What went wrong, in the words of gRPC's innermost cause."""
+    details = getattr(error, "details", None)
+    text = str(details() or "") if details is not None else str(error)
+    text = text.rpartition("last error: ")[2].rpartition("Failed to connect to remote host: ")[2].strip()
+    code = status_of(error)
+    return text or (code.name if code is not None else "unknown error")
+
+
+@functools.cache
+def release() -> str:
+    """The installed release of this project."""
+    try:
+        return importlib.metadata.version("ft-training")
+    except importlib.metadata.PackageNotFoundError:
+        return "0.1.0+source"
+
+
+def reachable_host(bind_host: str) -> str:
+    """A name others can reach this machine by, given what a server is bound to.
+
+    A wildcard gives the host name if it leads back to this machine, else the loopback address.
+    """
+    if bind_host not in ("", "::", "0.0.0.0", "*"):
+        return bind_host
+    name = socket.gethostname()
+    try:
+        found = socket.getaddrinfo(name, 0, type=socket.SOCK_STREAM)
+    except OSError:
+        return "127.0.0.1"
+    for family, kind, proto, _, where in found:
+        if bind_host == "0.0.0.0" and family is not socket.AF_INET:
+            continue
+        with socket.socket(family, kind, proto) as probe:
+            try:
+                probe.bind(where)
+            except OSError:
+                continue
+            return name
+    return "127.0.0.1"
+
+
+def split_bind(bind: str, setting: str) -> tuple[str, int]:
+    """Split a bind address 'host:port' ('[::]:0': any interface, any port). Raises ConfigError."""
+    host, separator, port = bind.removeprefix("http://").rpartition(":")
+    if not separator or not port.isdigit() or int(port) > 65535:
+        raise ConfigError(f"{setting}={bind!r}: expected host:port, for example [::]:29510 (port 0: any free one)")
+    return host.strip("[]"), int(port)
+
+
+def join_host(host: str, port: int) -> str:
+    """host:port, with brackets where IPv6 needs them."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

@@ -1,0 +1,276 @@
+"""The parts that several messages share: asks, quorums, hellos, progress, goodbyes, verdicts. `pb_*` build, `read_*`
+check and take."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ft_core._pb import coordination_pb2 as pb
+from ft_core.errors import ConfigError, ProtocolError
+from ft_core.protocol.lighthouse.events import Hello, Left, Progress
+from ft_core.protocol.types import VOID, Ask, Member, Outcome, Quorum, Verdict
+from ft_core.rpc.codec.bounds import (
+    INT64,
+    MAX_ADDRESS,
+    MAX_ADDRESSES_BYTES,
+    MAX_DATA,
+    MAX_DURATION_MS,
+    MAX_LAYOUT_BYTES,
+    MAX_LAYOUT_LINES,
+    MAX_NAME,
+    MAX_RANKS,
+    MAX_TEXT,
+    MAX_UNBUILT,
+    Check,
+    check_version,
+    clip,
+    from_ms,
+    pb_version,
+    read_version,
+    to_ms,
+)
+from ft_core.settings import MAX_REPLICAS, MAX_STEP
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+@dataclass(frozen=True, slots=True)
+class Opening:
+    """The first message of a lease: the pure Hello (without generation) and the room it is for."""
+
+    hello: Hello
+    room: str
+
+
+@dataclass(frozen=True, slots=True)
+class Renewal:
+    """A Progress as it travels. `clock_s` is the sender's own monotonic clock, echoed in the Ack."""
+
+    clock_s: float
+    progress: Progress
+
+
+def _check_ask(m: pb.Ask, check: Check) -> None:
+    check.text("replica_id", m.replica_id, needed=True)
+    check.number("seq", m.seq, 0, INT64)
+    check.number("quorum_id", m.quorum_id, 0, INT64)
+    check.number("min_replicas", m.min_replicas, 1, MAX_REPLICAS)
+    check.number("group_world_size", m.group_world_size, 1, MAX_RANKS)
+    check.number("open_attempt", m.open_attempt, -1, INT64)
+    check.texts("heal_addresses", m.heal_addresses, MAX_RANKS, MAX_ADDRESS)
+    check.size("heal_addresses", m.heal_addresses, MAX_ADDRESSES_BYTES)
+    check.text("store_address", m.store_address, MAX_ADDRESS)
+    check.text("address", m.address, MAX_ADDRESS)
+    check.text("data", m.data, MAX_DATA)
+    check.texts("layout_lines", m.layout_lines, MAX_LAYOUT_LINES, MAX_TEXT)
+    check.texts("unreachable", m.unreachable, MAX_REPLICAS)
+    check.texts("reached", m.reached, MAX_REPLICAS)
+
+
+def pb_ask(ask: Ask) -> pb.Ask:
+    """An ask, checked, as it travels."""
+    message = pb.Ask(
+        replica_id=ask.replica_id, seq=ask.seq, version=pb_version(ask.version), lineage=ask.lineage,
+        quorum_id=ask.quorum_id, failed=ask.failed, reason=clip(ask.reason), min_replicas=ask.min_replicas,
+        group_world_size=ask.group_world_size, heal_addresses=ask.heal_addresses, store_address=ask.store_address,
+        address=ask.address, layout=ask.layout, layout_lines=fit_layout_lines(ask.layout_lines),
+        init_sync=ask.init_sync, allow_heal=ask.allow_heal, shrink_only=ask.shrink_only,
+        heals_before_forward=ask.heals_before_forward, heals_late=ask.heals_late, open_attempt=ask.open_attempt,
+        commit_failures=ask.commit_failures, data=ask.data, unreachable=ask.unreachable, reached=ask.reached,
+        unbuilt=clip(ask.unbuilt, MAX_UNBUILT), unbuilt_here=ask.unbuilt_here, stable=pb_version(ask.stable),
+        from_scratch=ask.from_scratch,
+    )  # fmt: skip
+    _check_ask(message, Check(ConfigError, "Ask"))
+    return message
+
+
+def read_ask(m: pb.Ask) -> Ask:
+    """An ask, checked."""
+    check = Check(ProtocolError, "Ask")
+    _check_ask(m, check)
+    return Ask(
+        replica_id=m.replica_id, seq=m.seq, version=read_version(m.version, check, "version"), lineage=m.lineage,
+        quorum_id=m.quorum_id, failed=m.failed, reason=clip(m.reason), min_replicas=m.min_replicas,
+        group_world_size=m.group_world_size, heal_addresses=tuple(m.heal_addresses), store_address=m.store_address,
+        address=m.address, layout=m.layout, layout_lines=tuple(m.layout_lines),
+        init_sync=m.init_sync, allow_heal=m.allow_heal, shrink_only=m.shrink_only,
+        heals_before_forward=m.heals_before_forward, heals_late=m.heals_late, open_attempt=m.open_attempt,
+        commit_failures=m.commit_failures, data=m.data, unreachable=tuple(m.unreachable), reached=tuple(m.reached),
+        unbuilt=clip(m.unbuilt, MAX_UNBUILT), unbuilt_here=m.unbuilt_here, from_scratch=m.from_scratch,
+        stable=read_version(m.stable, check, "stable") if m.HasField("stable") else VOID,
+    )  # fmt: skip
+
+
+def _check_quorum(m: pb.QuorumInfo, check: Check) -> None:
+    check.number("quorum_id", m.quorum_id, 0, INT64)
+    check.number("members", len(m.members), 1, MAX_REPLICAS)
+    for member in m.members:
+        check.text("members.replica_id", member.replica_id, needed=True)
+        check.number("members.group_world_size", member.group_world_size, 1, MAX_RANKS)
+        check.number("members.previous_quorum_id", member.previous_quorum_id, 0, INT64)
+        check.number("members.open_attempt", member.open_attempt, -1, INT64)
+        check.texts("members.heal_addresses", member.heal_addresses, MAX_RANKS, MAX_ADDRESS)
+        check.text("members.store_address", member.store_address, MAX_ADDRESS)
+        check.text("members.address", member.address, MAX_ADDRESS)
+        check.text("members.data", member.data, MAX_DATA)
+    ids = [member.replica_id for member in m.members]
+    if len(set(ids)) != len(ids):
+        check.fail("members", "names a replica twice")
+
+
+def pb_quorum(quorum: Quorum) -> pb.QuorumInfo:
+    """A quorum, checked, as it travels."""
+    message = pb.QuorumInfo(quorum_id=quorum.quorum_id, created_ms=quorum.created_ms)
+    for m in quorum.members:
+        message.members.add(
+            replica_id=m.replica_id, version=pb_version(m.version), lineage=m.lineage,
+            group_world_size=m.group_world_size, heal_addresses=m.heal_addresses, store_address=m.store_address,
+            address=m.address, init_sync=m.init_sync, allow_heal=m.allow_heal, shrink_only=m.shrink_only,
+            heals_before_forward=m.heals_before_forward, heals_late=m.heals_late,
+            previous_quorum_id=m.previous_quorum_id, open_attempt=m.open_attempt,
+            commit_failures=m.commit_failures, data=m.data,
+        )  # fmt: skip
+    _check_quorum(message, Check(ConfigError, "Quorum"))
+    return message
+
+
+def read_quorum(m: pb.QuorumInfo) -> Quorum:
+    """A quorum, checked."""
+    check = Check(ProtocolError, "Quorum")
+    _check_quorum(m, check)
+    return Quorum(
+        m.quorum_id,
+        tuple(
+            Member(
+                replica_id=x.replica_id, version=read_version(x.version, check, "members.version"), lineage=x.lineage,
+                group_world_size=x.group_world_size, heal_addresses=tuple(x.heal_addresses),
+                store_address=x.store_address, address=x.address, init_sync=x.init_sync, allow_heal=x.allow_heal,
+                shrink_only=x.shrink_only, heals_before_forward=x.heals_before_forward, heals_late=x.heals_late,
+                previous_quorum_id=x.previous_quorum_id, open_attempt=x.open_attempt,
+                commit_failures=x.commit_failures, data=x.data,
+            )
+            for x in m.members
+        ),
+        m.created_ms,
+    )  # fmt: skip
+
+
+def fit_layout_lines(lines: Sequence[str]) -> tuple[str, ...]:
+    """As many layout lines as travel: MAX_LAYOUT_LINES, MAX_LAYOUT_BYTES in total, each cut to MAX_TEXT."""
+    kept: list[str] = []
+    room = MAX_LAYOUT_BYTES
+    for line in lines[:MAX_LAYOUT_LINES]:
+        short = clip(line)
+        room -= 4 * len(short) + 8
+        if room < 0:
+            break
+        kept.append(short)
+    return tuple(kept)
+
+
+def check_hello(m: pb.Hello, check: Check) -> None:
+    """The bounds of a Hello."""
+    check.text("room", m.room, needed=True)
+    check.text("replica_id", m.replica_id, needed=True)
+    check.text("name", m.name)
+    check.number("highest_id", m.highest_id, 0, INT64)
+    check.number("quorum_id", m.quorum_id, 0, INT64)
+    check.texts("members", m.members, MAX_REPLICAS)
+    check.texts("layout_lines", m.layout_lines, MAX_LAYOUT_LINES, MAX_TEXT)
+    check.number("expected", m.expected, 0, MAX_REPLICAS)
+    check.number("min_replicas", m.min_replicas, 1, MAX_REPLICAS)
+    check.number("group_world_size", m.group_world_size, 1, MAX_RANKS)
+    check.texts("heal_addresses", m.heal_addresses, MAX_RANKS, MAX_ADDRESS)
+    check.size("heal_addresses", m.heal_addresses, MAX_ADDRESSES_BYTES)
+
+
+def read_opening(m: pb.Hello) -> Opening:
+    """A Hello, its version compared, checked."""
+    check_version(m.protocol_version, m.release, they_are="the trainer", we_are="the lighthouse")
+    check = Check(ProtocolError, "Hello")
+    check_hello(m, check)
+    hello = Hello(
+        replica_id=m.replica_id, name=m.name, generation=0, incarnation=m.incarnation,
+        version=read_version(m.version, check, "version"), stable=read_version(m.stable, check, "stable"),
+        highest_id=m.highest_id, quorum_id=m.quorum_id, members=tuple(m.members), layout=m.layout,
+        layout_lines=tuple(m.layout_lines), expected=m.expected, min_replicas=m.min_replicas,
+        group_world_size=m.group_world_size, join_s=from_ms(m.join_ms, check, "join_ms"),
+        liveness_s=from_ms(m.liveness_ms, check, "liveness_ms"), orphan_s=from_ms(m.orphan_ms, check, "orphan_ms"),
+        heal_addresses=tuple(m.heal_addresses), paused_s=from_ms(m.paused_ms, check, "paused_ms"),
+    )  # fmt: skip
+    return Opening(hello, m.room)
+
+
+def pb_progress(renewal: Renewal) -> pb.Progress:
+    """Progress, as it travels."""
+    p = renewal.progress
+    return pb.Progress(
+        clock_us=max(0, int(renewal.clock_s * 1e6)), step=max(p.step, 0), phase=clip(p.phase, MAX_NAME),
+        stable=pb_version(p.stable), paused_ms=min(to_ms(p.paused_s), MAX_DURATION_MS), heal_addresses=p.heal_addresses,
+    )  # fmt: skip
+
+
+def read_renewal(m: pb.Progress, replica_id: str, generation: int) -> Renewal:
+    """Progress, checked."""
+    check = Check(ProtocolError, "Progress")
+    check.text("phase", m.phase)
+    check.number("step", m.step, 0, MAX_STEP)
+    check.texts("heal_addresses", m.heal_addresses, MAX_RANKS, MAX_ADDRESS)
+    check.size("heal_addresses", m.heal_addresses, MAX_ADDRESSES_BYTES)
+    paused_s = from_ms(m.paused_ms, check, "paused_ms")
+    stable = read_version(m.stable, check, "stable")
+    progress = Progress(replica_id, generation, m.step, m.phase, stable, paused_s, tuple(m.heal_addresses))
+    return Renewal(m.clock_us / 1e6, progress)
+
+
+def pb_left(left: Left) -> pb.Left:
+    """A goodbye, as it travels."""
+    return pb.Left(
+        reason=clip(left.reason),
+        finished=left.finished,
+        version=pb_version(left.version),
+        agreed=left.agreed,
+        over=left.over,
+    )
+
+
+def read_left(m: pb.Left, replica_id: str, generation: int) -> Left:
+    """A goodbye, checked."""
+    version = read_version(m.version, Check(ProtocolError, "Left"), "version")
+    return Left(replica_id, generation, clip(m.reason), m.finished, version, m.agreed, m.over)
+
+
+_OUTCOMES = {
+    Outcome.COMMIT: pb.Verdict.Outcome.COMMIT,
+    Outcome.VETO: pb.Verdict.Outcome.VETO,
+    Outcome.BROKEN: pb.Verdict.Outcome.BROKEN,
+}
+_FROM_OUTCOME = {int(number): outcome for outcome, number in _OUTCOMES.items()}
+
+
+def pb_verdict(v: Verdict) -> pb.Verdict:
+    """A verdict, as it travels."""
+    return pb.Verdict(
+        quorum_id=v.quorum_id, attempt=v.attempt, outcome=_OUTCOMES[v.outcome], reason=clip(v.reason), weight=v.weight,
+        contributors=v.contributors, change=v.change, healed=v.healed, exhausted=v.exhausted, stop=v.stop,
+        behind=v.behind, drain=v.drain, missing=v.missing, lapsed=v.lapsed, trails=v.trails,
+    )  # fmt: skip
+
+
+def read_verdict(m: pb.Verdict) -> Verdict:
+    """A verdict, checked."""
+    outcome = _FROM_OUTCOME.get(int(m.outcome))
+    if outcome is None:
+        raise ProtocolError(f"Verdict.outcome is {int(m.outcome)}, which this protocol version does not know")
+    check = Check(ProtocolError, "Verdict")
+    check.number("quorum_id", m.quorum_id, 0, INT64)
+    check.number("attempt", m.attempt, 0, INT64)
+    check.number("contributors", m.contributors, 0, MAX_REPLICAS)
+    check.number("missing", len(m.missing), 0, MAX_REPLICAS)
+    check.number("missing", max(m.missing, default=0), 0, MAX_REPLICAS - 1)
+    return Verdict(
+        m.quorum_id, m.attempt, outcome, clip(m.reason), m.weight, m.contributors, tuple(m.missing), m.change, m.healed,
+        m.exhausted, m.stop, m.behind, m.drain, m.lapsed, m.trails,
+    )  # fmt: skip

@@ -1,0 +1,397 @@
+"""A bidirectional stream that is kept open whatever happens to the network or to the other side.
+
+How it works. `StreamClient` connects, sends an opening message, hands on what arrives, and when the stream ends it
+starts afresh with a new channel, after a pause that grows from nothing to `reconnect_s`. Subclasses say what is sent
+and what arrivals mean: `lease_client.LeaseClient` towards the lighthouse, `link.RankControl` towards group rank 0.
+
+The stream is renewed every `progress_s`, or four times per liveness timeout if that is more often, because silence is
+what tells a frozen process from a closed one. `last_ack` (R3) is when the newest *acknowledged* message was sent, not
+when its acknowledgement was read: a process that was frozen for an hour finds an old acknowledgement in its socket
+buffer, and must not take it for a lease.
+
+Threads: `ft-lease` connects, reads and calls the handler, one call at a time; gRPC's own thread runs `_Outgoing`, which
+takes messages from the outbox or makes renewals. Public methods may be called from any thread; they take one lock for a
+few assignments. HTTP/2 keepalives are answered by gRPC's C core, without the GIL and without any of these threads.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections import deque
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ft_core.certificates import Diagnosis
+from ft_core.errors import ConfigError, LighthouseError, ProtocolError, RefusedError
+from ft_core.rpc import codec
+from ft_core.rpc.channel import Tls, check_scheme, explain, grpc, open_channel, status_of, target, token_metadata
+from ft_core.settings import parse_address
+
+if TYPE_CHECKING:
+    from ft_core.rpc.lease_handler import LeaseHandler
+    from ft_core.settings import TimeBudget
+
+BACKOFF_S = 0.02
+"""First pause between two attempts to connect; doubles up to the budget's reconnect_s."""
+STEADY_S = 1.0
+"""A stream that lived this long was a good one: if it ends, the next attempt is made at once and the reason is news."""
+SILENT_S = 1.0
+"""An address that has not answered for so long since the first attempt is worth a warning."""
+MAX_OUTBOX = 64
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class LeaseSettings:
+    """How to reach the lighthouse (or, for ranks > 0, the group's leader), and who asks. Durations come from
+    `budget`."""
+
+    address: str
+    """host:port or http://host:port."""
+    replica_id: str
+    budget: TimeBudget
+    room: str = "default"
+    token: str = ""
+    tls: Tls | None = None
+    """None: what FT_TLS_* say."""
+    setting: str = "lighthouse_addr (FT_LIGHTHOUSE)"
+    """What to call the address in messages."""
+
+
+class _Outgoing:
+    """The request iterator of one stream, run by a thread of gRPC's."""
+
+    def __init__(self, client: StreamClient, opening: bytes) -> None:
+        self._client = client
+        self.first: bytes | None = opening
+        self.open = False
+        """The other side has answered the opening; only then anything else is sent."""
+        self.closed = False
+        self.parting = False
+        """A goodbye was sent on it: that it ends is no news."""
+        self.renew_at = 0.0
+
+    def __iter__(self) -> _Outgoing:
+        return self
+
+    def __next__(self) -> bytes:
+        client = self._client
+        with client._changed:
+            while not self.closed:
+                if self.first is not None:
+                    first, self.first = self.first, None
+                    return first
+                if self.open and client._outbox:
+                    return client._outbox.popleft()
+                wait_s = None
+                if self.open:
+                    now = time.monotonic()
+                    wait_s = self.renew_at - now
+                    if wait_s <= 0:
+                        self.renew_at = now + client._renew_s
+                        return client._renewal(now)
+                client._changed.wait(wait_s)
+        raise StopIteration
+
+
+class StreamClient(ABC):
+    """A bidirectional stream that is re-opened whenever it ends, until `shutdown` or a final refusal.
+
+    Subclasses say what is sent and what arrivals mean; see the module's header for threads.
+    """
+
+    last_ack: float
+    """time.monotonic() at which the newest message was *sent* that the other side has acknowledged; -inf before."""
+    connected: bool
+    last_reason: str
+    """Why there is no quorum, or why the stream is not open; '' if neither."""
+
+    _method: str
+    _other: str
+    """Who is at the other end, for messages."""
+    _advice: str
+
+    def __init__(self, settings: LeaseSettings, handler: LeaseHandler) -> None:
+        target(settings.address, settings.setting)
+        self.settings = settings
+        self.last_ack = float("-inf")
+        self.connected = False
+        self.last_reason = ""
+        self._handler = handler
+        self._metadata = token_metadata(settings.token)
+        self._tls = settings.tls or Tls.from_env(os.environ)
+        check_scheme(settings.address, settings.setting, self._tls)
+        self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)
+        self._outbox: deque[bytes] = deque()
+        self._outgoing: _Outgoing | None = None
+        self._call: grpc.Call | None = None
+        self._thread: threading.Thread | None = None
+        self._wanted = True
+        self._parting = False
+        """A goodbye is being said (set before it is sent): that the stream ends, or cannot be re-opened, is no news."""
+        self._stopping = False
+        self._fatal: Exception | None = None
+        self._ever_connected = False
+        self._lost_at: float | None = None
+        """Since when there is no stream: the first attempt to connect, later the end of the last stream."""
+        self._said = ""
+        """The last reason that was logged."""
+        self._warned = False
+        self._opening_sent = 0.0
+        self._certificates = Diagnosis(self._tls, *parse_address(settings.address, settings.setting))
+        self._renew_s = settings.budget.progress_s
+
+    def __repr__(self) -> str:
+        state = "connected" if self.connected else ("refused" if self._fatal else "not connected")
+        because = f", {self.last_reason}" if self.last_reason else ""
+        return f"{type(self).__name__}({self.settings.replica_id} -> {self.settings.address}, {state}{because})"
+
+    # ------------------------------------------------------------ what subclasses say
+
+    @abstractmethod
+    def _opening(self) -> bytes:
+        """The first message."""
+
+    @abstractmethod
+    def _decode(self, data: bytes) -> codec.Push | None:
+        """What arrived."""
+
+    @abstractmethod
+    def _renewal(self, now: float) -> bytes:
+        """The message that renews the stream. Called with the lock held."""
+
+    @abstractmethod
+    def _resend(self) -> list[bytes]:
+        """What is still open and has to be presented on a new stream. Called with the lock held."""
+
+    @abstractmethod
+    def _on_push(self, push: codec.Push) -> None:
+        """Everything but Welcome, Refusal and Acked."""
+
+    def _on_open(self, welcome: codec.Welcome) -> None:  # noqa: B027 - optional
+        """The stream is open."""
+
+    def _on_acked(self, acked: codec.Acked) -> None:
+        """Something was acknowledged."""
+        if acked.clock_s > 0:
+            self.last_ack = max(self.last_ack, acked.clock_s - acked.lease_age_s)
+
+    def _on_down(self) -> None:  # noqa: B027 - optional
+        """The stream ended and will be re-opened."""
+
+    # ------------------------------------------------------------ public
+
+    def start(self) -> None:
+        """Start the thread and begin to connect; returns at once. Again: no effect."""
+        with self._changed:
+            if self._thread is not None or self._stopping:
+                return
+            self._lost_at = time.monotonic()
+            self._thread = threading.Thread(target=self._run, name="ft-lease", daemon=True)
+            self._thread.start()
+
+    def wait_connected(self, timeout_s: float) -> None:
+        """Wait until the stream was open for the first time.
+
+        Raises:
+            RefusedError, JobFinishedError, ProtocolError, ConfigError: the other side refused.
+            LighthouseError: it did not answer in time; the message names the setting, the address and what to do.
+        """
+        deadline = time.monotonic() + timeout_s
+        with self._changed:
+            while not self._ever_connected:
+                if self._fatal is not None:
+                    raise self._fatal
+                left = deadline - time.monotonic()
+                if left <= 0 or self._stopping:
+                    raise LighthouseError(self._unreachable(f"within {timeout_s:g} s"))
+                self._changed.wait(left)
+
+    def shutdown(self, timeout_s: float = 5.0) -> None:
+        """Close the stream without a goodbye (unless one was said) and end the threads. Idempotent, bounded."""
+        with self._changed:
+            self._stopping = True
+            thread, self._thread = self._thread, None
+            self._close_stream()
+            self._changed.notify_all()
+        if thread is not None and thread is not threading.current_thread():
+            thread.join(timeout_s)
+            if thread.is_alive():
+                _log.warning("the lease thread did not end within %.1f s", timeout_s)
+
+    # ------------------------------------------------------------ sending (lock held)
+
+    def _send(self, data: bytes, *, last: bool = False) -> None:
+        """Queue a message for the stream that is open now; what has to survive a reconnect belongs in `_resend`.
+
+        `last`: a goodbye, which the other side answers by ending the stream.
+        """
+        if self._outgoing is None or not self._outgoing.open:
+            return
+        self._outgoing.parting |= last
+        if len(self._outbox) >= MAX_OUTBOX:
+            # Nothing has left for many messages: the stream is stuck. A new one presents what is still open.
+            self._close_stream()
+            return
+        self._outbox.append(data)
+        self._changed.notify_all()
+
+    def _renew_now(self) -> None:
+        if self._outgoing is not None:
+            self._outgoing.renew_at = 0.0
+            self._changed.notify_all()
+
+    def _close_stream(self) -> None:
+        if self._outgoing is not None:
+            self._outgoing.closed = True
+        if self._call is not None:
+            self._call.cancel()
+
+    # ------------------------------------------------------------ the lease thread
+
+    def _run(self) -> None:
+        pause_s = 0.0
+        while True:
+            with self._changed:
+                if pause_s > 0 and not self._stopping:
+                    self._changed.wait_for(lambda: self._stopping, pause_s)
+                self._changed.wait_for(lambda: self._stopping or (self._wanted and self._fatal is None))
+                if self._stopping:
+                    return
+            steady = self._converse()
+            pause_s = 0.0 if steady else min(max(BACKOFF_S, 2 * pause_s), self.settings.budget.reconnect_s)
+
+    def _converse(self) -> bool:
+        """One stream from opening to end. True if it was open for a while."""
+        settings = self.settings
+        opened_at = math.inf
+        channel: grpc.Channel | None = None
+        outgoing: _Outgoing | None = None
+        why = f"{self._other} closed the connection"
+        try:
+            outgoing = _Outgoing(self, self._opening())
+            channel = open_channel(settings.address, settings.setting, self._tls)
+            self._opening_sent = time.monotonic()
+            with self._changed:
+                if self._stopping:
+                    return False
+                method: grpc.StreamStreamMultiCallable[bytes, bytes] = channel.stream_stream(self._method)
+                call = method(outgoing, metadata=self._metadata, wait_for_ready=False)
+                self._call, self._outgoing = call, outgoing
+            for data in call:
+                push = self._decode(data)
+                if isinstance(push, codec.Welcome):
+                    opened_at = time.monotonic()
+                self._take(outgoing, push)
+        except grpc.RpcError as error:
+            why = explain(error)
+            if not self._ever_connected:
+                why = self._certificates.advice(why) or why
+            self._judge(error, why)
+        except (ProtocolError, ConfigError) as error:
+            self._refuse(error)
+        except Exception:  # noqa: BLE001 - the lease outlives whatever a handler does
+            why = "a handler failed"
+            _log.exception("the lease of %s stumbled and is opened again", settings.replica_id)
+        finally:
+            with self._changed:
+                self._call = self._outgoing = None
+                if outgoing is not None:
+                    outgoing.closed = True
+                self._outbox.clear()
+                was_connected, self.connected = self.connected, False
+                self._changed.notify_all()
+            if channel is not None:
+                channel.close()
+        steady = time.monotonic() - opened_at > STEADY_S
+        if outgoing is None or not outgoing.parting:
+            self._went_down(was_connected, steady, why)
+        return steady
+
+    def _went_down(self, was_connected: bool, steady: bool, why: str) -> None:
+        if self._stopping or not self._wanted or self._parting or self._fatal is not None:
+            return
+        now = time.monotonic()
+        if was_connected or self._lost_at is None:
+            self._lost_at = now
+        if was_connected:
+            self._on_down()
+        reason = f"{self._other} at {self.settings.address} cannot be reached: {why}"
+        self.last_reason = reason
+        # Trainers and the lighthouse start together: at first, a warning only if it lasts. (INFO is seldom shown.)
+        warn = self._ever_connected or now - self._lost_at >= SILENT_S
+        if reason != self._said or steady or (warn and not (self._warned or self._ever_connected)):
+            self._said = reason
+            self._warned |= warn
+            where = "" if self._ever_connected else f" ({self.settings.setting})"
+            level = logging.WARNING if warn else logging.INFO
+            _log.log(level, "%s: %s%s; trying again", self.settings.replica_id, reason, where)
+
+    def _take(self, outgoing: _Outgoing, push: codec.Push | None) -> None:
+        match push:
+            case None:
+                pass
+            case codec.Welcome():
+                self._opened(outgoing, push)
+            case codec.Refusal():
+                self._refuse(push.error)
+            case codec.Acked():
+                self._on_acked(push)
+            case _:
+                self._on_push(push)
+
+    def _opened(self, outgoing: _Outgoing, welcome: codec.Welcome) -> None:
+        with self._changed:
+            self._renew_s = min(self.settings.budget.progress_s, max(0.02, welcome.liveness_s / 4))
+            self._outbox.clear()
+            self._outbox.extend(self._resend())
+            outgoing.parting = self._parting
+            outgoing.open = True
+            first = not self._ever_connected
+            self.connected = self._ever_connected = True
+            self.last_ack = max(self.last_ack, self._opening_sent)
+            self.last_reason = ""
+            self._changed.notify_all()
+        warned, self._warned = self._warned, False
+        if self._lost_at is not None:
+            away_s, self._lost_at = time.monotonic() - self._lost_at, None
+            if warned:
+                what = "answers" if first else "is back"
+                _log.warning("%s: %s %s after %.1f s", self.settings.replica_id, self._other, what, away_s)
+        self._on_open(welcome)
+
+    def _judge(self, error: grpc.RpcError, why: str) -> None:
+        """Some ends of a stream are final.
+
+        A token that is not accepted any more is the lighthouse's mistake (it was started again with another one), and
+        ends no training before autonomy does.
+        """
+        code = status_of(error)
+        where = f"{self.settings.setting}={self.settings.address!r}"
+        accepted = time.monotonic() - self.last_ack <= self.settings.budget.autonomy_s
+        if code is grpc.StatusCode.UNAUTHENTICATED and not accepted:
+            self._refuse(RefusedError(f"{where}: {why}"))
+        elif code is grpc.StatusCode.UNIMPLEMENTED and not self._ever_connected:
+            self._refuse(ProtocolError(f"{where} is a gRPC server, but not {self._other}: {self._advice}"))
+
+    def _refuse(self, error: Exception) -> None:
+        with self._changed:
+            if self._fatal is not None or self._stopping:
+                return
+            self._fatal = error
+            self.last_reason = str(error)
+            self._close_stream()
+            self._changed.notify_all()
+        self._handler.on_refused(error)
+
+    def _unreachable(self, when: str) -> str:
+        because = f" ({self.last_reason})" if self.last_reason else ""
+        where = f"{self.settings.setting}={self.settings.address!r}"
+        return f"{where}: {self._other} did not answer {when}{because}; {self._advice}"

@@ -1,0 +1,258 @@
+"""Moving live state between replicas, as one Manager needs it: offer what I hold, receive what I lack.
+
+How it works. Over `HTTPTransport` state is offered under a tag that names quorum and version, and received from
+several donors at once; a newcomer copies most of it before it joins (prefetch) and only fetches what differs once it
+is in. Any other `CheckpointTransport` is driven through its four calls, one donor at a time.
+
+A donor never dies of a join: if its state cannot be sent it tells the receivers so, logs it once and trains on.
+Whether it can be sent is looked at before training, when the first quorum is asked for (`check`).
+
+Invariants (R7): what is received is used only in the quorum that planned it; an offer is closed before its tensors may
+change; state is written in place only while this replica's own is worthless (it never trained), and is VOID from
+then on.
+Threads: `offer_*` and `close` on the training thread or quorum worker, `receive` and `prefetch` on the quorum worker.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from dataclasses import dataclass
+from datetime import timedelta
+from threading import Event
+from typing import TYPE_CHECKING, Any
+
+from ft_core.checkpointing import CheckpointTransport, HTTPTransport, OwnState
+from ft_core.errors import EncodingError, HealError, StateRefusedError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from ft_core.checkpointing.receive_plan import Prefetched
+    from ft_core.protocol.rank.heal_plan import Plan
+    from ft_core.protocol.types import Version
+
+log = logging.getLogger("ft_core")
+WHY_MAX = 4096
+"""Longest refusal that is sent, in characters."""
+
+
+@dataclass(frozen=True)
+class Received:
+    """A verified state, not applied yet. Bytes are those that travelled."""
+
+    quorum_id: int
+    state: Mapping[str, Any]
+    bytes: int
+    seconds: float
+    donors: tuple[str, ...]
+
+
+def state_tag(quorum_id: int, version: Version) -> str:
+    """Name of an offered state."""
+    return f"q{quorum_id:x}-s{version.step}-e{version.epoch:x}"
+
+
+def bucket_tag(quorum_id: int, attempt: int) -> str:
+    """Name of the reduced gradients of one attempt (R5)."""
+    return f"g{quorum_id:x}-a{attempt}"
+
+
+class Healing:
+    """Offers and receives state for one rank."""
+
+    def __init__(self, transport: CheckpointTransport[Any], group_rank: int, heal_s: float, replica_id: str) -> None:
+        self._transport = transport
+        self._live = transport if isinstance(transport, HTTPTransport) else None
+        self._replica_id = replica_id
+        self._own: OwnState | None = None
+        self._told = ""
+        """Why this replica cannot be a donor, as it was logged last."""
+        self._group_rank = group_rank
+        self._heal_s = heal_s
+        self._prefetched: Prefetched | None = None
+        self._into: Mapping[str, Any] | None = None
+        self._cancel = Event()
+
+    def __repr__(self) -> str:
+        return f"Healing({self._transport!r}, prefetched={self._prefetched is not None})"
+
+    @property
+    def address(self) -> str:
+        """What donors are reached at; travels in the ask."""
+        return self._transport.metadata()
+
+    @property
+    def snapshot_wanted(self) -> bool:
+        """A newcomer waits for a live view of this replica's state (read on every step)."""
+        return self._live is not None and self._live.server.snapshot_wanted
+
+    def serve_parts(self, prefix: str, answer: Callable[[str], bytes | None]) -> bool:
+        """Let peers ask for names that begin with `prefix`; False: this transport carries no questions."""
+        if self._live is not None:
+            self._live.server.add_blobs(prefix, answer)
+        return self._live is not None
+
+    def get_part(self, address: str, name: str, timeout_s: float, bytes_max: int) -> bytes | None:
+        """A peer's answer; None: it does not know what is meant. Raises HealError: there is none."""
+        assert self._live is not None
+        return self._live.get_blob(address, name, timeout_s=timeout_s, bytes_max=bytes_max)
+
+    def check(self, state: Mapping[str, Any]) -> None:
+        """See that `state` can be sent, without copying any of it. Raises EncodingError naming the key path.
+
+        A transport of the user's own carries what it carries, and is not asked.
+        """
+        if self._live is not None:
+            self._own = OwnState.of(state)
+
+    def offer_live(self, state: Callable[[], Mapping[str, Any]]) -> None:
+        """Let newcomers copy a state as it is and as it changes. Never raises, also if `state` does."""
+        assert self._live is not None
+        server = self._live.server
+        self._try(lambda: server.offer_live(state()), server.refuse_live)
+
+    def offer(self, plan: Plan, state: Callable[[], Mapping[str, Any]], timeout_s: float) -> None:
+        """Serve a state, which is `plan.target`, to the members that heal in this quorum. Never raises."""
+        if self._live is not None:
+            server, tag = self._live.server, state_tag(plan.quorum_id, plan.target)
+            self._try(lambda: server.offer(tag, state()), lambda why: server.refuse(tag, why))
+            return
+        ranks, limit = list(plan.healing), timedelta(seconds=timeout_s)
+        self._try(
+            lambda: self._transport.send_checkpoint(ranks, plan.target.step, dict(state()), limit), lambda _: None
+        )
+
+    def _try(self, offer: Callable[[], None], refuse: Callable[[str], None]) -> None:
+        """Make an offer; whatever keeps it from being made is told to the receivers, and once to the user."""
+        try:
+            offer()
+        except Exception as error:  # the user's functions and classes may raise anything
+            known = isinstance(error, (EncodingError, HealError))
+            why = str(error) if known else f"its state could not be collected: {type(error).__name__}: {error}"
+            refuse(f"{self._replica_id}: {why}"[:WHY_MAX])
+            if why != self._told:
+                self._told = why
+                told = "%s: no replica can heal from this one, which trains on: %s"
+                log.error(told, self._replica_id, why, exc_info=None if known else error)
+
+    def offer_buckets(self, quorum_id: int, attempt: int, buckets: Sequence[Any]) -> None:
+        """Serve the reduced gradients of an attempt that some member could not follow (R5)."""
+        if self._live is not None:
+            self._live.server.offer(bucket_tag(quorum_id, attempt), list(buckets))
+
+    def receive_buckets(self, plan: Plan, quorum_id: int, attempt: int) -> list[Any]:
+        """Fetch the reduced gradients of an attempt. Raises HealError; also if no donor has kept them."""
+        if self._live is None:
+            raise HealError("this transport does not carry single gradients")
+        tag = bucket_tag(quorum_id, attempt)
+        for donor in self._donors(plan):  # one at a time: they need not all have kept theirs
+            found = self._live.fetch([donor], tag, deadline_s=self._heal_s, cancel=self._cancel)
+            if found.state:
+                return list(found.state)
+        raise HealError("the gradients of that step have been overwritten by the next one")
+
+    def close(self) -> None:
+        """Nothing offered is served any more: the state is about to change. Does not wait for receivers."""
+        if self._live is not None:
+            self._live.server.close_all()
+        else:
+            self._transport.disallow_checkpoint()
+
+    def prefetch(self, donors: Sequence[str], into: Mapping[str, Any] | None) -> bool:
+        """Copy what running members hold right now; what differs at join time is fetched then.
+
+        Args:
+            donors: heal addresses.
+            into: this rank's own (worthless) state to write into; None stages.
+
+        Returns:
+            Whether `into` may have been written to.
+
+        Raises:
+            StateRefusedError: no donor can send its state, or it holds a class unknown here. Nothing was written. Every
+            other failure is logged: the whole state is fetched after joining.
+        """
+        if self._live is None or not donors:
+            return False
+        started = time.monotonic()
+        try:
+            self._prefetched = self._live.prefetch(
+                donors, into=into, deadline_s=self._heal_s, cancel=self._cancel, own=self._own
+            )
+            self._into = into
+        except StateRefusedError:
+            raise
+        except HealError as error:
+            # No donor answered at all, so nothing was written: perhaps they are those of a job that has ended.
+            log.info("prefetch of live state failed (%s); the whole state is fetched after joining", error)
+            return False
+        log.info(
+            "prefetched %.1f MB of live state from %d donors in %.2f s",
+            self._prefetched.bytes / 1e6, len(self._prefetched.donors_used), time.monotonic() - started,
+        )  # fmt: skip
+        return into is not None
+
+    def forget(self) -> None:
+        """What was copied beforehand is not needed any more."""
+        self._prefetched = self._into = None
+
+    @property
+    def cancelled(self) -> Event:
+        """Set by the next `cancel`."""
+        return self._cancel
+
+    def know(self, state: Mapping[str, Any]) -> None:
+        """Look at a newer state of this rank's own than `check` was given: what a donor's may hold, and how much."""
+        with contextlib.suppress(EncodingError):  # what is known from before remains
+            if self._live is not None:
+                self._own = OwnState.of(state)
+
+    def receive(self, plan: Plan, into: Mapping[str, Any] | None, cancel: Event) -> Received:
+        """Receive `plan.target` from its donors, verified. Blocks, until `cancel` is set; raises HealError."""
+        started = time.monotonic()
+        if self._live is not None:
+            have, self._prefetched = self._prefetched, None
+            found = self._live.fetch(
+                self._donors(plan),
+                state_tag(plan.quorum_id, plan.target),
+                into=into if into is not None else self._into,
+                deadline_s=self._heal_s,
+                cancel=cancel,
+                have=have,
+                own=self._own,
+                relays=self._addresses(plan, plan.relays),
+            )
+            self._into = None
+            return Received(plan.quorum_id, found.state, found.bytes, time.monotonic() - started, found.donors_used)
+        failures = []
+        for rank in plan.donors:
+            member = plan.quorum.members[rank]
+            metadata = member.heal_addresses[self._group_rank]
+            try:
+                state = self._transport.recv_checkpoint(
+                    rank, metadata, plan.target.step, timedelta(seconds=self._heal_s)
+                )
+            except Exception as error:  # noqa: BLE001 - a transport of the user's own may raise anything
+                failures.append(f"{member.replica_id}: {error}")
+                continue
+            return Received(plan.quorum_id, state, 0, time.monotonic() - started, (member.replica_id,))
+        raise HealError(f"no donor could be received from: {'; '.join(failures) or 'none was planned'}")
+
+    def cancel(self) -> None:
+        """End a receive or prefetch that runs on another thread."""
+        old, self._cancel = self._cancel, Event()
+        old.set()
+
+    def shutdown(self) -> None:
+        """Stop serving and receiving."""
+        self._cancel.set()
+        self._transport.shutdown()
+
+    def _donors(self, plan: Plan) -> list[str]:
+        return self._addresses(plan, plan.donors)
+
+    def _addresses(self, plan: Plan, ranks: Sequence[int]) -> list[str]:
+        members = plan.quorum.members
+        return [members[r].heal_addresses[self._group_rank] for r in ranks if members[r].heal_addresses]

@@ -1,0 +1,1 @@
+"""Work that the members of a quorum divide, and the rest of the kit for training loops."""

@@ -1,0 +1,105 @@
+"""Agreement among the ranks of a group: keyed, idempotent, all or nothing."""
+
+from __future__ import annotations
+
+import itertools
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ft_core.protocol.group.group import MAX_OPEN_VOTES, Mismatch, Votes, merge_asks, merge_votes
+from ft_core.protocol.types import VOID, Ask, Outcome, Verdict, Version
+
+COMMIT, VETO, BROKEN = (Verdict(9, 2, o, o.value) for o in Outcome)
+
+
+def ask(step: int = 4, lineage: int = 1, **more: object) -> Ask:
+    return Ask("a", 3, Version(step, 7 if step > 0 else 0), lineage, **more)  # type: ignore[arg-type]
+
+
+def test_every_combination_of_three_votes() -> None:
+    for votes in itertools.product([COMMIT, VETO, BROKEN, None], repeat=3):
+        cast = {rank: vote for rank, vote in enumerate(votes) if vote}
+        result = merge_votes(cast, 3)
+        if BROKEN in votes:
+            assert result == BROKEN
+        elif None in votes:
+            assert result is None
+        else:
+            assert result is not None
+            assert result.outcome is (Outcome.VETO if VETO in votes else Outcome.COMMIT)
+
+
+flags = st.builds(
+    Verdict, st.just(9), st.just(2), st.sampled_from([Outcome.COMMIT, Outcome.VETO]), change=st.booleans(),
+    healed=st.booleans(), exhausted=st.booleans(), stop=st.booleans(), behind=st.booleans(),
+    drain=st.booleans(),
+)  # fmt: skip
+
+
+@given(st.lists(flags, min_size=1, max_size=4), st.data())
+def test_the_answer_does_not_depend_on_order_or_repetition(votes: list[Verdict], data: st.DataObject) -> None:
+    order = data.draw(st.permutations([*range(len(votes)), *range(len(votes))]))
+    open_votes = Votes(len(votes))
+    answers = [open_votes.cast(rank, votes[rank]) for rank in order]
+    final = answers[-1]
+    assert final is not None
+    assert open_votes.result(9, 2) == final
+    decided = [a for a in answers if a is not None]
+    assert all(a == final for a in decided)
+    assert final.change == any(v.change for v in votes)
+    assert final.stop == any(v.stop for v in votes)
+    assert final.drain == any(v.drain for v in votes)
+    assert final.healed == all(v.healed for v in votes)
+    assert final.behind == any(v.behind for v in votes)
+
+
+def test_the_first_vote_of_a_rank_stands() -> None:
+    votes = Votes(2)
+    assert votes.cast(0, COMMIT) is None
+    assert votes.cast(0, VETO) is None
+    assert votes.cast(1, COMMIT) == COMMIT
+    assert votes.cast(0, BROKEN) == COMMIT
+
+
+def test_keys_do_not_mix_and_are_bounded() -> None:
+    votes = Votes(2)
+    for attempt in range(3 * MAX_OPEN_VOTES):
+        votes.cast(0, Verdict(9, attempt, Outcome.COMMIT))
+    assert repr(votes).count(": 1") == MAX_OPEN_VOTES
+    assert votes.result(9, 0) is None
+    assert votes.cast(1, Verdict(9, 3 * MAX_OPEN_VOTES - 1, Outcome.COMMIT)) is not None
+    assert repr(Votes(2)) == "Votes(of 2: none open)"
+
+
+def test_a_group_asks_once_all_have_asked() -> None:
+    first, second = ask(heal_addresses=("h:1",)), ask(heal_addresses=("h:2",), failed=True, reason="a bucket failed")
+    assert merge_asks({0: first}, 2) is None
+    merged = merge_asks({1: second, 0: first}, 2)
+    assert isinstance(merged, Ask)
+    assert (merged.failed, merged.reason, merged.heal_addresses) == (True, "a bucket failed", ("h:1", "h:2"))
+    assert (merged.version, merged.lineage, merged.open_attempt) == (first.version, 1, -1)
+
+
+def test_ranks_with_different_states_make_the_group_void() -> None:
+    for other in (ask(5), ask(4, lineage=2), ask(0)):
+        merged = merge_asks({0: ask(4), 1: other}, 2)
+        assert isinstance(merged, Ask)
+        assert merged.version == VOID
+
+
+def test_an_untrained_group_half_healed_does_not_pass_for_a_healed_one() -> None:
+    """Found as I4: rank 0 had received the common initial state, rank 1 had not; rank 0 spoke for both."""
+    healed = merge_asks({0: ask(0, lineage=5), 1: ask(0, lineage=5)}, 2)
+    half = merge_asks({0: ask(0, lineage=5), 1: ask(0, lineage=8)}, 2)
+    assert isinstance(healed, Ask)
+    assert isinstance(half, Ask)
+    assert (healed.version, half.version) == (Version(0, 0), Version(0, 0))
+    assert healed.lineage == 5
+    assert half.lineage != 5
+    assert half == merge_asks({0: ask(0, lineage=5), 1: ask(0, lineage=8)}, 2)
+
+
+def test_a_setting_that_differs_between_ranks_is_named() -> None:
+    merged = merge_asks({0: ask(min_replicas=1), 1: ask(min_replicas=2)}, 2)
+    assert merged == Mismatch("the ranks of a differ in min_replicas: [1, 2]; pass the same on all ranks")

@@ -1,0 +1,185 @@
+"""Rules of DESIGN 3.9 that change what is lost or how long something takes, not what is true.
+
+The simulation cannot find them missing, so each has a scenario that fails without it (the others: tests/simulation).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ft_core.protocol.lighthouse.crash_backoff import CRASH_DELAY_S, CRASH_FREE
+from ft_core.protocol.lighthouse.view import Life
+from ft_core.protocol.rank.phases import Heal, MustAsk, Phase
+from ft_core.protocol.rank.settings import MemberRules
+from ft_core.protocol.types import VOID, Outcome, Version
+from tests.protocol.rig import Rig, new_step
+from tests.protocol.test_room import LIVENESS, Script
+
+
+def two_generals(**more: Any) -> Rig:
+    """The last fence completed on a, but not on b: a commits, b breaks with its reduced gradients kept."""
+    rig = Rig("ab", **more)
+    rig.form()
+    rig.attempt()
+    for step in rig.steps.values():
+        step.launching(0.0)
+    sums = [x + y for x, y in zip(*(s.slots(0.0) for s in rig.steps.values()), strict=True)]
+    rig["a"].settle(rig["a"].judge(sums, 0.0))
+    rig["b"].break_("a peer left", keep_gradients=True)
+    rig["a"].break_("b is lost")
+    return rig
+
+
+def test_r5_a_member_that_lacks_only_the_last_commit_finishes_it_instead_of_losing_the_step() -> None:
+    rig = two_generals()
+    plans = rig.form(heal=False)
+    assert plans["b"].finish
+    assert not plans["a"].finish
+    rig["b"].finished(plans["b"])
+    assert (rig["b"].version, rig["b"].lineage, rig["b"].heal) == (rig["a"].version, rig["a"].lineage, Heal.NONE)
+    assert rig.attempt() == {"a": True, "b": True}
+    assert rig["b"].participants == (0, 1)
+
+
+def test_r5_without_kept_gradients_or_after_a_torn_state_it_heals() -> None:
+    rig = two_generals()
+    rig["b"].tear()
+    assert not rig.form(heal=False)["b"].finish
+    rig = two_generals()
+    rig["b"].open_attempt = -1
+    assert not rig.form(heal=False)["b"].finish
+
+
+def test_r6_a_version_is_stable_only_once_everybody_was_seen_to_hold_it() -> None:
+    rig = Rig("ab")
+    rig.form()
+    assert rig["a"].stable == VOID
+    rig.attempt()
+    assert rig["a"].stable == Version(0, 0), "step 1 is committed, but b may not have seen that"
+    committed = rig["a"].version
+    rig["b"].fail_softly("a veto publishes too")
+    rig.attempt()
+    assert rig["a"].stable == committed
+    rig = two_generals()
+    assert rig["a"].version > rig["a"].stable
+
+
+def test_r10_roles_switch_only_when_every_planned_heal_is_ready() -> None:
+    for ready_rule, switched in ((True, False), (False, True)):
+        rig = Rig("ab", rules=MemberRules(r10_ready=ready_rule))
+        rig.form()
+        rig.attempt()
+        for step in rig.steps.values():
+            step.break_("test")
+        rig.steps["c"] = new_step("c", rules=MemberRules(r10_ready=ready_rule))
+        rig.form(heal=False)
+        assert rig.attempt() == {"a": True, "b": True, "c": False}
+        assert rig["a"].roles_switched is switched
+
+
+def test_r11_a_healing_member_never_vetoes() -> None:
+    rig = Rig("ab")
+    rig.form()
+    rig.attempt()
+    for step in rig.steps.values():
+        step.break_("test")
+    rig.steps["c"] = new_step("c")
+    rig.form(heal=False)
+    rig["c"].fail_softly("its loss is garbage: it computes on an untrained model")
+    rig["c"].heal_failed(rig["c"].plan.quorum_id, "too slow")  # type: ignore[union-attr]
+    assert rig.attempt() == {"a": True, "b": True, "c": False}
+    assert {s.boundary() for s in rig.steps.values()} == {
+        MustAsk("a member asked for a change of membership", failed=False),
+        MustAsk("left behind by a commit", failed=False),
+    }  # fmt: skip
+
+
+def test_r12_no_rank_applies_a_commit_that_another_rank_of_its_group_cannot() -> None:
+    """Found as I6: should_commit returned True on one rank and False on the other."""
+    rig = Rig("ab", group_world_size=2)
+    rig.form()
+    rig.attempt()
+    verdict = rig.fence()["a"]
+    from dataclasses import replace
+
+    assert not rig["a"].settle(replace(verdict, behind=True))
+    assert rig["a"].boundary() == MustAsk("left behind by a commit", failed=False)
+
+
+def test_r13_without_healing_a_member_behind_waits_and_never_commits() -> None:
+    rig = Rig("ab")
+    rig.form(allow_heal=False, heal=False, init_sync=False)
+    assert rig.attempt() == {"a": True, "b": True}
+    for step in rig.steps.values():
+        step.break_("test")
+    rig.steps["c"] = new_step("c")
+    plans = rig.form(allow_heal=False, heal=False)
+    assert plans["c"].excluded
+    assert rig.attempt() == {"a": True, "b": True, "c": False}
+    assert rig["a"].divisor(rig.fence("abc")["a"]) == 2
+
+
+def test_r14_a_quorum_is_configured_at_most_once() -> None:
+    rig = Rig("ab")
+    plans = rig.form()
+    assert not rig["a"].configured(plans["a"].quorum_id)
+    rig["b"].break_("configure failed")
+    assert not rig["b"].configured(plans["b"].quorum_id)
+    assert rig["b"].phase is Phase.BROKEN
+
+
+def test_r15_events_of_another_quorum_do_not_touch_this_one() -> None:
+    for rule in (True, False):
+        rig = Rig("ab", rules=MemberRules(r15_stale=rule))
+        plans = rig.form()
+        stale = rig["a"].lost(plans["a"].quorum_id - 1, "c is lost")
+        assert stale is not rule
+        assert (rig.attempt if rule else rig["a"].boundary)()
+
+
+def test_r15_crash_looping_joiners_are_debounced_and_a_supervisors_word_counts_as_a_crash() -> None:
+    script = Script()
+    script.train("a")
+    for number in range(CRASH_FREE + 1):
+        script.hello(f"b:{number}")
+        script.ask(f"b:{number}")
+        script.ends(f"b:{number}")
+        script.later(0.2)
+    script.hello("b:9")
+    assert not [text for text in script.ask("b:9") if text.startswith("change")]
+    assert "change -> a: b:9 wants to join" in script.later(CRASH_DELAY_S)
+
+
+def test_r16_an_agreed_goodbye_disturbs_nobody_and_a_sudden_one_is_told() -> None:
+    from ft_core.protocol.lighthouse.events import Left
+
+    for agreed in (True, False):
+        script = Script()
+        script.train("a", "b")
+        out = script.do(Left("b", 1, "drained", False, Version(1, 1), agreed))
+        assert ("lost b -> a" in out) is not agreed
+        assert script.room.records["b"].life is Life.GONE
+        assert script.ask("a", 1)[0] == "quorum a -> a#2"
+
+
+def test_r16_all_exhausted_is_a_stop_not_a_veto_loop() -> None:
+    rig = Rig("ab")
+    rig.form()
+    for step in rig.steps.values():
+        step.exhausted = True
+    verdict = rig.fence()["a"]
+    assert (verdict.outcome, verdict.exhausted, verdict.reason) == (Outcome.VETO, True, "every member is out of data")
+
+
+def test_r2_a_frozen_holder_is_waited_for_and_named() -> None:
+    script = Script()
+    script.train("a", "b")
+    script.progress("b", 7, phase="launched")
+    script.ends("b", silence_s=LIVENESS)
+    assert script.ask("a", 6, failed=True)[0] == (
+        "tell a: b holds step 7, newer than the step 6 of those who ask (silent: frozen or cut off, last seen in "
+        "launched); it is waited for until it returns, its supervisor reports its end, or it has been away for 60 s "
+        "(orphan_s)"
+    )
+    assert script.later(59.0) == []
+    assert script.later(2.0)[0] == "quorum a -> a#2"

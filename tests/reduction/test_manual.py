@@ -1,0 +1,133 @@
+"""What loops with several backwards and several optimizers per forward need: toggled parameters, late flushes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from ft_core.errors import UsageError
+from ft_core.protocol.rank.ballot import FENCE_SLOTS
+from tests.reduction.fakes import wrap
+from tests.reduction.test_bucket_reducer import backward, equal, gradients, inputs, local_gradients, mlp
+
+ONE = ["ready", "fence", "arrived"]
+
+
+def test_with_find_unused_a_frozen_parameter_is_an_unused_one() -> None:
+    module: Any = mlp()
+    model, port = wrap(module, find_unused_parameters=True)
+    module[1].requires_grad_(False)
+    attempt = port.start()
+    backward(model)
+    assert attempt.events == ONE
+    assert [p.grad is None for p in module.parameters()] == [False, False, True, True, False, False]
+    model.carrier.committed()
+    model.zero_grad()
+    module[1].requires_grad_(True)
+    port.start()
+    backward(model)
+    assert len(gradients(model)) == 6
+
+
+def test_a_frozen_parameter_takes_the_gradient_of_those_that_have_one() -> None:
+    module: Any = mlp(1)
+    model, port = wrap(module, find_unused_parameters=True)
+    module[0].bias.requires_grad_(False)
+    numbers = 4 * 4 + 4
+    peers = torch.ones(numbers + FENCE_SLOTS + 2)  # gradients, fence, and that they used both parameters
+    port.start(scale=0.5, peers=[peers])
+    backward(model)
+    assert module[0].bias.grad.tolist() == [1.0] * 4
+
+
+def test_thawing_is_refused_also_with_find_unused() -> None:
+    module: Any = mlp()
+    module[0].bias.requires_grad_(False)
+    model, _ = wrap(module, find_unused_parameters=True)
+    module[1].bias.requires_grad_(False)
+    module[0].bias.requires_grad_(True)
+    with pytest.raises(UsageError, match=r"requires_grad of 0\.bias was False .* on all of them$"):
+        model(inputs())
+
+
+def test_freezing_without_find_unused_names_the_argument() -> None:
+    module: Any = mlp()
+    model, _ = wrap(module)
+    module[1].bias.requires_grad_(False)
+    with pytest.raises(UsageError, match=r"1\.bias was True .* or wrap it with find_unused_parameters=True"):
+        model(inputs())
+
+
+def test_before_backward_decides_whatever_forward_said() -> None:
+    model, port = wrap(mlp())
+    attempt = port.start()
+    output = model(inputs()).square().sum()
+    model.carrier.before_backward(sync=False)
+    output.backward(retain_graph=True)
+    assert attempt.events == []
+    assert not model.carrier.unsettled
+    model.carrier.before_backward(sync=True)
+    output.backward()
+    assert attempt.events == ONE
+    assert model.carrier.unsettled
+    assert equal(gradients(model), [2 * g for g in local_gradients(model.module, inputs())])
+    model.carrier.committed()
+    assert not model.carrier.unsettled
+
+
+def test_a_broken_round_is_unsettled_until_the_veto() -> None:
+    model, port = wrap(mlp())
+    port.start(is_ready=False)
+    backward(model)
+    assert model.carrier.unsettled
+    model.carrier.vetoed()
+    assert not model.carrier.unsettled
+
+
+@pytest.mark.parametrize("with_accumulated", [False, True])
+def test_a_flush_without_any_round_reduces_zeros_or_what_is_there(with_accumulated: bool) -> None:
+    model, port = wrap(mlp())
+    attempt = port.start(scale=0.5)
+    with model.no_sync():
+        backward(model)
+    model.carrier.flush(with_accumulated=with_accumulated)
+    assert attempt.events == ONE
+    if with_accumulated:
+        assert equal(gradients(model), [0.5 * g for g in local_gradients(model.module, inputs())])
+    else:
+        assert torch.count_nonzero(attempt.sent[0][:60]) == 0
+        assert all(parameter.grad is None for parameter in model.parameters())  # nobody used any of them
+
+
+def test_average_inside_a_group() -> None:
+    model, port = wrap(mlp(), bucket_cap_mb=1e-5)
+    port.start()
+    backward(model)
+    expected = [(g + 1) / 2 for g in local_gradients(model.module, inputs())]
+    reduced: list[Tensor] = []
+
+    def all_reduce(tensor: Tensor) -> None:
+        reduced.append(tensor)
+        tensor += 1
+
+    model.carrier.average_inside(all_reduce, 2)
+    assert len(reduced) == len(model.carrier.layout.buckets)
+    assert equal(gradients(model), expected)
+    assert model.carrier.reduced() is None  # changed since they were reduced over the replicas
+
+
+def test_average_inside_with_a_parameter_that_only_another_rank_used() -> None:
+    module: Any = nn.ModuleDict({"a": nn.Linear(2, 1, bias=False), "b": nn.Linear(2, 1, bias=False)})
+    module.forward = lambda x: module["a"](x)
+    model, port = wrap(module, find_unused_parameters=True)
+    port.start()
+    model(torch.ones(1, 2)).sum().backward()
+    assert module["b"].weight.grad is None
+    # Gradients of b and a, the fence, who used a and b.
+    other = iter([torch.tensor([4.0, 4.0, 0.0, 0.0, *[9.0] * FENCE_SLOTS, 0.0, 1.0])])
+    model.carrier.average_inside(lambda tensor: tensor.add_(next(other)), 2)
+    averages = [module[name].weight.grad for name in "ab"]
+    assert [a.tolist() for a in averages] == [[[0.5, 0.5]], [[2.0, 2.0]]]

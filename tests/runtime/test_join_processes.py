@@ -1,0 +1,48 @@
+"""torch's documented example of `Join` in real processes: uneven inputs, and a SIGKILL while one has joined."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.chaos.cluster import ROOT, Cluster, Process
+
+if TYPE_CHECKING:
+    from tests.forge import Forge
+
+pytestmark = [pytest.mark.process, pytest.mark.timeout(120)]
+JOB = [sys.executable, "-u", str(ROOT / "tests/runtime/join_job.py")]
+
+
+def said(process: Process, word: str) -> list[str]:
+    with process.changed:
+        return [line for _, line in process.lines if line.startswith(word)]
+
+
+def test_one_and_four_batches_more(forge: Forge) -> None:
+    with Cluster(forge, FT_NUM_REPLICA_GROUPS=3) as cluster:
+        replicas = [
+            cluster.start_command(name, JOB, INPUTS=20 + extra) for name, extra in zip("abc", (0, 1, 4), strict=True)
+        ]
+        for replica in replicas:
+            replica.wait_end()
+        assert [said(replica, "veto") for replica in replicas] == [[], [], []]
+        assert len({said(replica, "done")[0] for replica in replicas}) == 1
+        assert said(replicas[0], "done")[0].endswith(" 24")
+
+
+def test_a_death_in_the_middle(forge: Forge) -> None:
+    with Cluster(forge, FT_NUM_REPLICA_GROUPS=3, STEP_MS=20) as cluster:
+        first = cluster.start_command("a", JOB, INPUTS=10)
+        killed = cluster.start_command("b", JOB, INPUTS=10_000)
+        last = cluster.start_command("c", JOB, INPUTS=80)
+        first.wait_for(lambda: bool(said(first, "joined")), "joined")
+        killed.wait_step(30)
+        cluster.kill("b")
+        for replica in (first, last):
+            replica.wait_end()
+        assert said(first, "done") == said(last, "done")
+        steps = int(said(last, "done")[0].split()[-1])
+        assert 80 - len(said(last, "veto")) <= steps <= 80
