@@ -293,8 +293,8 @@ class Manager(DataPort, Collectives, Commit, Agreement, Weighted, Exhaustion, Le
             if self._step.phase in (Phase.LAUNCHED, Phase.FENCED):  # should_commit was skipped
                 self._reset_weights()
             decision = self._step.boundary() if room_id == self._room else MustAsk(f"changing to room {room_id}", False)
-            self._step.open_attempt = -1  # R5 is for those who ask from inside should_commit, their gradients at hand
-            alike = self._config.world_size == 1 or self._step.drain_agreed or isinstance(decision, MustAsk)
+            self._step.no_finish()  # R5 is for those who ask from inside should_commit, their gradients at hand
+            alike = self._config.world_size == 1 or self._step.departure.drain_agreed or isinstance(decision, MustAsk)
         if session.draining and alike:
             self._end_drained()
         if isinstance(decision, MustAsk) and (decision.failed or room_id != self._room):
@@ -351,7 +351,7 @@ class Manager(DataPort, Collectives, Commit, Agreement, Weighted, Exhaustion, Le
         fresh = step.plan is None
         if fresh:
             self._riding = len(self._carriers) == 1
-            step.layout, _ = self._describe()
+            step.describe(self._describe()[0])
         with session.lock:
             usable = step.version >= Version(0, 0)
             version = step.version

@@ -43,12 +43,12 @@ class Agreement:
     def request_stop(self) -> None:
         """Ask all members to stop training: told by every fence of this rank from the next one on."""
         with self._session.lock:
-            self._step.stop_wanted = True
+            self._step.departure.want_stop()
 
     @property
     def stop_agreed(self) -> bool:
         """Some member asked everybody to stop, and everybody knows it. Changes in should_commit only."""
-        return self._step.stop_agreed
+        return self._step.departure.stop_agreed
 
     def num_participants(self) -> int:
         """Number of members whose gradients count in this attempt; 1 in a warm-up. Waits for the quorum."""

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import logging
 import time
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from ft_core.errors import HealError, UsageError
@@ -109,7 +108,7 @@ class Commit:
         """
         if self._step.plan is not None or self._round is not None:
             raise UsageError("require_all_contributions after the first start_quorum: call it before")
-        self._step.whole_steps = True
+        self._step.require_whole_steps()
 
     @property
     def quorum_lost(self) -> bool:
@@ -164,7 +163,7 @@ class Commit:
         finally:
             session.limit(None)
         round_.check()
-        rounds = step.rounds
+        rounds = step.data.passes
         if verdict.outcome is not Outcome.BROKEN and step.heal is Heal.READY:
             self._apply_heal()
         if verdict.outcome is Outcome.COMMIT:
@@ -174,7 +173,7 @@ class Commit:
             key = (verdict.quorum_id, verdict.attempt)
             places = len(step.participants)
             commit = step.settle(verdict)
-            buffers = commit and not step.source_lost
+            buffers = commit and not step.data.source_lost
             if commit:
                 # Where the buffers' source was out of data all keep theirs: of that, a peer's gradients tell nothing.
                 self._last_commit = key if buffers else None
@@ -188,7 +187,7 @@ class Commit:
             carrier.committed() if buffers else carrier.vetoed()
         self._tell_data(commit, final=False)  # before a recovery collects state
         self._reset_weights()
-        self._round_over, self._round_taken = step.rounds != rounds, False
+        self._round_over, self._round_taken = step.data.passes != rounds, False
         session.report_progress()
         if gave_up:
             raise RuntimeError(f"{gave_up}; last reason: {verdict.reason or session.error}")
@@ -269,17 +268,13 @@ class Commit:
         except Exception as error:  # noqa: BLE001 - the comparison is a collective: its failure breaks the quorum
             session.fail(error)
             return
-        if step.states_differ:
-            step.tolerates |= self._parity.tires(step.base.step, found)
+        if step.states_differ and self._parity.tires(step.base.step, found):
+            step.tolerate()
         if not found.differing:
             return
         log.error("step %d is not committed: %s", step.base.step, found.text)
         with session.lock:
-            if step.verdict is verdict and verdict is not None:
-                step.verdict = replace(verdict, outcome=Outcome.VETO, reason=found.text, change=True)
-                step.ask_next = found.text
-                if found.mine:
-                    step.tear()
+            step.states_apart(verdict, found.text, mine=found.mine)
 
     def _rescale(self, attempt: StepAttempt) -> None:
         """R10: gradients whose fence did not ride with them, and what the user averaged."""
@@ -305,9 +300,8 @@ class Commit:
             raise
         with self._session.lock:
             told = received.state["manager"]
-            step.heal_applied(Version(told["round_step"], told["round_epoch"]) if told["round_step"] >= 0 else None)
-            step.batches_committed = int(told["batches_committed"])
-            step.commit_weight = int(told["commit_weight"])
+            ended = Version(told["round_step"], told["round_epoch"]) if told["round_step"] >= 0 else None
+            step.heal_applied(ended, int(told["batches_committed"]), int(told["commit_weight"]))
         round_.received = round_.in_place = None
         took = f"{received.bytes / 1e6:.1f} MB in {received.seconds:.3f} s from {len(received.donors)} donors"
         text = f"{self.replica_id}: healed to step {step.version.step}: {took}"
@@ -328,7 +322,7 @@ class Commit:
             kept = step.open_attempt
             finish = kept >= 0 and self._riding and self._config.world_size == 1
             if not finish:
-                step.open_attempt = -1  # else it would be planned (`Plan.finish`) and nobody would heal
+                step.no_finish()  # else it would be planned (`Plan.finish`) and nobody would heal
         assert isinstance(decision, MustAsk)
         session.lanes.abort()
         old_quorum = step.plan.quorum_id if step.plan else 0
@@ -351,8 +345,8 @@ class Commit:
             log.info("%s: could not finish step %d (%s): healing in full", self.replica_id, step.base.step, error)
             return False
         with session.lock:
-            step.finished(plan)
-            step.batches_committed, step.commit_weight, *missing = told.tolist()
+            batches, weight, *missing = told.tolist()
+            step.finished(plan, batches, weight)
             self._last_commit, self._last_missing = (old_quorum, kept), tuple(missing)
             self._contributed = contributed(places, missing)
         attempt.rescale_averaged(step.commit_weight)

@@ -97,7 +97,7 @@ class DataPort:
             return
         self._start_quorum(room_id, allow_heal, shrink_only, timeout)
         self._divided = self._data is not None
-        self._step.sample = self._parity.sample(self._step.version.step, self._carriers)
+        self._step.sampled(self._parity.sample(self._step.version.step, self._carriers))
         self._session.opened(None if self._divided else self._attempt)
 
     def _tell_data(self, committed: bool, *, final: bool) -> None:

@@ -51,7 +51,7 @@ class Exhaustion:
     @property
     def everyone_out(self) -> bool:
         """The last fence said that every member is out of data by itself."""
-        return self._step.everyone_out
+        return self._step.data.everyone_out
 
     def run_out(self, apply: Callable[[], object] | None = None) -> None:
         """This replica has no data left in this round (epoch): do what `on_exhausted` says. Call between two steps.
@@ -74,7 +74,7 @@ class Exhaustion:
             cast("Manager", self).leave("out of data")
             return
         ends = self._config.on_exhausted == "stop_all"
-        while not self._step.stop_agreed and not self.shadow_step(apply, ends=ends):
+        while not self._step.departure.stop_agreed and not self.shadow_step(apply, ends=ends):
             pass
 
     def shadow_step(
@@ -103,13 +103,13 @@ class Exhaustion:
             self._round_taken = True
             return True
         manager = cast("Manager", self)
-        step, fresh, rounds = self._step, self._step.plan is None, self._step.rounds
-        step.exhausted, step.trails, step.ends_round = True, apply is None, ends
+        step, fresh, rounds = self._step, self._step.plan is None, self._step.data.passes
+        step.data.run_out(applies=apply is not None, ends=ends)
         try:
             manager.start_quorum()
             if fresh:
-                rounds = step.rounds  # those that ended before this replica was there
-            elif step.rounds != rounds:
+                rounds = step.data.passes  # those that ended before this replica was there
+            elif step.data.passes != rounds:
                 self._round_over = self._round_taken = True
                 return True
             if opened is not None:
@@ -118,7 +118,7 @@ class Exhaustion:
                 manager.report_error(RoundEnds("a replica is out of data and ends the round for all"))
             commit = manager.should_commit()
         finally:
-            step.exhausted = step.trails = step.ends_round = False
+            step.data.ran_out()
         if commit:
             assert apply is not None
             try:

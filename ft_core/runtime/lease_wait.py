@@ -61,7 +61,7 @@ def _poll(session: Session) -> None:
     step = session.step
     mine = torch.zeros(FENCE_SLOTS)
     with session.lock:
-        step.lease_acked_at = session.control.last_ack
+        step.acknowledged(session.control.last_ack)
         mine[0], mine[1] = float(not step.lacks_lease(time.monotonic())), float(MARK)
     session.expect()
     try:
@@ -76,4 +76,4 @@ def _poll(session: Session) -> None:
         session.fail(CollectiveError("a member went on while the others wait for a lease"))
     elif leased:
         with session.lock:
-            step.awaits_lease = False
+            step.lease_returned()

@@ -18,7 +18,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, NoReturn, cast
 
 from ft_core.errors import CollectiveError, FaultToleranceError
-from ft_core.protocol.rank.departure import hands_over
+from ft_core.protocol.rank.handover import hands_over
 from ft_core.protocol.rank.phases import Go, Heal, MustAsk, Phase
 from ft_core.protocol.types import Outcome
 from ft_core.runtime import drain_signal
@@ -72,7 +72,7 @@ class Leaving:
     def drain_reason(self) -> str:
         """Why this replica is to end at the next step boundary, or ''. Changes at the same step on all ranks."""
         told, step = self._session.drain_reason, self._step
-        if step.drain_agreed:
+        if step.departure.drain_agreed:
             return told or "another rank of its group was asked to drain"
         return told if self._config.world_size == 1 or step.plan is None else ""
 
@@ -107,7 +107,7 @@ class Leaving:
         with session.lock:
             decision = step.boundary() if step.plan is not None else None
             if isinstance(decision, Go):
-                step.leaving = True
+                step.departure.leave()
             if step.heal is Heal.PENDING:
                 self._healing.cancel()  # the last fence waits for what becomes of it
         if isinstance(decision, MustAsk) and not decision.failed:
@@ -119,7 +119,7 @@ class Leaving:
         unknown = self._step_open and (not self._carriers or step.expects_user_op)
         if not isinstance(decision, Go) or self._round is None or not self._round.configured.is_set() or unknown:
             return False, False
-        step.exhausted = True  # contributes zeros from here on
+        step.data.run_out(applies=True, ends=False)
         self._new_attempt()
         assert self._attempt is not None
         with contextlib.suppress(FaultToleranceError):

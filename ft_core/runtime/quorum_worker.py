@@ -381,4 +381,4 @@ class QuorumWorker:
         finally:
             if not written:
                 with session.lock:
-                    session.step.version = before
+                    session.step.untouched(before)

@@ -121,7 +121,7 @@ class Session:
     @property
     def draining(self) -> bool:
         """This rank is to end at the next boundary that its group agrees on; nothing is worth waiting for any more."""
-        return self.exits_on_drain and (bool(self.drain_reason) or self.step.drain_agreed)
+        return self.exits_on_drain and (bool(self.drain_reason) or self.step.departure.drain_agreed)
 
     def drain(self, reason: str) -> None:
         """Ask all ranks of this group to leave (any thread; comes back as `on_drain`)."""
@@ -382,7 +382,7 @@ class Session:
             if self.drain_reason:
                 return
             self.drain_reason = reason or "drain requested"
-            self.step.drain_wanted = True
+            self.step.departure.want_drain()
             self.changed.notify_all()
         log.info("%s: asked to drain: %s", self.step.settings.replica_id, self.drain_reason)
         if self.exits_on_drain:

@@ -215,7 +215,7 @@ def start(
     store, store_address = _open_store(config)
     if config.world_size > 1:
         config = replace(config, incarnation_key=f"{config.incarnation_key}/{_nth(config)}")
-        step.settings = _shared_id(config, step.settings, store)
+        step.join_group(_shared_id(config, step.settings, store))
     lanes = Lanes(pg)
     lanes.set_timeout(WATCHED)
     session = Session(step, lanes, config.budget, hello)

@@ -68,7 +68,7 @@ class StateViews:
 
     def _whole_state(self) -> dict[str, Any]:
         """What a healing replica receives."""
-        ended = self._step.round_ended or VOID
+        ended = self._step.data.ended_at or VOID
         told = {"round_step": ended.step, "round_epoch": ended.epoch, "commit_weight": self._step.commit_weight}
         return {"user": self._collect(), "manager": self.state_dict() | told}
 

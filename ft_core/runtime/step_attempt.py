@@ -158,7 +158,7 @@ class StepAttempt:
         session = self._session
         sums = tail.tolist()
         with session.lock:
-            session.step.lease_acked_at = session.control.last_ack
+            session.step.acknowledged(session.control.last_ack)
             self.verdict = session.step.judge(sums, time.monotonic())
         session.watchdog.disarm()
         if self.verdict.outcome is Outcome.BROKEN:
@@ -217,7 +217,7 @@ class StepAttempt:
         with session.lock:
             if session.step.phase not in USABLE:
                 return False
-            session.step.lease_acked_at = session.control.last_ack
+            session.step.acknowledged(session.control.last_ack)
             slots = session.step.slots(time.monotonic())
         session.lanes.put(slots, tail)
         return True

@@ -113,7 +113,7 @@ class WarmUp:
             ranks=self._config.world_size,
             wraps_a_model=bool(self._carriers),
             divides_data=self._data is not None,
-            has_data=not self._step.exhausted,
+            has_data=not self._step.data.exhausted,
         )
         self._warm_up_wanted = False
         if not due:

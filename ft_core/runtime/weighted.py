@@ -53,7 +53,7 @@ class Weighted:
             )
         total = self._weights.add(weight)
         with self._session.lock:
-            self._session.step.weight = total
+            self._session.step.weigh(total)
 
     @property
     def batch_ratio(self) -> float:
@@ -63,4 +63,4 @@ class Weighted:
     def _reset_weights(self) -> None:
         if self._weights.total is not None:
             self._weights.reset()
-            self._session.step.weight = None
+            self._session.step.weigh(None)

@@ -21,7 +21,7 @@ from ft_core.protocol.rank.ballot import (
     WEIGHT_HIGH,
     WEIGHT_LOW,
 )
-from ft_core.protocol.rank.departure import hands_over
+from ft_core.protocol.rank.handover import hands_over
 from ft_core.protocol.rank.heal_plan import WorldSizeMode
 from ft_core.protocol.rank.phases import Go, Heal, MustAsk, Phase
 from ft_core.protocol.types import VOID, Outcome, Verdict, Version
@@ -245,19 +245,19 @@ def test_a_fence_that_took_too_long_without_a_lease_is_broken() -> None:
 def test_out_of_data_stops_everybody_also_with_spares_and_a_member_that_cannot_heal() -> None:
     rig = Rig("ab")
     rig.form()
-    rig["a"].exhausted = True
+    rig["a"].data.exhausted = True
     verdict = rig.fence()["a"]
     assert (verdict.outcome, verdict.weight, verdict.exhausted) == (Outcome.COMMIT, 1, False)
     rig = Rig(mode=WorldSizeMode.FIXED_WITH_SPARES, min_replicas=1)
     rig.form()
-    rig["a"].exhausted = True
+    rig["a"].data.exhausted = True
     assert rig.fence()["c"].exhausted, "spares have data left, but nobody would ever use it"
     rig = Rig("ab")
     rig.form()
     rig.attempt()
     for step in rig.steps.values():
         step.break_("test")
-        step.exhausted = True
+        step.data.exhausted = True
     rig.steps["c"] = new_step("c")
     rig.form(heal=False)
     rig["c"].heal_failed(rig["c"].plan.quorum_id, "no donor")  # type: ignore[union-attr]
@@ -267,11 +267,11 @@ def test_out_of_data_stops_everybody_also_with_spares_and_a_member_that_cannot_h
 def test_stop_and_leave_reach_everybody() -> None:
     rig = Rig()
     rig.form()
-    rig["b"].stop_wanted = True
+    rig["b"].departure.stop_wanted = True
     assert rig.fence()["a"].stop
     rig = Rig()
     rig.form()
-    rig["b"].leaving = True
+    rig["b"].departure.leaving = True
     rig.attempt()
     assert rig["a"].boundary() == MustAsk("a member asked for a change of membership", failed=False)
 
@@ -392,7 +392,7 @@ def test_every_member_reaches_the_same_verdict(inputs: list[tuple[int, bool, boo
     rig = Rig("abcdef"[: len(inputs)])
     rig.form()
     for step, (weight, soft, exhausted, leaving) in zip(rig.steps.values(), inputs, strict=True):
-        step.weight, step.exhausted, step.leaving = weight, exhausted, leaving
+        step.weight, step.data.exhausted, step.departure.leaving = weight, exhausted, leaving
         if soft:
             step.fail_softly("x")
     verdicts = rig.fence()
@@ -442,17 +442,17 @@ def test_repr() -> None:
 def test_a_drain_is_told_to_the_group_and_acted_on_when_the_group_has_agreed() -> None:
     rig = Rig("ab")
     rig.form()
-    rig["a"].drain_wanted = True
+    rig["a"].departure.drain_wanted = True
     rig.fence()
     assert [rig[n].vote().drain for n in "ab"] == [True, False]
-    assert not rig["a"].drain_agreed
+    assert not rig["a"].departure.drain_agreed
     for name in "ab":  # b is another rank of the same group
         rig[name].settle(replace(rig[name].vote(), drain=True))
-        assert rig[name].drain_agreed
+        assert rig[name].departure.drain_agreed
         assert rig[name].boundary() == Go()
     broken = Rig("ab")
     broken.form()
-    broken["a"].drain_wanted = True
+    broken["a"].departure.drain_wanted = True
     broken["a"].break_("a bucket failed")
     assert not broken["a"].vote().drain
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def out(step: Step, *, trails: bool = False, ends: bool = False) -> None:
-    step.exhausted, step.trails, step.ends_round = True, trails, ends
+    step.data.exhausted, step.data.trails, step.data.ends_for_all = True, trails, ends
 
 
 def started(names: str = "abc") -> Rig:
@@ -32,23 +32,27 @@ def test_a_round_ends_for_all_at_the_version_of_the_last_commit() -> None:
     rig = started()
     out(rig["a"])
     assert rig.attempt() == dict.fromkeys("abc", True), "who is out of data may apply what the others commit"
-    assert [s.rounds for s in rig.steps.values()] == [0, 0, 0]
+    assert [s.data.passes for s in rig.steps.values()] == [0, 0, 0]
     for step in rig.steps.values():
         out(step)
     assert rig.attempt() == dict.fromkeys("abc", False)
-    assert [(s.rounds, s.round_ended, s.everyone_out) for s in rig.steps.values()] == [(1, rig["a"].base, True)] * 3
-    assert all(s.vetoes == 0 for s in rig.steps.values()), "the end of a round is no failure"
+    assert [(s.data.passes, s.data.ended_at, s.data.everyone_out) for s in rig.steps.values()] == [
+        (1, rig["a"].base, True)
+    ] * 3
+    assert all(s.retries.vetoes == 0 for s in rig.steps.values()), "the end of a round is no failure"
     for step in rig.steps.values():
-        step.exhausted = False
+        step.data.exhausted = False
     assert rig.attempt() == dict.fromkeys("abc", True), "the next one begins in the same quorum"
-    assert [(s.rounds, s.everyone_out) for s in rig.steps.values()] == [(1, False)] * 3
+    assert [(s.data.passes, s.data.everyone_out) for s in rig.steps.values()] == [(1, False)] * 3
 
 
 def test_one_ends_the_round_for_all_with_the_step_they_are_in() -> None:
     rig = started()
     out(rig["b"], ends=True)
     assert rig.attempt() == dict.fromkeys("abc", True)
-    assert {(s.rounds, s.round_ended, s.everyone_out) for s in rig.steps.values()} == {(1, rig["a"].version, False)}
+    assert {(s.data.passes, s.data.ended_at, s.data.everyone_out) for s in rig.steps.values()} == {
+        (1, rig["a"].version, False)
+    }
 
 
 def test_who_trails_stays_where_it_is_and_is_healed_before_the_round_ends() -> None:
@@ -59,16 +63,18 @@ def test_who_trails_stays_where_it_is_and_is_healed_before_the_round_ends() -> N
         assert rig.attempt() == {"a": False, "b": True, "c": True}
         assert rig["a"].version == held, "what it really holds"
         assert all(isinstance(s.boundary(), Go) for s in rig.steps.values()), "no quorum per commit"
-    assert rig["a"].vetoes == 0
+    assert rig["a"].retries.vetoes == 0
     for name in "bc":
         out(rig[name])
     rig.attempt()
-    assert [s.rounds for s in rig.steps.values()] == [0, 0, 0], "not yet"
+    assert [s.data.passes for s in rig.steps.values()] == [0, 0, 0], "not yet"
     assert all(isinstance(s.boundary(), MustAsk) for s in rig.steps.values())
     plans = rig.form()
     assert (plans["a"].heals, plans["a"].target) == (True, rig["b"].version)
     rig.attempt()
-    assert {(s.rounds, s.version, s.lineage) for s in rig.steps.values()} == {(1, rig["b"].version, rig["b"].lineage)}
+    assert {(s.data.passes, s.version, s.lineage) for s in rig.steps.values()} == {
+        (1, rig["b"].version, rig["b"].lineage)
+    }
 
 
 def test_who_trailed_and_has_data_again_asks_for_its_state_though_nothing_is_committed() -> None:
@@ -76,7 +82,7 @@ def test_who_trailed_and_has_data_again_asks_for_its_state_though_nothing_is_com
     rig = started()
     out(rig["a"], trails=True)
     rig.attempt()
-    rig["a"].exhausted = rig["a"].trails = False
+    rig["a"].data.exhausted = rig["a"].data.trails = False
     rig["b"].soft_error = "a NaN was found"
     assert rig.attempt() == dict.fromkeys("abc", False)
     assert all(isinstance(s.boundary(), MustAsk) for s in rig.steps.values())
@@ -90,16 +96,18 @@ def test_nothing_is_committed_between_the_heal_and_the_end(wish: str) -> None:
     out(rig["a"], trails=True)
     rig.attempt()
     if wish == "stop":
-        rig["b"].stop_wanted = True
+        rig["b"].departure.stop_wanted = True
     else:
         out(rig["b"], ends=True)
     assert rig.attempt() == dict.fromkeys("abc", False), "training stops here"
-    assert not rig["c"].stop_agreed
-    assert rig["c"].rounds == 0
+    assert not rig["c"].departure.stop_agreed
+    assert rig["c"].data.passes == 0
     rig.form()
     rig.attempt()
     assert {s.version for s in rig.steps.values()} == {rig["b"].version}
-    assert {(s.stop_agreed, s.rounds) for s in rig.steps.values()} == {(wish == "stop", int(wish == "end"))}
+    assert {(s.departure.stop_agreed, s.data.passes) for s in rig.steps.values()} == {
+        (wish == "stop", int(wish == "end"))
+    }
 
 
 def test_one_that_cannot_heal_holds_nobody() -> None:
@@ -107,12 +115,12 @@ def test_one_that_cannot_heal_holds_nobody() -> None:
     out(rig["a"], trails=True)
     rig.attempt()
     for step in rig.steps.values():
-        step.exhausted = True
+        step.data.exhausted = True
     rig.attempt()
     rig.form(heal=False)
     rig["a"].heal_failed(rig["a"].plan.quorum_id, "no donor")  # type: ignore[union-attr]
     rig.attempt()
-    assert [s.rounds for s in rig.steps.values()] == [1, 1, 1]
+    assert [s.data.passes for s in rig.steps.values()] == [1, 1, 1]
     assert rig["a"].version < rig["b"].version
 
 
@@ -125,7 +133,7 @@ def test_who_held_the_last_commit_goes_on_when_the_others_are_gone() -> None:
     assert rig["a"].open_attempt == -1, "nobody here would apply what a peer could still give"
     rig.form("a")
     assert rig.attempt("a") == {"a": False}
-    assert (rig["a"].rounds, rig["a"].version, rig["a"].round_ended) == (1, held, held)
+    assert (rig["a"].data.passes, rig["a"].version, rig["a"].data.ended_at) == (1, held, held)
 
 
 def test_gradients_are_not_kept_for_somebody_that_trails() -> None:
@@ -145,28 +153,28 @@ def test_who_missed_the_end_learns_it_from_those_who_passed_it() -> None:
     verdicts = rig.fence()
     for name in "ab":
         rig[name].settle(verdicts[name])
-        rig[name].exhausted = False
+        rig[name].data.exhausted = False
     rig["c"].break_("its connection was lost")
     for name in "ab":
         rig[name].break_("c is lost")
     rig.form()
     assert rig.attempt() == dict.fromkeys("abc", True), "a and b are in the next round"
-    assert [s.rounds for s in rig.steps.values()] == [1, 1, 1]
+    assert [s.data.passes for s in rig.steps.values()] == [1, 1, 1]
     rig.attempt()
-    assert [s.rounds for s in rig.steps.values()] == [1, 1, 1], "once"
-    assert len({s.round_ended for s in rig.steps.values()}) == 1
+    assert [s.data.passes for s in rig.steps.values()] == [1, 1, 1], "once"
+    assert len({s.data.ended_at for s in rig.steps.values()}) == 1
 
 
 def test_who_was_away_learns_it_with_the_state() -> None:
     rig = started("ab")
-    rig["a"].rounds, rig["a"].round_ended = 4, Version(1, 7)
+    rig["a"].data.passes, rig["a"].data.ended_at = 4, Version(1, 7)
     rig["a"].break_("test")
     rig["b"].tear()
     rig["b"].break_("test")
     rig.form(heal=False)
     rig.receive("b")
-    rig["b"].heal_applied(rig["a"].round_ended)
-    assert (rig["b"].rounds, rig["b"].round_ended) == (1, Version(1, 7)), "counted from its own start on"
+    rig["b"].heal_applied(rig["a"].data.ended_at)
+    assert (rig["b"].data.passes, rig["b"].data.ended_at) == (1, Version(1, 7)), "counted from its own start on"
 
 
 def test_the_buffers_source_moves_on_when_it_is_out_of_data() -> None:
@@ -174,10 +182,10 @@ def test_the_buffers_source_moves_on_when_it_is_out_of_data() -> None:
     assert {s.source for s in rig.steps.values()} == {0}
     out(rig["a"])
     rig.attempt()
-    assert all(s.source_lost for s in rig.steps.values()), "in this step buffers stay as they were"
+    assert all(s.data.source_lost for s in rig.steps.values()), "in this step buffers stay as they were"
     assert {s.source for s in rig.steps.values()} == {1}
     rig.attempt()
-    assert not any(s.source_lost for s in rig.steps.values())
+    assert not any(s.data.source_lost for s in rig.steps.values())
     out(rig["b"])
     rig.attempt()
     assert {s.source for s in rig.steps.values()} == {2}
@@ -193,7 +201,7 @@ def test_the_slots() -> None:
     out(step, trails=True, ends=True)
     row = step.slots(0.0)
     assert (row[EXHAUSTED], row[ENDS_AND_SOURCE], row[LAGS_AND_PASSED]) == (1 + COUNTS, 1 + COUNTS, 0)
-    step.round_ended = step.base
+    step.data.ended_at = step.base
     assert step.slots(0.0)[LAGS_AND_PASSED] == COUNTS
     step.base = Version(9, 9)
     assert step.slots(0.0)[LAGS_AND_PASSED] == 1
@@ -220,14 +228,14 @@ def test_flags_of_256_members_do_not_run_into_each_other() -> None:
 def test_a_newcomer_that_is_behind_raises_no_flag_of_others_rounds() -> None:
     rig = started("ab")
     for step in rig.steps.values():
-        step.rounds, step.round_ended = 1, step.version
+        step.data.passes, step.data.ended_at = 1, step.version
         step.want_change(step.plan.quorum_id, "c wants to join")  # type: ignore[union-attr]
     rig.attempt()
     rig.steps["c"] = new_step("c", lineage=9)
     rig.form()
     assert rig["c"].slots(0.0)[LAGS_AND_PASSED] == 0
     rig.fence()
-    assert rig["a"].rounds == 1
+    assert rig["a"].data.passes == 1
 
 
 def test_who_is_healed_by_one_that_missed_the_end_learns_it_from_those_who_passed_it() -> None:
@@ -235,15 +243,19 @@ def test_who_is_healed_by_one_that_missed_the_end_learns_it_from_those_who_passe
     for step in rig.steps.values():
         out(step)
     rig.attempt()
-    ended = rig["a"].round_ended
+    ended = rig["a"].data.ended_at
     for step in rig.steps.values():
-        step.exhausted = False
+        step.data.exhausted = False
         step.ask_next = "a change"
     rig["b"].tear()
-    rig["c"].round_ended, rig["c"].rounds = None, 0  # its fence of that attempt failed
+    rig["c"].data.ended_at, rig["c"].data.passes = None, 0  # its fence of that attempt failed
     rig.form()
     rig.attempt()  # the heal, from c, tells b of no end
-    assert [(step.round_ended, step.rounds) for step in rig.steps.values()] == [(ended, 1), (ended, 1), (ended, 1)]
+    assert [(step.data.ended_at, step.data.passes) for step in rig.steps.values()] == [
+        (ended, 1),
+        (ended, 1),
+        (ended, 1),
+    ]
 
 
 def test_a_group_of_several_ranks_trails_as_a_whole() -> None:

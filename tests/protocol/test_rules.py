@@ -166,7 +166,7 @@ def test_r16_all_exhausted_is_a_stop_not_a_veto_loop() -> None:
     rig = Rig("ab")
     rig.form()
     for step in rig.steps.values():
-        step.exhausted = True
+        step.data.exhausted = True
     verdict = rig.fence()["a"]
     assert (verdict.outcome, verdict.exhausted, verdict.reason) == (Outcome.VETO, True, "every member is out of data")
 

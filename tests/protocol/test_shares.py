@@ -80,7 +80,7 @@ def test_empty_shares_are_not_missing() -> None:
     rig = Rig()
     rig.form()
     rig["a"].weight = 0
-    rig["b"].exhausted = rig["b"].trails = True
+    rig["b"].data.exhausted = rig["b"].data.trails = True
     for _ in range(2):
         verdict = rig.fence()["c"]
         assert (verdict.outcome, verdict.missing, verdict.contributors) == (Outcome.COMMIT, (), 1)
@@ -91,7 +91,7 @@ def test_empty_shares_are_not_missing() -> None:
 def test_who_leaves_gives_up_its_share() -> None:
     rig = Rig()
     rig.form()
-    rig["b"].leaving = rig["b"].exhausted = True  # as Manager.leave does
+    rig["b"].departure.leaving = rig["b"].data.exhausted = True  # as Manager.leave does
     assert rig.fence()["a"].missing == (1,)
 
 

@@ -251,7 +251,7 @@ def test_the_divisor_follows_who_really_contributed(cluster: Cluster) -> None:
     idle = Replica(1, optim=sgd)
 
     def no_data(replica: Replica) -> None:
-        replica.manager._step.exhausted = True
+        replica.manager._step.data.exhausted = True
 
     idle.actions[2, "boundary"] = no_data
     cluster.run(Replica(0, optim=sgd), idle)
@@ -271,7 +271,7 @@ def test_weighted_gradients(cluster: Cluster) -> None:
         def iteration(self) -> None:
             self.manager._step.weight = (1, 3, 5)[self.index]
             if self.index == 2:
-                self.manager._step.exhausted = True
+                self.manager._step.data.exhausted = True
             self.manager.start_quorum()
             value = torch.full((2,), float(self.index))
             self.manager.allreduce(value).wait()

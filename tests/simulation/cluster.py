@@ -35,7 +35,7 @@ from ft_core.protocol.lighthouse.view import Life, NotReady, View
 from ft_core.protocol.pauses import Pauses, Wait
 from ft_core.protocol.quorum_ids import QuorumIds
 from ft_core.protocol.rank.ballot import FENCE_SLOTS
-from ft_core.protocol.rank.departure import hands_over
+from ft_core.protocol.rank.handover import hands_over
 from ft_core.protocol.rank.heal_plan import WorldSizeMode
 from ft_core.protocol.rank.moving import may_move, why_not_here
 from ft_core.protocol.rank.phases import Go, Heal, Phase
@@ -546,7 +546,7 @@ class World:
             self.say("%s is asked to drain", group.rid)
             group.leaving = True
             for rank in group.ranks:
-                rank.step.leaving = True
+                rank.step.departure.leave()
             self.at(self.between(0.5, 4.0), None, self._restart, group.number)
 
     def _fault_shutdown(self, kind: str, group: Group) -> None:
@@ -848,8 +848,9 @@ class Group:
                 autonomy_s=config.autonomy_s, orphan_s=config.orphan_s, rules=config.member_rules,
             )  # fmt: skip
             step = Step(settings, lineage=self.world.rng.getrandbits(62), now=self.world.now)
-            step.leaving = self.leaving
-            step.layout = LAYOUT + (config.compared and self.fixed_with_spares)
+            if self.leaving:
+                step.departure.leave()
+            step.describe(LAYOUT + (config.compared and self.fixed_with_spares))
             self.ranks.append(Rank(self, index, step))
         self.connect()
         self.world.at(self.world.between(0.0, 0.1), self, self._progress)
@@ -1026,7 +1027,7 @@ class Group:
                 self.world.at(self.world.between(0.4, 1.0), None, self.world.begin_again, self.number)
         for rank in self.ranks:
             if kind == "ack":
-                rank.step.lease_acked_at = max(rank.step.lease_acked_at, rest[0])
+                rank.step.acknowledged(max(rank.step.lease_acked_at, rest[0]))
             elif kind == "lost":
                 rank.told(rank.lost, *rest)
             elif kind == "change":
@@ -1296,7 +1297,7 @@ class Rank:
             return
         self.waiting_to_launch = self.waiting_for_heal = False
         if self.world.config.finish_at and step.version.step >= self.world.config.finish_at:
-            step.exhausted = True
+            step.data.run_out(applies=True, ends=False)
         if self.world.config.rounds:
             self._look_at_the_data()
         decision = step.boundary()
@@ -1357,10 +1358,11 @@ class Rank:
 
     def _look_at_the_data(self) -> None:
         step, number = self.step, self.group.number
-        begun = step.round_ended.step if step.round_ended is not None else 0
-        step.exhausted = step.base.step - begun >= 3 + 3 * (number % 3)
-        step.ends_round = step.exhausted and number == 0 and self.world.config.ends_rounds
-        step.trails = step.exhausted and number % 2 == 1
+        begun = step.data.ended_at.step if step.data.ended_at is not None else 0
+        if step.base.step - begun >= 3 + 3 * (number % 3):
+            step.data.run_out(applies=number % 2 == 0, ends=number == 0 and self.world.config.ends_rounds)
+        else:
+            step.data.ran_out()
 
     def _template(self) -> dict[str, Any]:
         config = self.world.config
@@ -1515,7 +1517,7 @@ class Rank:
             world.history.committed(self, before, kept.gradients, kept.divisor, finished=True)
             world.history.read(self, samples, kept.samples)
         else:
-            self.received, self.received_round = source.state, source.step.round_ended
+            self.received, self.received_round = source.state, source.step.data.ended_at
             self.received_samples = source.samples
             self.step.healed(quorum_id)
         self._heal_over(quorum_id)
@@ -1657,7 +1659,8 @@ class Rank:
         step = self.step
         if self.ring is not op.ring or step.phase is not Phase.OPEN or not step.awaits_lease or self.group.done:
             return
-        step.awaits_lease = not any(payload[0][0] for payload in op.payloads())
+        if any(payload[0][0] for payload in op.payloads()):
+            step.lease_returned()
         self.boundary()
 
     def op_failed(self, op: Op, why: str) -> None:
@@ -1774,8 +1777,8 @@ class Rank:
         world.history.settled(self, verdict)
         world.history.lapsed(self, verdict)
         if world.config.rounds and verdict.exhausted:
-            world.say("%s: the round of data ended at %s", self.name, step.round_ended)
-        elif verdict.exhausted or (step.exhausted and len(step.plan.quorum.members) == 1):
+            world.say("%s: the round of data ended at %s", self.name, step.data.ended_at)
+        elif verdict.exhausted or (step.data.exhausted and len(step.plan.quorum.members) == 1):
             self.group.goodbye("out of data", agreed=True, finished=True)
             return
         if verdict.outcome is Outcome.VETO:

@@ -219,14 +219,14 @@ class History:
         failed = any(other.step.heal is Heal.ABANDONED for other in rank.group.ranks)
         cannot_heal = failed or (step.plan is not None and step.plan.excluded)
         if step.behind or verdict.behind:
-            if verdict.exhausted and not cannot_heal and step.version != step.round_ended:
-                raise Violation("I10", f"{rank.name} is at {step.version} when the round ends at {step.round_ended}")
+            if verdict.exhausted and not cannot_heal and step.version != step.data.ended_at:
+                raise Violation("I10", f"{rank.name} is at {step.version} when the round ends at {step.data.ended_at}")
             return
         key = (verdict.quorum_id, verdict.attempt, rank.index)
-        known, name = self.rounds.setdefault(key, (step.round_ended, rank.name))
-        if known != step.round_ended:
+        known, name = self.rounds.setdefault(key, (step.data.ended_at, rank.name))
+        if known != step.data.ended_at:
             raise Violation(
-                "I10", f"a round of data ended at {known} for {name}, at {step.round_ended} for {rank.name}"
+                "I10", f"a round of data ended at {known} for {name}, at {step.data.ended_at} for {rank.name}"
             )
         self.ended += verdict.exhausted
 

@@ -1,31 +1,40 @@
-"""What a member that is to leave still owes the others (R16). Pure: no clock, no I/O.
+"""How a rank is to end: it leaves, is drained, or all members stop. Pure.
 
-Theory of operation. Who leaves a quorum that stands says so in a last fence, and all that it holds others hold, too.
-Where the quorum broke that is not known: another member's fence may have ended with the connections of a third that
-died, so the one that leaves may be the only one that holds the last commit. It enters one more quorum, in which the
-others are healed, and leaves that.
-
-Invariant: nobody is asked for who is not there; how long to wait is the caller's. Ownership: as `rank`.
+Invariant: what is agreed never becomes open again. Ownership: as `rank`.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from ft_core.protocol.rank.phases import MustAsk
-from ft_core.protocol.types import VOID
-
-if TYPE_CHECKING:
-    from ft_core.protocol.rank.rank import Step
+from dataclasses import dataclass
 
 
-def hands_over(step: Step) -> MustAsk | None:
-    """Why a rank that is to leave asks for one more quorum first; None: it does not.
+@dataclass(slots=True)
+class Departure:
+    """Which ends a rank wants, and which all know of."""
 
-    Not in groups of several ranks: those end with the order to drain, and ask no more.
-    """
-    if step.plan is None or step.plan.size == 1 or step.settings.group_world_size > 1:
-        return None
-    why = step.boundary()
-    known = step.version <= step.stable or step.version == VOID or step.behind
-    return why if isinstance(why, MustAsk) and why.failed and not known else None
+    leaving: bool = False
+    """The next fence is this member's last, and says so (R16)."""
+    drain_wanted: bool = False
+    """This replica is to leave at the next boundary: told to the ranks of its group in the next vote."""
+    drain_agreed: bool = False
+    """A rank of this group is to: all of them leave at the next boundary (R12)."""
+    stop_wanted: bool = False
+    """In every fence from the next one on: all members are asked to stop training."""
+    stop_agreed: bool = False
+
+    def leave(self) -> None:
+        """Say goodbye in the next fence."""
+        self.leaving = True
+
+    def want_drain(self) -> None:
+        """Leave at the next boundary, with the other ranks of the group."""
+        self.drain_wanted = True
+
+    def want_stop(self) -> None:
+        """Ask all members to stop training."""
+        self.stop_wanted = True
+
+    def settled(self, *, drain: bool, stop: bool) -> None:
+        """What a verdict said."""
+        self.drain_agreed |= drain
+        self.stop_agreed |= stop

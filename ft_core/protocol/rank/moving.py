@@ -39,7 +39,8 @@ def may_move(step: Step, open_s: float, timeout_s: float) -> bool:
         step.settings.rules.r19_moves and step.phase is Phase.OPEN and step.attempt > 0 and step.user_ops == 0
         and step.settings.group_world_size == 1 and step.heal is Heal.NONE and not step.behind
         and open_s < IN_TIME * timeout_s
-        and not (step.ask_next or step.soft_error or step.awaits_lease or step.leaving or step.drain_wanted)
+        and not (step.ask_next or step.soft_error or step.awaits_lease)
+        and not (step.departure.leaving or step.departure.drain_wanted)
     )  # fmt: skip
 
 

@@ -7,12 +7,8 @@ member that cannot follow it is *broken* (R0): it launches nothing more in this 
 tells it to the group, `settle` applies the group's answer. Between attempts `boundary` says whether to go on in the
 quorum or to ask for the next.
 
-What a fence carries is in `ballot`: the weight of the gradient, whose share of the step is in the sum, the flags, the
-number of members and a tag of everything that has to be equal (version, lineage, quorum, attempt, layout, user
-collectives). A tag sum other than n times mine means that somebody is in another attempt: broken.
-
-A *round* of data ends when every member is out of it, or one ends it for all. Members that apply no commits meanwhile
-(`trails`) are first healed, in a quorum that all ask for. Who missed the end learns it from those who passed it.
+What a fence carries is in `ballot`, what it decides in `commit_rule`; what a rank knows of its data, its end and its
+failures in `data_pass`, `departure` and `retries`.
 
 Invariants: `version` names the state this rank holds (VOID while it must not be used); `base` is the state the current
 attempt builds on, equal on all members; version == base unless this member is behind; a verdict, once reached, is never
@@ -24,17 +20,22 @@ Ownership: the Manager calls it under its own lock; nothing here is thread safe.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ft_core.protocol.lineage import fold_lineage
-from ft_core.protocol.rank.ballot import NO_LEASE, FenceInput, decode, encode, places_missing, tag_of
+from ft_core.protocol.rank.ballot import NO_LEASE, FenceInput, decode, encode, tag_of
+from ft_core.protocol.rank.commit_rule import Facts, judge
+from ft_core.protocol.rank.data_pass import DataPass
+from ft_core.protocol.rank.departure import Departure
 from ft_core.protocol.rank.heal_plan import Plan, plan
 from ft_core.protocol.rank.phases import Go, Heal, MustAsk, Phase
-from ft_core.protocol.rank.settings import StepSettings, gives_up
+from ft_core.protocol.rank.retries import Retries
 from ft_core.protocol.types import VOID, Ask, Outcome, Quorum, Verdict, Version
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    from ft_core.protocol.rank.settings import StepSettings
 
 
 class Step:
@@ -62,18 +63,8 @@ class Step:
         self.broken_reason = self.soft_error = self.change_wanted = self.ask_next = ""
         self.unbuilt, self.unbuilt_here = "", False
         """Why this rank could not build the process group of its quorum; '' also where a push had ended that before."""
-        self.leaving = self.drain_wanted = self.drain_agreed = self.stop_wanted = self.stop_agreed = False
-        self.exhausted = self.tolerates = self.restored = self.roles_switched = False
-        self.trails = self.ends_round = self._other_trails = False
-        """Out of data: nobody applies commits here, a heal makes up for it; it ends for all. Another rank trails."""
-        self.rounds = 0
-        """How often a round of data ended since this rank started."""
-        self.round_ended: Version | None = None
-        """The version at which the last round ended; the same on all members that hold a later one."""
-        self.everyone_out = self.source_lost = self._ends_now = self._passed = self.states_differ = False
-        """The last fence said: all are out of data; the buffers' source is; the round ends; it ended; states differ."""
-        self.source_shift = 0
-        """The buffers' source is this many places behind the first participant: those before it are out of data."""
+        self.tolerates = self.restored = self.roles_switched = self.states_differ = False
+        self.data, self.departure, self.retries = DataPass(), Departure(), Retries()
         self.weight: int | None = None
         self.sample: int | None = None
         """Weight of this member's gradient, None: 1; digest of a part of its state when this step was opened."""
@@ -88,7 +79,7 @@ class Step:
         self._op_launched = self._op_lost = self.expects_user_op = False
         """A user collective was launched since the last verdict was settled; one of this quorum has no result here,
         which what peers kept (R5) does not replace; one was launched in this attempt or in the one before."""
-        self.own_failures = self.vetoes = self.asks = 0
+        self.asks = 0
         self._error_sent = self._voted = False
         """The soft error was there when the fence's slots were taken; the latched verdict was told to the group:
         whatever fails from now on belongs to the next attempt."""
@@ -121,7 +112,7 @@ class Step:
     def source(self) -> int:
         """replica_rank of the participant whose buffers everybody takes; -1: there is none."""
         ranks = self.participants
-        return ranks[self.source_shift % len(ranks)] if ranks else -1
+        return ranks[self.data.source_shift % len(ranks)] if ranks else -1
 
     @property
     def participating(self) -> bool:
@@ -131,7 +122,7 @@ class Step:
     @property
     def contributes(self) -> bool:
         """This member's gradient really goes into the sum (else zeros do)."""
-        if self.soft_error or self.exhausted or not self.participating:
+        if self.soft_error or self.data.exhausted or not self.participating:
             return False
         return (self.heal is Heal.NONE or self.heal is Heal.READY) and self._at_base
 
@@ -167,7 +158,7 @@ class Step:
     @property
     def _has_no_share(self) -> bool:
         """It takes part, and has no data: nothing of it can be missing. (Who leaves gives up the share it had.)"""
-        return self.participating and (self.exhausted or self._other_trails) and not self.leaving
+        return self.participating and (self.data.exhausted or self.data.other_trails) and not self.departure.leaving
 
     # ------------------------------------------------------------ boundary
 
@@ -206,9 +197,9 @@ class Step:
             template, replica_id=self.settings.replica_id, seq=self.asks, version=self.version, lineage=self.lineage,
             quorum_id=self.plan.quorum_id if self.plan else 0, failed=why.failed, reason=why.reason,
             min_replicas=self.settings.min_replicas, group_world_size=self.settings.group_world_size,
-            layout=self.layout, open_attempt=self.open_attempt if why.failed else -1, commit_failures=self.vetoes,
-            heals_late=self.heals_late, stable=self.stable, unbuilt=self.unbuilt, unbuilt_here=self.unbuilt_here,
-            from_scratch=template.from_scratch or self.restored,
+            layout=self.layout, open_attempt=self.open_attempt if why.failed else -1,
+            commit_failures=self.retries.vetoes, heals_late=self.heals_late, stable=self.stable, unbuilt=self.unbuilt,
+            unbuilt_here=self.unbuilt_here, from_scratch=template.from_scratch or self.restored,
         )  # fmt: skip
 
     def enter(self, quorum: Quorum) -> Plan:
@@ -234,8 +225,8 @@ class Step:
         self.ask_next = self.change_wanted = self.broken_reason = self.unbuilt = self._lost_since = ""
         # soft_error stays: it may have been reported while this quorum was still being formed.
         self.verdict = None
-        self._voted = self._goes_on = self._op_launched = self._op_lost = self._passed = self.awaits_lease = False
-        self.user_ops = self.source_shift = self.vetoes = 0
+        self._voted = self._goes_on = self._op_launched = self._op_lost = self.data.passed = self.awaits_lease = False
+        self.user_ops = self.data.source_shift = self.retries.vetoes = 0
         early, self._early = self._early, {}
         if "change" in early:
             self.want_change(*early["change"])
@@ -269,7 +260,9 @@ class Step:
             else:
                 self.ask_next = self.ask_next or reason
             return False
-        kept = keep_gradients and self.phase is Phase.LAUNCHED and not (self.behind or self.trails or self._op_lost)
+        kept = (
+            keep_gradients and self.phase is Phase.LAUNCHED and not (self.behind or self.data.trails or self._op_lost)
+        )
         self.open_attempt = self.attempt if kept else -1
         self.phase = Phase.BROKEN
         self.broken_reason = reason
@@ -335,9 +328,9 @@ class Step:
         if self.phase is Phase.FENCED and self.verdict is not None:
             self._voted = self.settings.rules.r0_verdict
             change = self.verdict.change or (self._alike and bool(self.ask_next))
-            if not self.drain_wanted and change == self.verdict.change:
+            if not self.departure.drain_wanted and change == self.verdict.change:
                 return self.verdict  # nothing to add, as in nearly every step: `replace` makes all fields anew
-            return replace(self.verdict, drain=self.drain_wanted, change=change)
+            return replace(self.verdict, drain=self.departure.drain_wanted, change=change)
         reason = self.broken_reason or "the fence has not completed"
         return Verdict(self.plan.quorum_id, self.attempt, Outcome.BROKEN, reason)
 
@@ -348,21 +341,20 @@ class Step:
         self.heal = Heal.READY
         return True
 
-    def heal_applied(self, round_ended: Version | None = None) -> None:
-        """The received state has been loaded: this rank holds `base` now. `round_ended`: the donor's."""
+    def heal_applied(self, round_ended: Version | None = None, batches: int = 0, weight: int = 0) -> None:
+        """The received state has been loaded: this rank holds `base` now. The arguments are the donor's."""
         assert self.heal is Heal.READY
         self.heal, self.open_attempt, self.heals_late = Heal.NONE, -1, False
         self.version, self.lineage = self.base, self.base_lineage
-        round_ended = self.base if self._passed else round_ended  # the donor itself may have missed the end
-        if round_ended != self.round_ended:
-            self.rounds, self.round_ended = self.rounds + 1, round_ended
+        self.batches_committed, self.commit_weight = batches, weight
+        self.data.healed(self.base, round_ended)
 
     def heal_failed(self, quorum_id: int, reason: str) -> None:
         """No donor could be received from in time: weight zero and change-wanted, never a veto (R11)."""
         if self.plan is None or self.plan.quorum_id != quorum_id or self.heal is not Heal.PENDING:
             return
         self.heal = Heal.ABANDONED
-        self.own_failures += 1
+        self.retries.failed()
         self.change_wanted = self.change_wanted or f"healing failed: {reason}"
 
     def tear(self) -> None:
@@ -370,9 +362,33 @@ class Step:
         if self.settings.rules.r7_void:
             self.version = VOID
 
+    def untouched(self, version: Version) -> None:
+        """Nothing was written over the state after all: it is `version`, as before `tear`."""
+        self.version = version
+
     def restore(self, version: Version, lineage: int, batches: int) -> None:
         """Adopt what a checkpoint says."""
         self.version, self.lineage, self.batches_committed, self.restored = version, lineage, batches, True
+
+    def describe(self, layout: int) -> None:
+        """Digest of what has to be equal on all members (R4). Before the first ask."""
+        self.layout = layout
+
+    def join_group(self, settings: StepSettings) -> None:
+        """The ranks of the group have agreed on a replica_id. Before the first ask."""
+        self.settings = settings
+
+    def require_whole_steps(self) -> None:
+        """From the first step on a step commits only if every participant's share is in it."""
+        self.whole_steps = True
+
+    def weigh(self, weight: int | None) -> None:
+        """Weight of this member's gradient in the attempt; None: 1."""
+        self.weight = weight
+
+    def sampled(self, digest: int | None) -> None:
+        """Digest of a part of this rank's state when this step was opened; None: nothing is compared (R20)."""
+        self.sample = digest
 
     # ------------------------------------------------------------ the attempt
 
@@ -397,7 +413,20 @@ class Step:
 
     def user_op_lost(self) -> None:
         """A user's collective failed, or was not launched, here: peers keep gradients, not its result (R5)."""
-        self._op_lost, self.open_attempt = True, -1
+        self._op_lost = True
+        self.no_finish()
+
+    def no_finish(self) -> None:
+        """What the last attempt has reduced cannot be used here: a full heal is planned instead (R5)."""
+        self.open_attempt = -1
+
+    def acknowledged(self, at: float) -> None:
+        """The lighthouse has acknowledged this group's lease at that time."""
+        self.lease_acked_at = at
+
+    def lease_returned(self) -> None:
+        """A member has a lease again: the quorum goes on (R3)."""
+        self.awaits_lease = False
 
     def lacks_lease(self, now: float) -> bool:
         """R3: it has had no acknowledged lease for autonomy_s."""
@@ -416,7 +445,7 @@ class Step:
         self._error_sent = bool(self.soft_error)
         failing = bool(self.soft_error) and not (self.settings.rules.r11_no_veto and behind)
         failing |= not self.settings.rules.r11_no_veto and heal is Heal.ABANDONED
-        lags, apart = behind and heal is Heal.NONE and not plan.excluded, self.trails or self._other_trails
+        lags, apart = behind and heal is Heal.NONE and not plan.excluded, self.data.trails or self.data.other_trails
         ready = plan.heals and not plan.heals_first and not self.roles_switched
         return encode(
             FenceInput(
@@ -424,16 +453,16 @@ class Step:
                 weight=(1 if self.weight is None else self.weight) if contributes else 0,
                 share_of=plan.replica_rank if contributes or self._has_no_share else -1,
                 failed=failing,
-                change=bool(self.change_wanted or self.ask_next) or self.leaving or (lags and not apart),
+                change=bool(self.change_wanted or self.ask_next) or self.departure.leaving or (lags and not apart),
                 no_lease=self.lacks_lease(now),
-                out=self.exhausted or self._adds_nothing,
-                trails=self.trails and heal is not Heal.ABANDONED,  # R11: one that cannot heal holds nobody
+                out=self.data.exhausted or self._adds_nothing,
+                trails=self.data.trails and heal is not Heal.ABANDONED,  # R11: one that cannot heal holds nobody
                 ready=ready and heal is not Heal.PENDING and heal is not Heal.ABANDONED,
-                stop=self.stop_wanted,
-                ends=self.ends_round,
+                stop=self.departure.stop_wanted,
+                ends=self.data.ends_for_all,
                 source_lost=plan.replica_rank == self.source and not contributes,
                 lags=lags,
-                passed=self.round_ended == self.base and not behind,
+                passed=self.data.ended_at == self.base and not behind,
                 sample=None if behind else self.sample,
                 tolerates=self.tolerates,
             )
@@ -446,7 +475,16 @@ class Step:
             return self.verdict
         if self.phase is Phase.BROKEN:
             return Verdict(self.plan.quorum_id, self.attempt, Outcome.BROKEN, self.broken_reason)
-        verdict = self._judge(sums, now)
+        facts = Facts(
+            plan=self.plan, attempt=self.attempt, tag=self.tag(), participants=self.participants,
+            soft_error=self.soft_error, lacks_lease=self.lacks_lease(now), took_s=now - self.launched_at,
+            behind=self.behind, received=self.heal is Heal.READY, trails=self.data.trails,
+            knows_end=self.data.ended_at == self.base, whole_steps=self.whole_steps,
+        )  # fmt: skip
+        found = judge(decode(sums, self.plan.size), facts, self.settings)
+        self.data.judged(found)
+        self.states_differ = found.states_differ
+        verdict = found.verdict
         if verdict.outcome is Outcome.COMMIT and self._late_error and self.settings.rules.r0_verdict:
             reason = f"reported too late to veto the others: {self.soft_error}"
             verdict = replace(verdict, outcome=Outcome.BROKEN, reason=reason)
@@ -461,49 +499,21 @@ class Step:
                 self.stable = max(self.stable, self.base)
         return verdict
 
-    def _judge(self, sums: Sequence[float], now: float) -> Verdict:
-        assert self.plan is not None
-        rules, n = self.settings.rules, self.plan.size
-        self.everyone_out = self.source_lost = self._ends_now = self._passed = self.states_differ = False
+    def tolerate(self) -> None:
+        """A difference of states that comes again and again is not looked at any more (R20)."""
+        self.tolerates = True
 
-        def verdict(outcome: Outcome, reason: str = "", **more: object) -> Verdict:
-            assert self.plan is not None
-            return Verdict(self.plan.quorum_id, self.attempt, outcome, reason, **more)  # type: ignore[arg-type]
+    def states_apart(self, verdict: Verdict, reason: str, *, mine: bool) -> None:
+        """The members' states differ: nobody commits on them, and who is in the minority (`mine`) heals.
 
-        told = decode(sums, n)
-        if rules.r0_tag and not told.is_of(n, self.tag()):
-            return verdict(Outcome.BROKEN, "the fence shows that a member is in another attempt or holds another state")
-        if rules.r3_autonomy:
-            margin = self.settings.orphan_s - self.settings.autonomy_s
-            if self.lacks_lease(now) and now - self.launched_at > margin:
-                return verdict(Outcome.BROKEN, f"no lighthouse for too long, and the fence took over {margin:g} s")
-            if told.no_lease == n:
-                reason = f"no member has had a lease for autonomy_s={self.settings.autonomy_s:g} s: waiting for one"
-                return verdict(Outcome.VETO, reason, change=told.change > 0, lapsed=True)
-        self.states_differ = told.states_differ
-        self.source_lost, self.everyone_out, self._passed = told.sources_lost > 0, told.out == n, told.passed > 0
-        self._ends_now = (self.everyone_out or told.ends > 0) and not told.lagging
-        lag_ends = told.lagging > 0 and (self.everyone_out or told.ends + told.stop > 0)
-        missed = self._passed and not self.behind and self.round_ended != self.base
-        missing = places_missing(self.participants, told.shares) if rules.r17_shares else ()
-        more: dict[str, Any] = {
-            "weight": told.weight, "contributors": told.contributed, "missing": missing,
-            "stop": told.stop > 0 and not told.lagging, "change": told.change > 0 or lag_ends,
-            "exhausted": self._ends_now or missed,
-            "healed": told.ready == self.plan.ready_expected or not rules.r10_ready,
-            "behind": self.behind and self.heal is not Heal.READY, "trails": self.trails,
-        }  # fmt: skip
-        if told.failed:
-            return verdict(Outcome.VETO, self.soft_error or f"{told.failed} of {n} members failed in this step", **more)
-        if told.weight == 0:
-            reason = "every member is out of data" if self.everyone_out else "no member contributed a gradient"
-            return verdict(Outcome.VETO, reason, **more)
-        if told.trailing and (told.ends or told.stop):
-            return verdict(Outcome.VETO, "training stops at the state that members without data are healed to", **more)
-        if missing and self.whole_steps:
-            names = ", ".join(self.plan.quorum.ids[self.participants[place]] for place in missing)
-            return verdict(Outcome.VETO, f"every step has to be whole, and {names} contributed nothing", **more)
-        return verdict(Outcome.COMMIT, **more)
+        A push may have broken the attempt while the states were compared: then there is nothing to veto any more.
+        """
+        if self.verdict is not verdict:
+            return
+        self.verdict = replace(verdict, outcome=Outcome.VETO, reason=reason, change=True)
+        self.ask_next = reason
+        if mine:
+            self.tear()
 
     def settle(self, verdict: Verdict) -> bool:
         """Apply the (group's) verdict on the latched attempt. Returns True if the optimizer is to be stepped.
@@ -516,12 +526,12 @@ class Step:
         elif verdict.outcome is Outcome.COMMIT and not self.settings.rules.r0_verdict and self._late_error:
             verdict = replace(verdict, outcome=Outcome.VETO)
         if self.phase is not Phase.FENCED or self.plan is None:
-            self.own_failures += 1
+            self.retries.failed()
             self.soft_error = ""
             return False
         self.heals_late |= self.heal is Heal.ABANDONED
         commit = verdict.outcome is Outcome.COMMIT
-        self._other_trails = verdict.trails and not self.trails
+        self.data.other_trails = verdict.trails and not self.data.trails
         current = not self.behind and not verdict.behind and not verdict.trails
         ended_at = self.base
         if commit:
@@ -535,15 +545,14 @@ class Step:
                 self.ask_next = self.ask_next or "left behind by a commit"
                 if self.heal is Heal.PENDING:
                     self.heal = Heal.ABANDONED  # what may still arrive is older than `base` now
-        if verdict.exhausted:
-            self.rounds += 1
-            self.round_ended = self.base if self._ends_now else ended_at
-        self.source_shift += self.source_lost
-        self._count_failures(useful=verdict.exhausted or (commit and (current or verdict.trails)), current=current)
+        self.data.settled(verdict.exhausted, ended_at, self.base)
+        if verdict.exhausted or (commit and (current or verdict.trails)):
+            self.retries.reset()
+        else:
+            self.retries.skipped(own=bool(self.soft_error), current=current)
         if verdict.healed and self.plan.ready_expected:
             self.roles_switched = True
-        self.drain_agreed |= verdict.drain
-        self.stop_agreed |= verdict.stop
+        self.departure.settled(drain=verdict.drain, stop=verdict.stop)
         if verdict.change:
             self.ask_next = self.ask_next or self.change_wanted or "a member asked for a change of membership"
         self.attempt += 1
@@ -556,22 +565,13 @@ class Step:
             self._lost_since = ""
         return commit and current
 
-    def _count_failures(self, *, useful: bool, current: bool) -> None:
-        """R11: a member's own failures count first; one that is behind goes on counting its failed heals."""
-        if useful:
-            self.own_failures = self.vetoes = 0
-            return
-        self.vetoes += 1
-        if self.soft_error:
-            self.own_failures += 1
-        elif current:
-            self.own_failures = 0
-
-    def finished(self, plan_: Plan) -> None:
+    def finished(self, plan_: Plan, batches: int = 0, weight: int = 0) -> None:
         """R5: the reduced gradients of the open attempt were fetched: this rank commits what it could not follow."""
         assert self.plan is plan_
+        self.batches_committed, self.commit_weight = batches, weight
         self.version, self.lineage = plan_.target, plan_.target_lineage
-        self.heal, self.own_failures, self.vetoes = Heal.NONE, 0, 0
+        self.heal = Heal.NONE
+        self.retries.reset()
 
     def divisor(self, verdict: Verdict) -> int:
         """What the sum of the gradients is divided by: what really went into it (R10), never what was planned."""
@@ -579,4 +579,4 @@ class Step:
 
     def gave_up(self) -> str:
         """Why this member must stop retrying (max_retries), or ''."""
-        return gives_up(self.own_failures, self.vetoes, self.settings.max_retries)
+        return self.retries.gave_up(self.settings.max_retries)
