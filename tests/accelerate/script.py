@@ -83,7 +83,8 @@ def save(accelerator: Any, model: nn.Module, fuse: Fuse) -> None:
     """Every so many commits."""
     if accelerator.committed_steps % SAVE_EVERY == 0:
         number = accelerator.save_iteration
-        fuse.lit = number == FUSE and accelerator.is_main_process
+        # Of the first leader only: the next one may have missed the commit of this save, and make it again alone.
+        fuse.lit = number == FUSE and accelerator.is_main_process and GROUP == 0
         accelerator.save_state()
         print("saved", GROUP, number, digest(accelerator.unwrap_model(model)), flush=True)
 
