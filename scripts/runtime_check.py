@@ -17,17 +17,18 @@ import threading
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-SHELLS = ("errors", "settings", "wire", "client", "group_server", "lighthouse", "coordination")
+PACKAGES = ("_pb", "protocol", "rpc", "control")
+FILES = ("errors", "settings", "network", "certificates", "coordination", "lighthouse")
 READY_S = 20.0
 
 
 def import_control_plane() -> int:
-    """Import all of it that exists (the generated code always); return how many modules that was."""
-    names = [f"ft_core._pb.{path.stem}" for path in sorted((ROOT / "ft_core/_pb").glob("*_pb2*.py"))]
-    names += [f"ft_core.{name}" for name in SHELLS if (ROOT / f"ft_core/{name}.py").exists()]
-    for name in names:
+    """Import all of it; return how many modules that was."""
+    paths = [path for package in PACKAGES for path in sorted((ROOT / "ft_core" / package).rglob("*.py"))]
+    names = [".".join(path.relative_to(ROOT).with_suffix("").parts) for path in paths]
+    for name in [*names, *(f"ft_core.{name}" for name in FILES)]:
         importlib.import_module(name)
-    return len(names)
+    return len(names) + len(FILES)
 
 
 def serve_once() -> str:
@@ -70,10 +71,7 @@ def main() -> None:
     """Check everything and print one line."""
     sys.path.insert(0, str(ROOT))
     assert importlib.util.find_spec("torch") is None, "this environment must not have torch"
-    said = f"{import_control_plane()} modules imported"
-    if (ROOT / "ft_core/lighthouse.py").exists():
-        said += f"; served: {serve_once()}"
-    print(said)
+    print(f"{import_control_plane()} modules imported; served: {serve_once()}")
 
 
 if __name__ == "__main__":
