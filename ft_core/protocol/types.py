@@ -18,7 +18,6 @@ class Version:
 
 
 UNTRAINED = Version(0, 0)
-
 VOID = Version(-1, -1)
 """A state that must not be used: torn by a heal that did not finish, or mixed within its group."""
 

@@ -112,8 +112,10 @@ class Round:
     def wait_configured(self) -> None:
         """Block until the lanes are up or the round failed (`error`). Bounded by the worker's own deadlines."""
         self.awaited = True
-        self.configured.wait()
-        self.awaited = False
+        try:
+            self.configured.wait()
+        finally:
+            self.awaited = False
 
     def wait_healed(self) -> None:
         """Block until the planned state was received or given up. Bounded by heal_s."""

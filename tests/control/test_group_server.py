@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import time
 from concurrent import futures
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 
-from ft_core.control.group.server import TELL_S
+from ft_core.control.group.server import TELL_S, GroupServer
 from ft_core.control.lighthouse.lease_client import LeaseSettings
 from ft_core.control.link import Control, LeaderControl, LocalControl, RankControl
 from ft_core.errors import ConfigError, FaultToleranceError, LighthouseError, RefusedError
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from ft_core.control.lighthouse.server import LighthouseServer
+    from ft_core.rpc.loop_server import Stream
 
 ID = "g:1"
 SIZE = 3
@@ -422,6 +424,44 @@ def test_a_leader_that_was_refused_tells_ranks_that_start_later(
         assert "g:1 has 3 ranks, but h:1 has 1" in str(recorder.wait("refused")[0])
     ending.join(TELL_S / 2)
     assert not ending.is_alive(), "it waited although everybody knew"
+    group.close()
+
+
+class SlowWrites:
+    """A stream whose messages need a moment."""
+
+    def __init__(self, context: Any) -> None:
+        self._context = context
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._context, name)
+
+    async def write(self, data: bytes) -> None:
+        await asyncio.sleep(0.1)
+        await self._context.write(data)
+
+
+def test_a_refused_leader_that_ends_at_once_has_told_who_had_joined(
+    lighthouse: LighthouseServer, replica: Callable[..., Replica], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The others' refusal is still on its way when rank 0's script ends of its own."""
+    serve = GroupServer._serve
+
+    async def serve_slowly(server: GroupServer, stream: Stream) -> Exception | None:
+        stream._context = cast("Any", SlowWrites(stream._context))
+        return await serve(server, stream)
+
+    other = replica("h:1")
+    other.ask()
+    other.answer()
+    monkeypatch.setattr(GroupServer, "_serve", serve_slowly)
+    group = Group(lighthouse.address())
+    for control in reversed(group.controls):  # the others wait for the lighthouse's welcome
+        control.start()
+    group.recorders[0].wait("refused")
+    group.controls[0].shutdown()
+    for recorder in group.recorders[1:]:
+        assert "g:1 has 3 ranks, but h:1 has 1" in str(recorder.wait("refused")[0])
     group.close()
 
 

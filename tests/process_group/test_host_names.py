@@ -47,7 +47,7 @@ print(asked(), end=" ")
 before = len(queries)
 with contextlib.suppress(socket.gaierror):  # what is answered is not the question here
     socket.getnameinfo(("192.0.2.9", 1), socket.NI_NUMERICSERV)  # what others ask is none of our business
-print(len(queries) - before)
+print(len({query[12:] for query in queries[before:]}))  # without their numbers: one that got no answer comes again
 """
 
 
@@ -63,5 +63,5 @@ def test_opening_and_joining_a_store_asks_no_name_server() -> None:
     plain, ours, others = map(int, done.stdout.split())
     assert plain > 0  # c10d by itself does ask: otherwise this test proves nothing
     assert ours == 0
-    assert others > 0  # a question that is not answered in time is asked again
+    assert others == 1
     assert done.stderr == ""

@@ -61,7 +61,7 @@ class Rig:
         assert step.plan is not None
         assert step.healed(step.plan.quorum_id)
         if apply:
-            step.heal_applied()
+            step.heal_applied(None, 0, 0)
 
     def fence(self, names: str = "", *, tamper: Sequence[float] | None = None) -> dict[str, Verdict]:
         """Everybody launches and judges the same sum."""
@@ -79,6 +79,6 @@ class Rig:
         for name, verdict in self.fence(names).items():
             step = self.steps[name]
             if verdict.outcome is not Outcome.BROKEN and step.heal is Heal.READY:
-                step.heal_applied()
+                step.heal_applied(None, 0, 0)
             out[name] = step.settle(verdict)
         return out

@@ -52,7 +52,7 @@ def test_a_newcomer_sends_zeros_once_and_contributes_from_the_next_attempt() -> 
     assert not rig["c"].participating
     verdict = rig.fence()["a"]
     assert (verdict.weight, verdict.contributors, verdict.healed) == (2, 2, True)
-    rig["c"].heal_applied()
+    rig["c"].heal_applied(None, 0, 0)
     assert [s.settle(s.verdict) for s in rig.steps.values() if s.verdict] == [True] * 3
     assert rig.fence()["c"].contributors == 3
     assert rig["c"].participants == (0, 1, 2)

@@ -173,7 +173,7 @@ def test_who_was_away_learns_it_with_the_state() -> None:
     rig["b"].break_("test")
     rig.form(heal=False)
     rig.receive("b")
-    rig["b"].heal_applied(rig["a"].data.ended_at)
+    rig["b"].heal_applied(rig["a"].data.ended_at, 0, 0)
     assert (rig["b"].data.passes, rig["b"].data.ended_at) == (1, Version(1, 7)), "counted from its own start on"
 
 

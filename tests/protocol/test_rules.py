@@ -35,7 +35,7 @@ def test_r5_a_member_that_lacks_only_the_last_commit_finishes_it_instead_of_losi
     plans = rig.form(heal=False)
     assert plans["b"].finish
     assert not plans["a"].finish
-    rig["b"].finished(plans["b"])
+    rig["b"].finished(plans["b"], 0, 0)
     assert (rig["b"].version, rig["b"].lineage, rig["b"].heal) == (rig["a"].version, rig["a"].lineage, Heal.NONE)
     assert rig.attempt() == {"a": True, "b": True}
     assert rig["b"].participants == (0, 1)

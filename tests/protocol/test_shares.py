@@ -66,7 +66,7 @@ def test_also_untrained() -> None:
     rig = Rig()
     again(rig)
     rig["b"].healed(rig["b"].plan.quorum_id)  # type: ignore[union-attr]
-    rig["b"].heal_applied()
+    rig["b"].heal_applied(None, 0, 0)
     assert rig.fence()["a"].missing == (2,)
     for step in rig.steps.values():
         step.settle(replace(step.verdict, outcome=Outcome.VETO))  # type: ignore[arg-type,type-var]

@@ -1509,7 +1509,7 @@ class Rank:
             before, samples = self.state, self.samples
             self.state = hash((3, before, kept.gradients, kept.divisor))
             self.samples = samples.after(kept.samples, self.places, len(self.group.ranks), kept.missing)
-            self.step.finished(plan)
+            self.step.finished(plan, 0, 0)
             self.kept = kept
             world.history.finishes += 1
             world.say("%s finishes the step it could not follow with %s's gradients", self.name, donor_id)
@@ -1539,7 +1539,7 @@ class Rank:
             assert self.received is not None
             self.state, self.received = self.received, None
             self.samples = self.received_samples
-            self.step.heal_applied(self.received_round)
+            self.step.heal_applied(self.received_round, 0, 0)
             self.world.history.heals += 1
             self.world.history.holds(self, self.step.version, self.state)
             self.world.say("%s is healed at %s", self.name, self.step.version)

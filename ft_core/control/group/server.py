@@ -95,8 +95,8 @@ class GroupServer:
         """Rank 0's step, phase, stable version, and until when it is paused."""
         self._pauses = GroupPauses(world_size)
         self._stopping = False
-        self._nobody_missing = threading.Event()
-        """No rank is left that would have to be told of a refusal."""
+        self._nobody_missing = threading.Event()  # no rank is left that would have to be told of a refusal
+        self._refusing: set[Stream] = set()  # streams to which a refusal is being sent
         self._drains = drains
         self._drain: codec.Order | None = None
         self._admitted = asyncio.Event()  # the lighthouse has welcomed the group, or refused it
@@ -140,7 +140,7 @@ class GroupServer:
     def shutdown(self, timeout_s: float) -> None:
         """End lease and server; if the group was refused, not before every rank was told, or TELL_S."""
         self.lease.shutdown(timeout_s)
-        if self._server.post(self._look_for_missing):
+        if self.fatal is not None and self._server.post(self._look_for_missing):
             self._nobody_missing.wait(min(TELL_S, timeout_s, self.settings.budget.connect_s))
         self._server.post(self._end)
         done = threading.Event()
@@ -155,20 +155,20 @@ class GroupServer:
         self._timers.cancel()
 
     def _flush(self, done: threading.Event) -> None:
-        tasks = [asyncio.ensure_future(rank.stream.finish()) for rank in self._ranks.values() if rank.stream]
-        asyncio.gather(*tasks, return_exceptions=True).add_done_callback(lambda _: done.set())
+        ends = [s.finish() for s in {rank.stream for rank in self._ranks.values()} | self._refusing if s is not None]
+        asyncio.gather(*ends, return_exceptions=True).add_done_callback(lambda _: done.set())
 
     def _look_for_missing(self) -> None:
         """The rest of the ranks may be starting up: they would find nobody here, and never learn what was refused."""
-        if self.fatal is None or all(rank.incarnation for rank in self._ranks.values()):
+        if self.fatal is not None and all(r.incarnation for r in self._ranks.values()) and not self._refusing:
             self._nobody_missing.set()
 
     def _missing(self) -> None:
         absent = [number for number, rank in self._ranks.items() if rank.incarnation == 0]
         if absent and not self._stopping:
             self._nobody_missing.set()  # they were waited for
-            name, connect_s = self.settings.replica_id, self.settings.budget.connect_s
-            self._refuse(never_came(name, absent, self.port, connect_s, self._world_size))
+            connect_s = self.settings.budget.connect_s
+            self._refuse(never_came(self.settings.replica_id, absent, self.port, connect_s, self._world_size))
 
     # ------------------------------------------------------------ asks
 
@@ -348,19 +348,21 @@ class GroupServer:
     # ------------------------------------------------------------ streams
 
     async def _join(self, _requests: object, context: grpc.aio.ServicerContext[bytes, bytes]) -> None:
-        refusal = token_refusal(context.invocation_metadata(), self.settings.token, "the replica group")
-        if refusal:
+        if refusal := token_refusal(context.invocation_metadata(), self.settings.token, "the replica group"):
             await context.abort(grpc.StatusCode.UNAUTHENTICATED, refusal)
         stream = Stream(context, time.monotonic)
         try:
             error = await self._serve(stream)
             if error is not None:
+                self._refusing.add(stream)
                 stream.send(codec.encode_push(codec.Refusal(error)))
                 await stream.finish()
         except StreamDropped as dropped:
             await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, str(dropped))
         finally:
             stream.stop()
+            self._refusing.discard(stream)
+            self._look_for_missing()
 
     async def _serve(self, stream: Stream) -> Exception | None:
         join = await read_join(stream, self.settings.budget.connect_s)
@@ -378,7 +380,6 @@ class GroupServer:
         try:
             await self._admitted.wait()  # a rank whose group is refused has to hear that, and not that it has joined
             if self.fatal is not None:
-                self._look_for_missing()
                 return self.fatal
             stream.send(codec.encode_joined(self.settings.budget.liveness_s))
             self._tell_missed(join.rank)

@@ -30,9 +30,7 @@ from ft_core.rpc.loop_server import LoopServer
 from ft_core.settings import LighthouseSettings
 
 DEFAULT_LIVENESS_S = 1.0
-
 DEFAULT_BOOT_WINDOW_MS = 500
-
 OPEN = (
     "%s without FT_TOKEN: whoever reaches this address may stop the job or take it over. Set FT_TOKEN to the same "
     "secret here and in all trainers"

@@ -341,7 +341,7 @@ class Step:
         self.heal = Heal.READY
         return True
 
-    def heal_applied(self, round_ended: Version | None = None, batches: int = 0, weight: int = 0) -> None:
+    def heal_applied(self, round_ended: Version | None, batches: int, weight: int) -> None:
         """The received state has been loaded: this rank holds `base` now. The arguments are the donor's."""
         assert self.heal is Heal.READY
         self.heal, self.open_attempt, self.heals_late = Heal.NONE, -1, False
@@ -565,7 +565,7 @@ class Step:
             self._lost_since = ""
         return commit and current
 
-    def finished(self, plan_: Plan, batches: int = 0, weight: int = 0) -> None:
+    def finished(self, plan_: Plan, batches: int, weight: int) -> None:
         """R5: the reduced gradients of the open attempt were fetched: this rank commits what it could not follow."""
         assert self.plan is plan_
         self.batches_committed, self.commit_weight = batches, weight
