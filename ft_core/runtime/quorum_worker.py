@@ -210,6 +210,9 @@ class QuorumWorker:
         why, session = round_.why, self._session
         while True:
             quorum = self._ask(round_, why, wait)
+            if quorum is None:
+                session.fail(CollectiveError("a newcomer needs state, which is given between two steps only"))
+                return
             with session.lock:
                 plan = session.step.enter(quorum)
                 session.links.entered(quorum, session.step.settings.replica_id, session.step.settings.group_rank)
@@ -235,7 +238,8 @@ class QuorumWorker:
         if plan.heals and not plan.finish:
             self._heal(round_, plan)
 
-    def _ask(self, round_: Round, why: MustAsk, wait: Wait) -> Quorum:
+    def _ask(self, round_: Round, why: MustAsk, wait: Wait) -> Quorum | None:
+        """The next quorum; None: an attempt that moves (R19) must not wait for it any longer."""
         session = self._session
         with session.lock:
             if session.draining and not round_.hands_over:
@@ -263,6 +267,8 @@ class QuorumWorker:
                 now = time.monotonic()
                 if wait.over(now):
                     break
+                if round_.moves and self._healing.snapshot_wanted:
+                    return None  # a newcomer copies live state before it asks: given between two steps only
                 self._offer_live(round_)
                 if now >= tell_at and session.reason != told:
                     told = session.reason

@@ -76,3 +76,16 @@ def test_a_newcomer_that_the_others_wait_for(cluster: Cluster) -> None:
     dying = BetweenSteps(1, min_replica_size=2, at={(3, "forward"): both(lambda _: cluster.start(again), crash)})
     cluster.run(first, dying, expected=2)
     cluster.check(steps=6, survivors=2)
+
+
+def test_a_newcomer_that_an_attempt_which_moves_would_wait_for(cluster: Cluster) -> None:
+    """In the middle of a step no live state is handed out, so that attempt is given up (R19)."""
+
+    def hears_of_it(replica: Replica) -> None:
+        cluster.lighthouse.wait_for(lambda: replica.manager._step.broken)
+
+    again = BetweenSteps(1, name="r1", seed=77, min_replica_size=2)
+    first = BetweenSteps(0, min_replica_size=2, at={(3, "forward"): hears_of_it})
+    dying = BetweenSteps(1, min_replica_size=2, at={(3, "forward"): both(lambda _: cluster.start(again), crash)})
+    cluster.run(first, dying, expected=2)
+    cluster.check(steps=6, survivors=2)
