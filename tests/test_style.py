@@ -15,10 +15,18 @@ MAX_LINES = 450
 LONGER: dict[str, int] = {
     "ft_core/protocol/lighthouse/room.py": 629,
     "ft_core/protocol/rank/rank.py": 582,
-    "ft_core/process_group/gloo/incarnation.py": 466,
     "ft_core/manager.py": 454,
 }
 """Files over MAX_LINES with the length they may have until they are split. Entries only shrink."""
+
+MAX_FUNCTION_LINES = 60
+"""From `def` to the end, without the docstring."""
+LONGER_FUNCTIONS: dict[str, int] = {
+    "ft_core/manager.py:Manager.__init__": 94,
+    "ft_core/runtime/startup.py:resolve": 72,
+    "ft_core/protocol/rank/heal_plan.py:plan": 61,
+}
+"""Functions over MAX_FUNCTION_LINES with the length they may have until they are split. Entries only shrink."""
 
 SLEEPS: dict[str, str] = {
     "tests/process_group/ranks.py": "polls for what only /proc shows; bounded",
@@ -102,6 +110,33 @@ def test_files_stay_short(path: Path) -> None:
 def test_no_exception_from_the_line_limit_is_out_of_date() -> None:
     lengths = {name: len((ROOT / name).read_text().splitlines()) for name in LONGER}
     assert [name for name, lines in lengths.items() if lines <= MAX_LINES] == []
+
+
+def functions(path: Path) -> dict[str, int]:
+    """Each function as "file:Class.function", with its number of lines."""
+    found: dict[str, int] = {}
+
+    def walk(node: ast.AST, outer: tuple[str, ...]) -> None:
+        for inner in ast.iter_child_nodes(node):
+            names = outer
+            if isinstance(inner, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+                names = (*outer, inner.name)
+            if isinstance(inner, ast.FunctionDef | ast.AsyncFunctionDef):
+                text = inner.body[0] if ast.get_docstring(inner) is not None else None
+                docstring = 0 if text is None else (text.end_lineno or 0) - text.lineno + 1
+                lines = (inner.end_lineno or 0) - inner.lineno + 1 - docstring
+                key = f"{name_of(path)}:{'.'.join(names)}"
+                found[key] = max(lines, found.get(key, 0))  # a property and its setter have one name
+            walk(inner, names)
+
+    walk(ast.parse(path.read_text()), ())
+    return found
+
+
+def test_functions_stay_short() -> None:
+    too_long = {name: n for path in SOURCES for name, n in functions(path).items() if n > MAX_FUNCTION_LINES}
+    assert {name: n for name, n in too_long.items() if n > LONGER_FUNCTIONS.get(name, 0)} == {}, "split it"
+    assert [name for name in LONGER_FUNCTIONS if name not in too_long] == [], "it is short: so must the table be"
 
 
 @pytest.mark.parametrize("path", SOURCES + TESTS, ids=name_of)

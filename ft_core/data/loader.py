@@ -33,7 +33,7 @@ from ft_core.data.stream import IndexedStream
 from ft_core.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sized
+    from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
 
     from torch.utils.data import Dataset
 
@@ -91,14 +91,7 @@ class ElasticDataLoader:
         loader_class: type[DataLoader[Any]] = DataLoader,
         **options: Any,
     ) -> None:
-        for name, why in OURS.items():
-            if name in options:
-                raise ConfigError(f"{name}={options[name]!r}: {why}")
-        if isinstance(dataset, IterableDataset) and not isinstance(dataset, IndexedStream):
-            raise ConfigError(
-                f"{type(dataset).__name__} is an IterableDataset, of which nobody knows which samples a replica that "
-                "died had taken: derive it from ft_core.data.IndexedStream, or wrap it in ft_core.data.ReplayedStream"
-            )
+        _check(dataset, options)
         self.dataset = dataset
         if sampler is None:
             length = _epoch_of(dataset, samples_per_epoch)
@@ -108,8 +101,6 @@ class ElasticDataLoader:
                 accumulation_steps=accumulation_steps, max_micro_steps=max_micro_steps, min_readers=min_readers,
                 fixed_micro_batches=fixed_micro_batches, group_rank=group_rank, num_replicas=num_replicas,
             )  # fmt: skip
-        elif not isinstance(sampler, ElasticSampler):
-            raise ConfigError(f"sampler={type(sampler).__name__}: must be an ElasticSampler; it divides the samples")
         else:
             said = {
                 "batch_size": batch_size != 1, "shuffle": shuffle is not None, "seed": seed != 0,
@@ -118,15 +109,7 @@ class ElasticDataLoader:
                 "min_readers": min_readers != 1, "fixed_micro_batches": fixed_micro_batches,
                 "group_rank": group_rank != 0, "num_replicas": num_replicas != 1,
             }  # fmt: skip
-            if any(said.values()):
-                names = ", ".join(name for name, given in said.items() if given)
-                raise ConfigError(f"{names}: to be given to the sampler that was passed, not to the loader")
-            length = dataset.length if isinstance(dataset, IndexedStream) else len(cast("Sized", dataset))
-            if length is not None and length != sampler.cursor.length:
-                raise ConfigError(
-                    f"the dataset has {length} samples, and the sampler that was passed was made for "
-                    f"{sampler.cursor.length}: make it from this dataset"
-                )
+            _check_sampler(sampler, dataset, [name for name, given in said.items() if given])
         sampler.claim(f"an ElasticDataLoader over {type(dataset).__name__} ({id(self):#x})")
         self.sampler = sampler
         self._endless = isinstance(dataset, IndexedStream) and dataset.length is None
@@ -234,3 +217,29 @@ def _epoch_of(dataset: object, samples_per_epoch: int | None) -> int | None:
     if samples_per_epoch is None:
         raise ConfigError("a stream without end needs samples_per_epoch: what counts as one epoch of it")
     return samples_per_epoch
+
+
+def _check(dataset: object, options: Mapping[str, object]) -> None:
+    """Refuse what the loader decides itself, and data that cannot be divided."""
+    for name, why in OURS.items():
+        if name in options:
+            raise ConfigError(f"{name}={options[name]!r}: {why}")
+    if isinstance(dataset, IterableDataset) and not isinstance(dataset, IndexedStream):
+        raise ConfigError(
+            f"{type(dataset).__name__} is an IterableDataset, of which nobody knows which samples a replica that "
+            "died had taken: derive it from ft_core.data.IndexedStream, or wrap it in ft_core.data.ReplayedStream"
+        )
+
+
+def _check_sampler(sampler: object, dataset: object, given: Sequence[str]) -> None:
+    """Refuse a sampler that was not made for this dataset, and arguments `given` beside it that belong to it."""
+    if not isinstance(sampler, ElasticSampler):
+        raise ConfigError(f"sampler={type(sampler).__name__}: must be an ElasticSampler; it divides the samples")
+    if given:
+        raise ConfigError(f"{', '.join(given)}: to be given to the sampler that was passed, not to the loader")
+    length = dataset.length if isinstance(dataset, IndexedStream) else len(cast("Sized", dataset))
+    if length is not None and length != sampler.cursor.length:
+        raise ConfigError(
+            f"the dataset has {length} samples, and the sampler that was passed was made for "
+            f"{sampler.cursor.length}: make it from this dataset"
+        )

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import re
+from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from ft_core.errors import ConfigError
@@ -93,80 +94,94 @@ def parser() -> argparse.ArgumentParser:
         formatter_class=_Formatter,
     )  # fmt: skip
 
-    def option(group: Any, *names: str, **more: Any) -> None:
-        spelled = [other for name in names for other in dict.fromkeys((name, "--" + name[2:].replace("-", "_")))
-                   if name.startswith("--")]  # fmt: skip
-        short = [name for name in names if not name.startswith("--")]
-        more.setdefault("dest", names[0].lstrip("-").replace("-", "_"))
-        group.add_argument(*short, *spelled, **more)
+    for add_group in (_which, _control, _restart, _output, _run):
+        add_group(out)
+    out.add_argument("--version", action="version", version=f"ftrun {release()}")
+    out.add_argument("script", help="training script, its arguments follow")
+    out.add_argument("arguments", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+    return out
 
-    which = out.add_argument_group("which replica groups")
-    option(which, "--replicas", metavar="N[:MAX]", help="groups to run here (default 1); MAX: limit of `ftrun resize`")
-    option(which, "--replica", type=int, metavar="I", help="run only group I of a bigger job")
-    option(which, "--replica-offset", type=int, default=0, metavar="K", help="number of the first group here")
-    option(which, "--num-replicas", type=int, metavar="T", help="groups of the whole job, if more than run here")
-    option(which, "--min-replicas", type=int, metavar="M", help="smallest quorum (FT_MIN_REPLICAS, else 1)")
-    option(which, "--nproc-per-replica", "--nproc-per-node", default="1", metavar="P",
-           help="workers per group on this host: a number, auto, cpu or gpu")  # fmt: skip
-    option(which, "--name", default="replica", help="groups are called NAME-0, NAME-1, ... (default replica)")
-    option(which, "--gpus", choices=("auto", "all", "share", "none"), default="auto",
-           help="auto: divide the visible GPUs among the groups; share: let groups share; all: show all to all; "
-           "none: hide all")  # fmt: skip
 
-    control = out.add_argument_group("lighthouse and addresses")
-    option(control, "--lighthouse", metavar="HOST:PORT", help="default FT_LIGHTHOUSE, else one is embedded")
-    option(control, "--lighthouse-bind", metavar="HOST:PORT", help="where an embedded one listens (127.0.0.1:0)")
-    option(control, "--local-addr", metavar="HOST", help="address other hosts reach this one at (default: the one on "
-           "the route to the lighthouse)")  # fmt: skip
-    option(control, "--timeout", type=float, metavar="S", help="FT_TIMEOUT_S: how long a silent peer is waited for")
-    option(
-        control,
+def _option(group: argparse._ArgumentGroup, *names: str, **more: Any) -> None:
+    """Add an option that may be spelled with hyphens or underscores."""
+    spelled = [other for name in names for other in dict.fromkeys((name, "--" + name[2:].replace("-", "_")))
+               if name.startswith("--")]  # fmt: skip
+    short = [name for name in names if not name.startswith("--")]
+    more.setdefault("dest", names[0].lstrip("-").replace("-", "_"))
+    group.add_argument(*short, *spelled, **more)
+
+
+def _which(out: argparse.ArgumentParser) -> None:
+    add = partial(_option, out.add_argument_group("which replica groups"))
+    add("--replicas", metavar="N[:MAX]", help="groups to run here (default 1); MAX: limit of `ftrun resize`")
+    add("--replica", type=int, metavar="I", help="run only group I of a bigger job")
+    add("--replica-offset", type=int, default=0, metavar="K", help="number of the first group here")
+    add("--num-replicas", type=int, metavar="T", help="groups of the whole job, if more than run here")
+    add("--min-replicas", type=int, metavar="M", help="smallest quorum (FT_MIN_REPLICAS, else 1)")
+    add("--nproc-per-replica", "--nproc-per-node", default="1", metavar="P",
+        help="workers per group on this host: a number, auto, cpu or gpu")  # fmt: skip
+    add("--name", default="replica", help="groups are called NAME-0, NAME-1, ... (default replica)")
+    add("--gpus", choices=("auto", "all", "share", "none"), default="auto",
+        help="auto: divide the visible GPUs among the groups; share: let groups share; all: show all to all; "
+        "none: hide all")  # fmt: skip
+
+
+def _control(out: argparse.ArgumentParser) -> None:
+    add = partial(_option, out.add_argument_group("lighthouse and addresses"))
+    add("--lighthouse", metavar="HOST:PORT", help="default FT_LIGHTHOUSE, else one is embedded")
+    add("--lighthouse-bind", metavar="HOST:PORT", help="where an embedded one listens (127.0.0.1:0)")
+    add("--local-addr", metavar="HOST", help="address other hosts reach this one at (default: the one on "
+        "the route to the lighthouse)")  # fmt: skip
+    add("--timeout", type=float, metavar="S", help="FT_TIMEOUT_S: how long a silent peer is waited for")
+    add(
         "--nnodes",
         default="1",
         metavar="MIN[:MAX]",
         help="hosts that one group spans; only with "
         "--replica. A range, for a job of one group: it starts again whenever a host comes or is lost",
     )
-    option(control, "--rdzv-endpoint", metavar="HOST:PORT", help="where the hosts of one group meet (its first host)")
-    option(control, "--rdzv-backend", choices=("c10d", "static"), default="c10d", help=argparse.SUPPRESS)
+    add("--rdzv-endpoint", metavar="HOST:PORT", help="where the hosts of one group meet (its first host)")
+    add("--rdzv-backend", choices=("c10d", "static"), default="c10d", help=argparse.SUPPRESS)
     # torchrun's, for command lines that have them: on one host they say what is so anyway (options._check_torchruns)
-    option(control, "--standalone", action="store_true", help=argparse.SUPPRESS)
-    option(control, "--node-rank", help=argparse.SUPPRESS)
+    add("--standalone", action="store_true", help=argparse.SUPPRESS)
+    add("--node-rank", help=argparse.SUPPRESS)
     for harmless in ("--master-addr", "--master-port", "--role", "--rdzv-conf", "--start-method",
                      "--event-log-handler"):  # fmt: skip
-        option(control, harmless, help=argparse.SUPPRESS)
-    option(control, "--run-id", "--rdzv-id", metavar="ID", help="name of this run (TORCHELASTIC_RUN_ID)")
+        add(harmless, help=argparse.SUPPRESS)
+    add("--run-id", "--rdzv-id", metavar="ID", help="name of this run (TORCHELASTIC_RUN_ID)")
 
-    restart = out.add_argument_group("restarts")
-    option(restart, "--max-restarts", type=int, default=10, metavar="N",
-           help="of one group within --restart-window (default 10; 0: never)")  # fmt: skip
-    option(restart, "--restart-window", type=float, default=3600.0, metavar="S", help="seconds (default 3600)")
-    option(restart, "--crash-loop", type=int, default=3, metavar="K",
-           help="a group that dies K times in a row before its first commit is given up (default 3)")  # fmt: skip
-    option(restart, "--standby", type=int, default=0, metavar="K", help="processes kept ready with all imports done")
-    option(restart, "--drain-timeout", type=float, default=30.0, metavar="S",
-           help="how long a group may take to finish its step and leave (default 30)")  # fmt: skip
-    option(restart, "--from-scratch", action="store_true", help="let the job begin again at step 0 if every group that "
-           "held its state is lost and no checkpoint is loaded; otherwise it ends (FT_FROM_SCRATCH)")  # fmt: skip
-    option(restart, "--success", choices=SUCCESS, default=ALL,
-           help="status 0 when all groups that were not drained finished, or min: --min-replicas")  # fmt: skip
-    option(restart, "--monitor-interval", type=float, default=0.1, metavar="S",
-           help="how often workers are looked at where the kernel does not tell at once")  # fmt: skip
-    option(restart, "--chaos", metavar="SPEC", help="kill, freeze and drain own groups: kill=30s,stop=60s,seed=7")
 
-    output = out.add_argument_group("output")
-    option(output, "--log-dir", metavar="DIR", help="directory for the files of --tee and --redirects")
-    option(output, "--tee", "-t", default="0", metavar="STD", help="1 stdout, 2 stderr, 3 both, or 0:1,1:3 per local "
-           "rank: also into a file")  # fmt: skip
-    option(output, "--redirects", "-r", default="0", metavar="STD", help="the same, into a file only")
+def _restart(out: argparse.ArgumentParser) -> None:
+    add = partial(_option, out.add_argument_group("restarts"))
+    add("--max-restarts", type=int, default=10, metavar="N",
+        help="of one group within --restart-window (default 10; 0: never)")  # fmt: skip
+    add("--restart-window", type=float, default=3600.0, metavar="S", help="seconds (default 3600)")
+    add("--crash-loop", type=int, default=3, metavar="K",
+        help="a group that dies K times in a row before its first commit is given up (default 3)")  # fmt: skip
+    add("--standby", type=int, default=0, metavar="K", help="processes kept ready with all imports done")
+    add("--drain-timeout", type=float, default=30.0, metavar="S",
+        help="how long a group may take to finish its step and leave (default 30)")  # fmt: skip
+    add("--from-scratch", action="store_true", help="let the job begin again at step 0 if every group that "
+        "held its state is lost and no checkpoint is loaded; otherwise it ends (FT_FROM_SCRATCH)")  # fmt: skip
+    add("--success", choices=SUCCESS, default=ALL,
+        help="status 0 when all groups that were not drained finished, or min: --min-replicas")  # fmt: skip
+    add("--monitor-interval", type=float, default=0.1, metavar="S",
+        help="how often workers are looked at where the kernel does not tell at once")  # fmt: skip
+    add("--chaos", metavar="SPEC", help="kill, freeze and drain own groups: kill=30s,stop=60s,seed=7")
 
-    run = out.add_argument_group("what to run")
-    option(run, "--module", "-m", action="store_true", help="the script is a module, as with python -m")
-    option(run, "--no-python", action="store_true", help="the script is a program of its own")
-    out.add_argument("--version", action="version", version=f"ftrun {release()}")
-    out.add_argument("script", help="training script, its arguments follow")
-    out.add_argument("arguments", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
-    return out
+
+def _output(out: argparse.ArgumentParser) -> None:
+    add = partial(_option, out.add_argument_group("output"))
+    add("--log-dir", metavar="DIR", help="directory for the files of --tee and --redirects")
+    add("--tee", "-t", default="0", metavar="STD", help="1 stdout, 2 stderr, 3 both, or 0:1,1:3 per local "
+        "rank: also into a file")  # fmt: skip
+    add("--redirects", "-r", default="0", metavar="STD", help="the same, into a file only")
+
+
+def _run(out: argparse.ArgumentParser) -> None:
+    add = partial(_option, out.add_argument_group("what to run"))
+    add("--module", "-m", action="store_true", help="the script is a module, as with python -m")
+    add("--no-python", action="store_true", help="the script is a program of its own")
 
 
 def read(argv: Sequence[str]) -> argparse.Namespace:

@@ -20,7 +20,7 @@ from torch._C._distributed_c10d import Work
 from ft_core.errors import CollectiveError, ConfigError, PeerError, UsageError
 from ft_core.process_group import ProcessGroupGloo, socket_table
 from ft_core.process_group import store_pool as stores
-from ft_core.process_group.gloo import incarnation, reaper, rendezvous
+from ft_core.process_group.gloo import connections, incarnation, reaper, rendezvous
 from tests.process_group.ranks import GROUP_TIMEOUT, Store, configure_all, gloo_groups, in_threads, wait_until
 
 AT_ONCE_S = 0.5
@@ -380,7 +380,7 @@ def test_without_known_sockets_it_warns_and_works(
     store: Store, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(socket_table, "SUPPORTED", False)
-    monkeypatch.setattr(incarnation, "_warned_cannot_abort", False)
+    monkeypatch.setattr(connections, "_warned_cannot_end", False)
     stores.pool.clear()
     with gloo_groups(2, store, timedelta(milliseconds=300)) as groups:
         in_threads(2, lambda rank: pending(groups[rank]).wait())

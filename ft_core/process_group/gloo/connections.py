@@ -17,6 +17,7 @@ Threads: any; no lock is taken (a forked child asks, too).
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING
 
 from ft_core.process_group import socket_table
@@ -27,6 +28,9 @@ if TYPE_CHECKING:
     from ft_core.process_group.gloo.rendezvous import RendezvousStore
     from ft_core.process_group.socket_table import Connection, Endpoint
 
+logger = logging.getLogger(__name__)
+
+_warned_cannot_end = False
 _formed: set[GroupConnections] = set()
 """Those of all formed groups that are not destroyed yet."""
 
@@ -52,6 +56,16 @@ class GroupConnections:
 
     def settle(self) -> None:
         """The group has formed: remember its connections, keep them out of children, and let nobody else connect."""
+        global _warned_cannot_end
+        if self.listening is None:
+            if not _warned_cannot_end:
+                _warned_cannot_end = True
+                logger.warning(
+                    "Gloo's sockets cannot be found on this system (needs Linux and /proc/self/fd): after a failure, "
+                    "pending collectives end only at their timeout, and forked workers keep a killed trainer's "
+                    "connections open"
+                )
+            return
         found = [(fd, socket_table.connection_of(fd)) for fd in socket_table.connections(self.is_mine)]
         known = [(fd, connection) for fd, connection in found if connection is not None]
         listening = self._listening_fds()
@@ -61,6 +75,15 @@ class GroupConnections:
                 socket_table.refuse_new(fd)
         self.known = tuple(self._without_strangers(known))
         _formed.add(self)
+
+    def waiting_for(self) -> str:
+        """What a group that is still forming lacks."""
+        if self.rendezvous is None:
+            return "no connection to the store"
+        ranks = [key.rsplit("/", 1)[-1] for key in self.rendezvous.missing]
+        if ranks:
+            return f"rank {', '.join(ranks)} did not come"
+        return "all ranks are there, but connecting to them did not finish"
 
     def any_lost(self) -> bool:
         """Whether a connection to a peer is gone (asks only about the descriptors that they had when formed)."""
@@ -79,6 +102,8 @@ class GroupConnections:
 
     def fds(self) -> Iterable[int]:
         """Return the descriptors of the port and of the connections."""
+        if self.listening is None:
+            return []
         return [*self._listening_fds(), *socket_table.connections(self.is_mine)]
 
     def open_fds(self) -> list[int]:

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import atexit
 import ctypes
-import logging
 import math
 import os
 import sys
@@ -46,8 +45,6 @@ from ft_core.process_group.gloo.rendezvous import RendezvousStore
 from ft_core.process_group.gloo.work import GRACE_S, Outcome
 from ft_core.process_group.store_pool import StoreClient, parse_store_addr
 
-logger = logging.getLogger(__name__)
-
 MAX_CONNECT_S = 5.0
 """How long connecting to ranks that are all there (their records are in the store) may take.
 
@@ -65,7 +62,6 @@ _live: set[Incarnation] = set()
 _forming = threading.BoundedSemaphore(MAX_FORMING)
 _exiting = False
 """No group is formed any more: a thread in Gloo that wants the GIL of an ended interpreter aborts the process."""
-_warned_cannot_abort = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,7 +124,11 @@ class Incarnation:
         timeout_s = self.spec.timeout.total_seconds()
         # The thread itself gives up at the deadline; this is for one that is stuck in a call.
         if not self._settled.wait(timeout_s + STUCK_S):
-            self.abort(CollectiveError(f"{self._who()} did not form within {timeout_s:.1f} s: {self._waiting_for()}"))
+            self.abort(
+                CollectiveError(
+                    f"{self._who()} did not form within {timeout_s:.1f} s: {self.connections.waiting_for()}"
+                )
+            )
         if self._problem is not None and not self.aborted:
             problem = self._problem
             wrapped = (
@@ -164,7 +164,7 @@ class Incarnation:
             raise
         self._let_go(client, good=True)
         self._held = backend
-        self._harden()
+        self.connections.settle()
         backend.set_timeout(spec.timeout)
         with self._lock:
             if not self.aborted:
@@ -200,7 +200,7 @@ class Incarnation:
         if self.aborted:
             raise self.refusal()
         if time.monotonic() > self._deadline:
-            raise CollectiveError(f"{self._who()} did not form in time: {self._waiting_for()}")
+            raise CollectiveError(f"{self._who()} did not form in time: {self.connections.waiting_for()}")
 
     def _create_device(self, client: StoreClient | None) -> Any:
         spec = self.spec
@@ -214,18 +214,6 @@ class Incarnation:
             # The address that the way to the store goes out from: no name look-up, and the interface that is connected.
             return _device("hostname", client.local_host)
         return TorchGloo.create_default_device()
-
-    def _harden(self) -> None:
-        global _warned_cannot_abort
-        if self.connections.listening is not None:
-            self.connections.settle()
-        elif not _warned_cannot_abort:
-            _warned_cannot_abort = True
-            logger.warning(
-                "Gloo's sockets cannot be found on this system (needs Linux and /proc/self/fd): after a failure, "
-                "pending collectives end only at their timeout, and forked workers keep a killed trainer's "
-                "connections open"
-            )
 
     # ---------------------------------------------------------------------------------------------------------- running
 
@@ -394,15 +382,6 @@ class Incarnation:
         spec = self.spec
         return f"the Gloo group of {spec.replica_id!r} (rank {spec.rank} of {spec.world_size}, {spec.store_addr})"
 
-    def _waiting_for(self) -> str:
-        exchange = self.connections.rendezvous
-        if exchange is None:
-            return "no connection to the store"
-        ranks = [key.rsplit("/", 1)[-1] for key in exchange.missing]
-        if ranks:
-            return f"rank {', '.join(ranks)} did not come"
-        return "all ranks are there, but connecting to them did not finish"
-
 
 class _Settling:
     """Given to the reaper after an abort: fails the futures that Gloo leaves open."""
@@ -430,8 +409,7 @@ def _device(kind: str, value: str) -> Any:
 
 
 def _fds_of_all() -> list[int]:
-    groups = [incarnation.connections for incarnation in list(_live)]
-    return [fd for group in groups if group.listening is not None for fd in group.fds()]
+    return [fd for incarnation in list(_live) for fd in incarnation.connections.fds()]
 
 
 def _after_fork_in_child() -> None:
