@@ -150,7 +150,7 @@ class LighthouseSettings:
     join_timeout_s: float = 0.1
     """How long to wait for replicas that hold a lease but are not in the current quorum and have not asked yet."""
     heartbeat_timeout_s: float = 5.0
-    """How long a client of the unary calls (which has no lease) is believed alive after its last call."""
+    """How long after its last call a client of the unary calls (which has no lease) is taken to have left."""
     boot_window_s: float = 0.5
     """After a start, leases that were never seen are unknown rather than dropped for this long (R9)."""
     grace_s: float = 0.1

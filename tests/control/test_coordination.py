@@ -72,6 +72,36 @@ def test_no_quorum_in_time_says_why() -> None:
         client.heartbeat("a")
 
 
+def test_a_client_that_calls_no_more_has_left() -> None:
+    server = LighthouseServer("127.0.0.1:0", boot_window_ms=0, heartbeat_timeout_ms=300, token="")
+    client = LighthouseClient(server.address(), SOON)
+    client.heartbeat("a")
+    client.quorum("b", SOON)
+
+    def lives() -> list[str]:
+        return [r.life for r in client.status().rooms[0].replicas]
+
+    assert lives() == ["up", "up"]
+    wait_until(lambda: lives() == ["gone", "gone"])
+    client.heartbeat("a")
+    assert lives() == ["up", "gone"]
+    client.close()
+    server.shutdown()
+
+
+def test_waiting_for_a_quorum_is_no_silence() -> None:
+    """Found by reading: whoever had waited for longer than the heartbeat timeout was gone once it was answered."""
+    server = LighthouseServer("127.0.0.1:0", min_replicas=2, boot_window_ms=0, heartbeat_timeout_ms=1000, token="")
+    client = LighthouseClient(server.address(), SOON)
+    with ThreadPoolExecutor(1) as threads:
+        waits = threads.submit(client.quorum, "a", SOON)
+        wait_until(lambda: [r.since_ms > 1200 for room in client.status().rooms for r in room.replicas] == [True])
+        assert client.quorum("b", SOON) == waits.result()
+    assert [r.life for r in client.status().rooms[0].replicas] == ["up", "up"]
+    client.close()
+    server.shutdown()
+
+
 def test_status_and_a_supervisors_word(client: LighthouseClient, lighthouse: LighthouseServer) -> None:
     one, two = Replica(lighthouse.address(), "a:1", expected=2), Replica(lighthouse.address(), "b:1", expected=2)
     for each in (one, two):

@@ -109,9 +109,10 @@ class LighthouseServer:
         self._scheme = "http" if tls is None else "https"
         self._host = reachable_host(host)
         self._rooms = Rooms(settings, liveness_s, unknown)
+        self._calls = Calls(self._rooms)
         self._server = LoopServer("ft-lighthouse", server_options(liveness_s), tls)
         lease: grpc.RpcMethodHandler[bytes, bytes] = grpc.stream_stream_rpc_method_handler(self._rooms.serve)
-        self._server.start(host, port, "bind", {LIGHTHOUSE: {"Lease": lease, **Calls(self._rooms).handlers()}})
+        self._server.start(host, port, "bind", {LIGHTHOUSE: {"Lease": lease, **self._calls.handlers()}})
 
     def __repr__(self) -> str:
         return f"LighthouseServer({self.address()}, {self._rooms!r})"
@@ -123,8 +124,12 @@ class LighthouseServer:
     def shutdown(self) -> None:
         """End all leases and stop listening. Idempotent; takes at most a few seconds."""
         with contextlib.suppress(RuntimeError, TimeoutError):
-            self._server.call(self._rooms.close, 1.0)
+            self._server.call(self._close, 1.0)
         self._server.shutdown()
+
+    def _close(self) -> None:
+        self._calls.close()
+        self._rooms.close()
 
 
 def open_to_all(host: str, token: str, tls: Tls | None) -> bool:

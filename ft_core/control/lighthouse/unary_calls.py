@@ -1,10 +1,12 @@
 """The lighthouse's unary calls: for clients without a lease, for supervisors, operators and tools.
 
-How it works. A client of Quorum and Heartbeat has no lease; it is alive until heartbeat_timeout_s after its last call.
-Its ask lives as long as its call: if the caller goes away or runs out of time, it is treated like a lease that was
-closed. Everything else looks something up or feeds one event to the rooms. Runs on the loop of `room_host.Rooms`.
+How it works. A client of Quorum and Heartbeat has no lease; to its room it looks as if it had: its first call is the
+Hello, and heartbeat_timeout_s after its last call has ended a timer here says the goodbye. Its ask lives as long as its
+call: if the caller goes away or runs out of time, it is treated like a lease that was closed. Everything else looks
+something up or feeds one event to the rooms. Runs on the loop of `room_host.Rooms`.
 
-Invariants: at most MAX_WAITING calls wait; one call per replica_id, a newer one takes over.
+Invariants: at most MAX_WAITING calls wait; one call per replica_id, a newer one takes over; one timer per client that
+its room takes for alive and that does not wait in a call.
 """
 
 from __future__ import annotations
@@ -14,9 +16,9 @@ from typing import TYPE_CHECKING, NoReturn
 
 from ft_core.control.lighthouse.room_host import Context, Rooms, RoomShell, Waiter
 from ft_core.errors import FaultToleranceError, JobFinishedError, ProtocolError, RefusedError
-from ft_core.protocol.lighthouse.events import Asked, Ended, GivenUp, Hello, LeaseEnded, Progress, Refuse, Reopen
+from ft_core.protocol.lighthouse.events import Asked, Ended, GivenUp, Hello, LeaseEnded, Left, Progress, Refuse, Reopen
 from ft_core.protocol.lighthouse.view import Life
-from ft_core.protocol.types import Ask, Version
+from ft_core.protocol.types import VOID, Ask, Version
 from ft_core.rpc import codec
 from ft_core.rpc.channel import QUORUM_ANSWER_S, grpc, release
 from ft_core.rpc.codec import pb
@@ -41,6 +43,8 @@ class Calls:
     def __init__(self, rooms: Rooms) -> None:
         self._rooms = rooms
         self._seq = 0
+        self._silences: dict[tuple[str, str], asyncio.TimerHandle] = {}
+        """By room and replica_id: when a client that makes no more calls is taken to have left."""
 
     def __repr__(self) -> str:
         return f"Calls(waiting={sum(len(shell.waiters) for shell in self._rooms.chosen(''))})"
@@ -52,6 +56,12 @@ class Calls:
             "Drain": self._drain, "Kill": self._kill, "Reopen": self._reopen,
         }  # fmt: skip
         return {name: grpc.unary_unary_rpc_method_handler(method) for name, method in methods.items()}
+
+    def close(self) -> None:
+        """Cancel all timers."""
+        for timer in self._silences.values():
+            timer.cancel()
+        self._silences.clear()
 
     async def _unary(self, context: Context, work: Callable[[], bytes]) -> bytes:
         await self._rooms.refuse_token(context)
@@ -76,7 +86,9 @@ class Calls:
         finally:
             if shell.waiters.get(replica_id) is waiter:
                 del shell.waiters[replica_id]
-                if not waiter.done.done() or waiter.done.cancelled():
+                if waiter.done.done() and not waiter.done.cancelled():
+                    self._await_next(shell, replica_id)
+                else:
                     # The caller went away or ran out of time: its ask must not be answered by a quorum it will not
                     # join.
                     self._rooms.feed(shell, LeaseEnded(replica_id, 0, 0.0))
@@ -89,6 +101,7 @@ class Calls:
             raise RefusedError(f"{MAX_WAITING} calls wait for a quorum already")
         replica_id = request.replica_id
         self._unary_alive(shell, replica_id, Version(request.step, 0))
+        self._stop_timer(shell, replica_id)
         old = shell.waiters.pop(replica_id, None)
         if old is not None and not old.done.done():
             old.done.set_exception(RefusedError(f"a newer quorum call of {replica_id!r} took over"))
@@ -111,19 +124,38 @@ class Calls:
         if replica_id in shell.leases:
             raise RefusedError(f"{replica_id!r} holds a lease already: give this client a replica_id of its own")
         record = shell.room.records.get(replica_id)
-        if record is not None and record.life is Life.UP and not record.hello.leased:
+        if record is not None and record.life is Life.UP and record.hello.unary:
             self._rooms.feed(shell, Progress(replica_id, 0, max(version.step, record.step), "", record.stable))
             return
-        hello = Hello(replica_id, replica_id, 0, 0, leased=False, version=version, liveness_s=self._rooms.liveness_s)
+        hello = Hello(replica_id, replica_id, 0, 0, unary=True, version=version, liveness_s=self._rooms.liveness_s)
         refused = (e for e in self._rooms.feed(shell, hello) if isinstance(e, Refuse) and e.to == replica_id)
         refusal = next(refused, None)
         if refusal is not None:
             raise (JobFinishedError if refusal.finished else RefusedError)(refusal.reason)
 
+    def _stop_timer(self, shell: RoomShell, replica_id: str) -> None:
+        timer = self._silences.pop((shell.room.name, replica_id), None)
+        if timer is not None:
+            timer.cancel()
+
+    def _await_next(self, shell: RoomShell, replica_id: str) -> None:
+        """Its call is over: without another one it will be taken to have left."""
+        self._stop_timer(shell, replica_id)
+        key, wait_s = (shell.room.name, replica_id), self._rooms.settings.heartbeat_timeout_s
+        self._silences[key] = asyncio.get_running_loop().call_later(wait_s, self._on_silence, shell, replica_id)
+
+    def _on_silence(self, shell: RoomShell, replica_id: str) -> None:
+        del self._silences[shell.room.name, replica_id]
+        why = f"no call came within {self._rooms.settings.heartbeat_timeout_s:g} s"
+        self._rooms.feed(shell, Left(replica_id, 0, why, finished=False, version=VOID, agreed=False))
+
     async def _heartbeat(self, data: bytes, context: Context) -> bytes:
         def work() -> bytes:
             request = codec.decode_unary(pb.HeartbeatRequest, data)
-            self._unary_alive(self._rooms.room(request.room or DEFAULT_ROOM), request.replica_id, Version(0, 0))
+            shell = self._rooms.room(request.room or DEFAULT_ROOM)
+            self._unary_alive(shell, request.replica_id, Version(0, 0))
+            if request.replica_id not in shell.waiters:
+                self._await_next(shell, request.replica_id)
             return codec.encode_unary(pb.HeartbeatResponse())
 
         return await self._unary(context, work)

@@ -93,8 +93,6 @@ class Absences:
     def look(self, record: Record, now: float, around: Circumstances) -> tuple[Life, tuple[float, ...]]:
         """What the lighthouse believes of a replica now, and when to look again."""
         match record.life:
-            case Life.UP if not record.hello.leased and record.ask is None:
-                at, then = record.heard_at + self._settings.heartbeat_timeout_s, Life.GONE
             case Life.UNKNOWN:
                 # R9: a member of a presented quorum is expected until liveness or a peer's accusation removes it.
                 silent_at = record.since + self.longest_s(record) if around.rules.r9_silent else math.inf

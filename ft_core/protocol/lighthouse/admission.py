@@ -110,7 +110,7 @@ def earlier_process(hello: Hello, records: Mapping[str, Record]) -> str:
     """Another admitted, living replica of the same name; '' if there is none."""
     for replica_id, other in records.items():
         same = other.hello.name == hello.name and replica_id != hello.replica_id
-        if same and hello.name and hello.leased and other.life is Life.UP and not other.twin_until:
+        if same and hello.name and not hello.unary and other.life is Life.UP and not other.twin_until:
             return replica_id
     return ""
 

@@ -101,7 +101,7 @@ class Claims:
         """There is somebody against whom claims can be held."""
         if not rules.r18_claims or current is None or not (self.formed or presenters(records, current) >= CONFIRMED_BY):
             return False
-        return any(r.proven and r.hello.leased and r.life in CONNECTED for r in records.values())
+        return any(r.proven and not r.hello.unary and r.life in CONNECTED for r in records.values())
 
     def counts(self, record: Record, version: Version, *, settled: bool) -> bool:
         """Whether a version this replica reports is believed."""

@@ -17,8 +17,8 @@ class Hello:
     name: str
     generation: int
     incarnation: int
-    leased: bool = True
-    """False for clients of the unary calls: they live until heartbeat_timeout_s after their last call."""
+    unary: bool = False
+    """A client of the unary calls: it asks at every step, and what its steps mean is its own business."""
     version: Version = UNTRAINED
     stable: Version = VOID
     highest_id: int = 0

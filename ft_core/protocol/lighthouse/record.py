@@ -48,7 +48,6 @@ class Record:
     """It said goodbye after a fence that announced it: nobody has to abort because of it (R16)."""
     left_with: Version = VOID
     """The state it held when it said goodbye."""
-    heard_at: float = 0.0
     committed: bool = False
     """A fence completed at a state it held: it is not crash-looping."""
     twin_until: float = 0.0

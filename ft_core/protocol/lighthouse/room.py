@@ -219,7 +219,6 @@ class Room:
             if record.life is not Life.UP:
                 self._on_return(record, now)
         self.expected.hello(hello)
-        record.heard_at = now
         record.pauses(hello.paused_s, now)
         record.accused = record.told_lost = record.agreed = False
         record.word_until, record.incomplete = 0.0, ""  # if a rank is still missing, it is reported once more
@@ -228,7 +227,7 @@ class Room:
         self._present(hello, record, now, out)
         if self.rules.pauses_told:
             out += pauses_to_member(self._current, hello.replica_id, self.records, now)
-        if hello.leased and self._refuse_sizes(hello.replica_id, hello.group_world_size, out):
+        if not hello.unary and self._refuse_sizes(hello.replica_id, hello.group_world_size, out):
             record.goes(now)  # it gets no lease whose end could tell
             return
         answer = record.answered[1].quorum_id if record.answered else 0
@@ -334,7 +333,6 @@ class Room:
         record = self.records.get(event.replica_id)
         if record is None or record.generation != event.generation:
             return False
-        record.heard_at = now
         record.step, record.phase = event.step, event.phase
         self._note_training(event.replica_id, event.step)
         newer = event.stable > record.stable
@@ -358,7 +356,6 @@ class Room:
         record = self.records.get(ask.replica_id)
         if record is None or record.generation != event.generation or record.life is not Life.UP:
             return
-        record.heard_at = now
         if self._ask_refused(ask, record, out):
             return
         if (record.hello.group_world_size, record.hello.min_replicas) != (ask.group_world_size, ask.min_replicas):
@@ -401,7 +398,7 @@ class Room:
             return
         if not self.rules.r12_incomplete:
             return
-        record.heard_at, record.incomplete = now, event.reason
+        record.incomplete = event.reason
         out.append(Note(event.reason))
         if self._current is not None and event.replica_id in self._current.members:
             self._end_current(now)

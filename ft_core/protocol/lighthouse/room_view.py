@@ -51,7 +51,7 @@ def view_of(
     usable = any(ask is not None and ask.version >= UNTRAINED for ask in asks.values())
     if not usable and not any(stable[i] >= UNTRAINED for i, r in living.items() if r.ask is None):
         asks = {i: r.ask for i, r in records.items()}  # nobody of the room holds a state any more
-    leased = [h for h in hellos if h.leased]
+    leased = [h for h in hellos if not h.unary]
     leased = [h for h in leased if h.quorum_id] or leased
     return View(
         now=now,

@@ -21,5 +21,5 @@ def keeps_id(
         and current is not None
         and current.quorum_id == previous.quorum_id
         and previous.ids == tuple(ask.replica_id for ask in asks)
-        and all(not records[ask.replica_id].hello.leased and ask.commit_failures == 0 for ask in asks)
+        and all(records[ask.replica_id].hello.unary and ask.commit_failures == 0 for ask in asks)
     )
