@@ -74,6 +74,10 @@ class QuorumIds:
                 )
         return ""
 
+    def knows(self, quorum_id: int) -> bool:
+        """Whether the next id is certain to be greater than this one."""
+        return not self.unique or (quorum_id >> 32) <= self.boot
+
     def next(self) -> int:
         """The next id. Greater than every id handed out or observed before."""
         if self.counter >= 0xFFFF:

@@ -175,10 +175,8 @@ def test_finished_rooms_are_remembered_and_bounded() -> None:
     over = finished(room("over"), 100.0)
     book.remember(room("alive"))
     book.remember(over)
-    again = Room("over", LighthouseSettings(), QuorumIds(9, 1), boot_at=0.0)
-    book.close_again(again)
+    again = Room("over", LighthouseSettings(), QuorumIds(9, 1), boot_at=0.0, closed=book.take("over"))
     assert (again.closed, again.finished) == (over.closed, Version(7, 1))
     for number in range(MAX_FINISHED + 5):
-        over.name = f"r{number}"
-        book.remember(over)
+        book.remember(finished(room(f"r{number}", asks=False), 100.0))
     assert repr(book) == f"FinishedRooms({MAX_FINISHED})"

@@ -149,8 +149,7 @@ def test_members_that_could_not_connect_are_not_to_blame() -> None:
 
 
 def test_without_the_rule_it_is_in_every_quorum() -> None:
-    script = Script()
-    script.room.rules = Rules(r15_unbuilt=False)
+    script = Script(rules=Rules(r15_unbuilt=False))
     trains(script, "a", "b")
     out = [round_of(script, bad="b", others="a", step=4) for _ in range(50)][-1]
     assert any(text.startswith("quorum a, b") for text in out)

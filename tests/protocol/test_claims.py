@@ -16,8 +16,7 @@ HUGE = Version(10**12, 7)
 
 
 def training(*, believes_all: bool = False, **more: Any) -> Script:
-    script = Script(**more)
-    script.room.rules = Rules(r18_claims=not believes_all)
+    script = Script(rules=Rules(r18_claims=not believes_all), **more)
     script.train("a", "b")
     script.progress("a", 3)
     script.progress("b", 3)

@@ -15,8 +15,7 @@ from tests.protocol.test_room import JOIN, ORPHAN, Script
 
 def lost(*, rule: bool = True, commits: int = 3, **hello: Any) -> Script:
     """Two groups have committed, and are both dead, as their supervisor has seen."""
-    script = Script(**hello)
-    script.room.rules = Rules(r21_not_again=rule)
+    script = Script(rules=Rules(r21_not_again=rule), **hello)
     script.train("a:1", "b:1")
     if commits:
         script.progress("a:1", commits)

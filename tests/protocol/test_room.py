@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from hypothesis import settings
@@ -32,12 +32,16 @@ from ft_core.protocol.lighthouse.events import (
     Tick,
     Turbulence,
 )
-from ft_core.protocol.lighthouse.room import MAX_RECORDS, Room
+from ft_core.protocol.lighthouse.replica_table import MAX_RECORDS
+from ft_core.protocol.lighthouse.room import Room
 from ft_core.protocol.lighthouse.view import Life
 from ft_core.protocol.quorum_ids import QuorumIds
 from ft_core.protocol.types import VOID, Ask, Version
 from ft_core.settings import LighthouseSettings
 from tests.protocol.oracle import may_form
+
+if TYPE_CHECKING:
+    from ft_core.protocol.lighthouse.rules import Rules
 
 ORPHAN, LIVENESS, GRACE, JOIN = 60.0, 4.0, 0.1, 10.0
 
@@ -45,11 +49,13 @@ ORPHAN, LIVENESS, GRACE, JOIN = 60.0, 4.0, 0.1, 10.0
 class Script:
     """A room, a clock, and the log of what the shell would have done: set-up, command, expected log."""
 
-    def __init__(self, *, boot_window_s: float = 0.0, at: float = 1000.0, **hello: Any) -> None:
+    def __init__(
+        self, *, boot_window_s: float = 0.0, at: float = 1000.0, rules: Rules | None = None, **hello: Any
+    ) -> None:
         self.now = at
         self.ids = QuorumIds(500, 77, deque(range(1, 100)))
         settings_ = LighthouseSettings(boot_window_s=boot_window_s, grace_s=GRACE)
-        self.room = Room("job", settings_, self.ids, boot_at=at)
+        self.room = Room("job", settings_, self.ids, boot_at=at, rules=rules)
         self.hello_fields = hello
         self.generation: dict[str, int] = {}
         self.seq: dict[str, int] = {}
@@ -59,6 +65,7 @@ class Script:
     def do(self, event: Event) -> list[str]:
         """Handle an event; the effects as lines."""
         effects = self.room.handle(event, self.now)
+        self.room.validate()
         for effect in effects:
             if isinstance(effect, Announce):
                 for name, seq in effect.to:
@@ -1018,7 +1025,9 @@ class RoomMachine(RuleBasedStateMachine):
 
     def step(self, event: Event) -> None:
         before = {n: (r.ask, r.life, r.answered) for n, r in self.script.room.records.items()}
-        for effect in self.script.room.handle(event, self.script.now):
+        effects = self.script.room.handle(event, self.script.now)
+        self.script.room.validate()
+        for effect in effects:
             if isinstance(effect, Announce):
                 self.announced(effect, before, event)
 

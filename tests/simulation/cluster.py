@@ -616,16 +616,17 @@ class Lighthouse:
         settings = LighthouseSettings(
             min_replicas=1, join_timeout_s=0.1, boot_window_s=config.boot_window_s, grace_s=config.grace_s
         )
-        self.room = Room("job", settings, ids, boot_at=world.now)
-        self.room.rules = config.room_rules
-        self.room.reachability.holds = Holds(hold_s=1.0, retry_s=5.0, max_s=10.0)
+        holds = Holds(hold_s=1.0, retry_s=5.0, max_s=10.0)
+        self.room = Room("job", settings, ids, boot_at=world.now, rules=config.room_rules, holds=holds)
         self.conns: dict[str, Conn] = {}
         self._wake_at = -1.0
 
     def handle(self, event: room_events.Event) -> None:
         """One event in, all effects out."""
         world = self.world
-        for effect in self.room.handle(event, world.now):
+        effects = self.room.handle(event, world.now)
+        self.room.validate()
+        for effect in effects:
             self._perform(effect)
         wake = self.room.next_at
         if wake is not None and (wake < self._wake_at or self._wake_at <= world.now):

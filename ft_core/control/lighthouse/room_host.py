@@ -167,8 +167,8 @@ class Rooms:
         if shell is None:
             if len(self._rooms) >= MAX_ROOMS:
                 self._make_place(name)
-            shell = self._rooms[name] = RoomShell(Room(name, self.settings, self._ids, boot_at=self._forgot_at))
-            self._finished.close_again(shell.room)
+            room = Room(name, self.settings, self._ids, boot_at=self._forgot_at, closed=self._finished.take(name))
+            shell = self._rooms[name] = RoomShell(room)
         return shell
 
     def _make_place(self, name: str) -> None:

@@ -96,9 +96,9 @@ class Absences:
             case Life.UNKNOWN:
                 # R9: a member of a presented quorum is expected until liveness or a peer's accusation removes it.
                 silent_at = record.since + self.longest_s(record) if around.rules.r9_silent else math.inf
-                at, then = max(around.boot_until, 0.0 if record.accused else silent_at), Life.MISSED
+                at, then = max(around.boot_until, 0.0 if record.peer_reported_failure else silent_at), Life.MISSED
             case Life.CLOSED if around.harmless or not around.rules.r1_closed:
-                grace_s = 0.0 if record.accused else self._settings.grace_s
+                grace_s = 0.0 if record.peer_reported_failure else self._settings.grace_s
                 at, then = max(record.since + grace_s, self.turbulent_until), Life.GONE
             case Life.CLOSED:
                 at, then = self._lost_at(record, most_closed=around.most_closed), Life.LOST
@@ -109,7 +109,7 @@ class Absences:
         return record.life, (at, record.since + self._settings.grace_s, self.doubt_until)
 
     def _lost_at(self, record: Record, *, most_closed: bool) -> float:
-        if not record.accused:
+        if not record.peer_reported_failure:
             return max(record.since + self.longest_s(record), self.doubt_until)
         return max(record.since + (self._settings.grace_s if most_closed else 0.0), self.doubt_until)
 

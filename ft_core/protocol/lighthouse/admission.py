@@ -37,26 +37,21 @@ class Refusals:
     def __repr__(self) -> str:
         return f"Refusals({self._layout.holder if self._layout else 'no layout known'})"
 
-    def of_hello(self, hello: Hello, records: Mapping[str, Record], closed: str) -> Refuse | None:
-        """Why a lease is not given; `closed`: why the room is."""
-        record = records.get(hello.replica_id)
-        if closed and (record is None or record.life is Life.GONE) and hello.quorum_id == 0:
-            return Refuse(hello.replica_id, closed, finished=True)
-        other = record is not None and record.generation >= 0 and record.hello.incarnation != hello.incarnation
-        if other and record is not None and record.life in (Life.CLOSED, *ABSENT) and not record.presumed_dead:
-            how = "went silent" if record.life is Life.MISSED else "lost its connection"
-            return Refuse(
-                hello.replica_id,
-                f"an earlier process called {hello.replica_id!r} {how} and may still be training: give the new "
-                "one its own replica_id, or report the end of the old one",
-            )
-        if record is not None and record.hello.incarnation != hello.incarnation and record.life is Life.UP:
-            return Refuse(
-                hello.replica_id,
-                f"two live processes call themselves {hello.replica_id!r}: give every replica group its own "
-                "replica_id (FT_REPLICA_ID)",
-            )
-        return _of_places(hello, records)
+    def of_hello(
+        self, hello: Hello, strange: str, records: Mapping[str, Record], closed: str, rules: Rules
+    ) -> list[Refuse]:
+        """Who is refused because of a hello: its sender, or those who cannot stay beside it.
+
+        Args:
+            hello: what was presented.
+            strange: what is wrong with the ids it names.
+            records: of the room.
+            closed: why the room is closed; '': it is not.
+            rules: in force.
+        """
+        refusal = Refuse(hello.replica_id, strange) if strange else _of_identity(hello, records, closed)
+        refusal = refusal or _of_places(hello, records)
+        return [refusal] if refusal else self.of_layout(hello, records, hello.quorum_id, rules)
 
     def of_layout(self, told: Hello | Ask, records: Mapping[str, Record], quorum_id: int, rules: Rules) -> list[Refuse]:
         """Who cannot stay in the room now that a replica with this layout is there: it, or those with another one.
@@ -92,6 +87,29 @@ class Refusals:
         return []
 
 
+def _of_identity(hello: Hello, records: Mapping[str, Record], closed: str) -> Refuse | None:
+    """A closed room takes nobody new, and an id is taken as long as its process may live."""
+    replica_id, record = hello.replica_id, records.get(hello.replica_id)
+    if closed and (record is None or record.life is Life.GONE) and hello.quorum_id == 0:
+        return Refuse(replica_id, closed, finished=True)
+    if record is None:
+        return None
+    if record.is_other_process(hello) and record.life in (Life.CLOSED, *ABSENT) and not record.presumed_dead:
+        how = "went silent" if record.life is Life.MISSED else "lost its connection"
+        return Refuse(
+            replica_id,
+            f"an earlier process called {replica_id!r} {how} and may still be training: give the new "
+            "one its own replica_id, or report the end of the old one",
+        )
+    if record.hello.incarnation != hello.incarnation and record.life is Life.UP:
+        return Refuse(
+            replica_id,
+            f"two live processes call themselves {replica_id!r}: give every replica group its own "
+            "replica_id (FT_REPLICA_ID)",
+        )
+    return None
+
+
 def _of_places(hello: Hello, records: Mapping[str, Record]) -> Refuse | None:
     """A newcomer needs a place in a quorum. A process that takes the place of an earlier one of its name has one."""
     if hello.quorum_id or hello.replica_id in records:
@@ -110,7 +128,7 @@ def earlier_process(hello: Hello, records: Mapping[str, Record]) -> str:
     """Another admitted, living replica of the same name; '' if there is none."""
     for replica_id, other in records.items():
         same = other.hello.name == hello.name and replica_id != hello.replica_id
-        if same and hello.name and not hello.unary and other.life is Life.UP and not other.twin_until:
+        if same and hello.name and not hello.unary and other.life is Life.UP and not other.same_name_until:
             return replica_id
     return ""
 

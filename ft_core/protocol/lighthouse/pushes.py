@@ -61,10 +61,10 @@ def losses(
     lost: dict[str, Version] = {}
     for replica_id in current.members if current is not None else ():
         record = records.get(replica_id)
-        if record is None or record.told_lost:
+        if record is None or record.loss_announced:
             continue
         if record.incomplete or suspected(record):
-            record.told_lost, lost[replica_id] = True, record.left_with
+            record.loss_announced, lost[replica_id] = True, record.left_with
     if current is None or not lost:
         return []
     others = (i for i in current.members if i in records and i not in lost)
@@ -102,7 +102,7 @@ def failure(ask: Ask, current: Current, records: Mapping[str, Record], *, first:
     for replica_id in current.members:
         peer = records.get(replica_id)
         if peer is not None and peer.life in (Life.CLOSED, Life.UNKNOWN):
-            peer.accused = True
+            peer.peer_reported_failure = True
     living = {i: r for i in current.members if (r := records.get(i)) is not None and r.life is Life.UP}
     others = tuple(i for i, r in living.items() if i != ask.replica_id and r.ask is None)
     tell = first and others and ask.quorum_id == current.quorum_id

@@ -83,8 +83,8 @@ class Holds:
 class Reachability:
     """The cut links of one room."""
 
-    def __init__(self) -> None:
-        self.holds = Holds()
+    def __init__(self, holds: Holds | None = None) -> None:
+        self.holds = holds or Holds()
         self._links: dict[Pair, Link] = {}
 
     def __repr__(self) -> str:

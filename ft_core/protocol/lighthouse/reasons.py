@@ -25,9 +25,10 @@ def late(view: View, seen: Seen) -> str:
 
 def held(seen: Seen) -> str:
     """Why it is no candidate yet; the same words for as long as it waits, so that they are told and logged once."""
-    if seen.twin:
+    if seen.same_name:
         return (
-            f"{seen.replica_id} waits to see whether {seen.twin}, an earlier process of the same name, is still alive"
+            f"{seen.replica_id} waits to see whether {seen.same_name}, an earlier process of the same name, is still "
+            "alive"
         )
     if seen.held_back:
         return seen.held_back

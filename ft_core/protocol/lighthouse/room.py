@@ -1,17 +1,15 @@
-"""The lighthouse's memory of one room, and its only mutator. Pure: `(state, event, now) -> effects`, no clock, no I/O.
+"""`Room`: one quorum namespace of a lighthouse, and the only mutator of what is known about it. Pure.
 
-How it works. `Room.handle(event, now)` changes the records, then `_settle` draws every consequence that follows: leases
-that stay closed become losses (`absence`), losses are announced to the quorum they belonged to, and
+How it works. `Room.handle(event, now)` changes the records (`replica_table`), then `_settle` draws all consequences:
+leases that stay closed become losses, losses are announced to the quorum they belonged to, and
 `quorum_rule.decide` is asked whether the next quorum may form. What the shell must do comes back as effects, in order;
 `Room.next_at` is the instant at which to call `handle(Tick(), now)` if nothing happens before. There is no polling.
 
-Invariants:
-- one quorum_id names one member list; ids only grow (`ids.next`);
-- a replica is in `_current` only if it asked for it, or presented it after a restart;
-- only the newest stream of a replica (its `generation`) can change its life (R15);
-- every map is bounded: records by `MAX_RECORDS`, answers by the records that hold them.
+Invariants: those that stand beside the fields; `validate` checks them. Beside these: a replica is in the current quorum
+only if it asked for it, or presented it after a restart (R9).
 
-Ownership: one event loop (or the simulation) calls it; nothing here is thread safe.
+Ownership: one event loop (or the simulation) calls it; nothing here is thread safe. Nobody outside of
+protocol/lighthouse writes a field of a room, its table or its records (tests/test_style.py).
 """
 
 from __future__ import annotations
@@ -19,25 +17,10 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from ft_core.protocol.lighthouse.absence import (
-    Absences,
-    Circumstances,
-    became,
-    forgotten,
-    least_needed,
-    presume_over,
-)
-from ft_core.protocol.lighthouse.admission import (
-    Refusals,
-    closed_by,
-    earlier_process,
-    of_sizes,
-    same_name,
-    too_late,
-)
+from ft_core.protocol.lighthouse.admission import Refusals, closed_by, of_sizes, too_late
 from ft_core.protocol.lighthouse.build_backoff import BuildLog
 from ft_core.protocol.lighthouse.claims import Claims
-from ft_core.protocol.lighthouse.crash_backoff import CrashLog
+from ft_core.protocol.lighthouse.current_quorum import CurrentQuorum
 from ft_core.protocol.lighthouse.deferred_reports import News
 from ft_core.protocol.lighthouse.events import (
     Announce,
@@ -74,80 +57,104 @@ from ft_core.protocol.lighthouse.pushes import (
 from ft_core.protocol.lighthouse.quorum_rule import decide, due
 from ft_core.protocol.lighthouse.reachability import Reachability
 from ft_core.protocol.lighthouse.reasons import late
-from ft_core.protocol.lighthouse.record import Record
+from ft_core.protocol.lighthouse.replica_table import ReplicaTable
 from ft_core.protocol.lighthouse.room_view import view_of
 from ft_core.protocol.lighthouse.rules import Rules
 from ft_core.protocol.lighthouse.unary_clients import keeps_id
 from ft_core.protocol.lighthouse.view import Current, Formed, Life, NotReady, View
 from ft_core.protocol.pauses import differs
-from ft_core.protocol.types import UNTRAINED, VOID, Ask, Member, Quorum
-from ft_core.settings import MAX_REPLICAS, LighthouseSettings
+from ft_core.protocol.types import VOID, Member, Quorum
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
+    from ft_core.protocol.lighthouse.reachability import Holds
+    from ft_core.protocol.lighthouse.record import Record
     from ft_core.protocol.quorum_ids import QuorumIds
-
-MAX_RECORDS = 4 * MAX_REPLICAS
-TWIN_LIVENESS = 1.5
-"""Liveness timeouts after which an earlier process of a newcomer's name is known to live, if it has not gone silent."""
-WORD_GRACES = 5
-"""Graces for which a supervisor's word about a name is remembered while the lease of that process still stands."""
+    from ft_core.protocol.types import Ask, Version
+    from ft_core.settings import LighthouseSettings
 
 
 class Room:
-    """One independent quorum namespace."""
+    """One independent quorum namespace.
 
-    def __init__(self, name: str, settings: LighthouseSettings, ids: QuorumIds, *, boot_at: float) -> None:
+    Args:
+        name: of the namespace.
+        settings: of the lighthouse.
+        ids: where quorum ids come from; shared by all rooms of the lighthouse.
+        boot_at: when the lighthouse started, or forgot (R9). All instants are seconds of one clock.
+        rules: in force; None: all. Only tests that show the need of one leave it out.
+        holds: how long replicas that could not reach each other are kept apart; None: the usual times.
+        closed: why nobody may join, and the state that a finished replica held, if the room was known before.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        settings: LighthouseSettings,
+        ids: QuorumIds,
+        *,
+        boot_at: float,
+        rules: Rules | None = None,
+        holds: Holds | None = None,
+        closed: tuple[str, Version] = ("", VOID),
+    ) -> None:
         self.name = name
-        self.rules = Rules()
-        self.records: dict[str, Record] = {}
+        self.rules = rules or Rules()
         self.next_at: float | None = None
+        """When to look again if nothing happens before."""
         self.reason: str = ""
+        """Why there was no quorum, when that was last explained to those who ask."""
         self.held: Mapping[str, str] = {}
-        """Who asks and is held back: each is told its own reason."""
+        """Who asks and is held back: each is told its own reason. Empty without a `reason`."""
         self.paused_until = 0.0
-        """While there is a `reason`: until when those that are waited for may be busy; 0: nobody is."""
-        self.closed: str = ""
-        self.finished = VOID
-        """What a finished replica held when it closed the room: nobody trains towards it again (R16)."""
+        """Until when those that are waited for may be busy; 0: nobody is, which holds without a `reason`."""
+        self.closed, self.finished = closed
+        self.expected = ExpectedGroups()
+        self.reachability = Reachability(holds)
         self._settings = settings
         self._ids = ids
-        self._current: Current | None = None
         self._boot_at = boot_at
-        self._boot_until = boot_at + settings.boot_window_s
-        self._absences = Absences(settings, boot_at)
-        self._trained = False
-        """A commit made in the current quorum was reported, or may have been: it was adopted."""
-        self.presumed_over = 0
-        """The last quorum that was taken as ended because all its connections closed before it reported a commit."""
+        self._table = ReplicaTable(settings, boot_at)
+        self._quorum = CurrentQuorum()
         self._refusals = Refusals()
         self._claims = Claims()
-        self._failed = 0
-        """The quorum that a member last reported as broken."""
-        self._pending: frozenset[str] = frozenset()
-        """Who was waiting when change-pending was last pushed for the current quorum: pushed once per set."""
         self._news = News()
-        self._crashes = CrashLog()
+        """Knows whether anybody asks."""
         self._builds = BuildLog()
-        self.expected = ExpectedGroups()
-        self.reachability = Reachability()
-        self._last_quorum: Quorum | None = None
 
     def __repr__(self) -> str:
-        current = f"{self._current.quorum_id:#x} of {len(self._current.members)}" if self._current else "none"
+        current = f"{self.current.quorum_id:#x} of {len(self.current.members)}" if self.current else "none"
         asking = sum(r.ask is not None for r in self.records.values())
         return f"Room({self.name!r}, quorum={current}, replicas={len(self.records)}, asking={asking})"
 
     @property
+    def records(self) -> Mapping[str, Record]:
+        """What is known of each replica; to be looked at only."""
+        return self._table.records
+
+    @property
     def current(self) -> Current | None:
         """The quorum in force."""
-        return self._current
+        return self._quorum.value
 
     @property
     def last_quorum(self) -> Quorum | None:
         """The last quorum formed under this boot, with its members' addresses."""
-        return self._last_quorum
+        return self._quorum.formed
+
+    @property
+    def presumed_over(self) -> int:
+        """The last quorum that ended because all its connections closed before it reported a commit; 0: none."""
+        return self._quorum.presumed_over
+
+    def validate(self) -> None:
+        """Raise AssertionError unless what the fields promise holds; tests call it after each event."""
+        self._table.validate()
+        self._quorum.validate(self._table)
+        assert self.current is None or self._ids.knows(self.current.quorum_id)
+        assert self.reason or not (self.held or self.paused_until)
+        assert self._news.asked_for == any(record.ask is not None for record in self.records.values())
 
     def handle(self, event: Event, now: float) -> list[Effect]:
         """Apply one event and everything that follows from it. Returns the effects to perform, in order."""
@@ -169,7 +176,8 @@ class Room:
             case Hello():
                 self._on_hello(event, now, out)
             case LeaseEnded():
-                self._on_lease_ended(event, now, out)
+                broken = self._quorum.was_reported_failed(event.replica_id)
+                out += self._table.lease_ended(event, now, broken=broken)
             case Progress():
                 return self._on_progress(event, now, out)
             case Asked():
@@ -178,10 +186,12 @@ class Room:
                 self._on_incomplete(event, now, out)
             case Left():
                 self._on_left(event, now, out)
-            case Ended() | GivenUp():
-                self._on_supervisor(event, now, out)
+            case Ended():
+                out += self._table.reported_ended(event.replica_id, now)
+            case GivenUp():
+                self._on_given_up(event, now, out)
             case Turbulence():
-                self._on_turbulence(now, out)
+                out.append(self._table.turbulence(now))
             case Reopen():
                 self.closed = ""
             case Tick():
@@ -191,79 +201,38 @@ class Room:
     # ------------------------------------------------------------ events
 
     def _on_hello(self, hello: Hello, now: float, out: list[Effect]) -> None:
+        replica_id = hello.replica_id
         strange = self._ids.take(quorum_id=hello.quorum_id, highest_id=hello.highest_id, epoch=hello.version.epoch)
-        record = self.records.get(hello.replica_id)
-        same = record is not None and record.hello.incarnation == hello.incarnation
-        if same and record is not None and hello.generation < record.generation:
+        known = self.records.get(replica_id)
+        same = known is not None and known.hello.incarnation == hello.incarnation
+        if same and known is not None and hello.generation < known.generation:
             return  # an older stream of the same process, overtaken on its way here (R15)
-        if self._refused(hello, strange, out):
+        refused = self._refusals.of_hello(hello, strange, self.records, self.closed, self.rules)
+        if self._refuse(replica_id, refused, out):
             return
+        if known is not None and known.is_other_process(hello) and replica_id in self._members:
+            self._quorum.end(now)
+        if known is not None and known.life is not Life.UP:
+            self.reachability.returned(replica_id)
+        record = self._table.hello(hello, self._members, now)
         if record is None:
-            if len(self.records) >= MAX_RECORDS and not self._evict():
-                out.append(Refuse(hello.replica_id, f"room {self.name!r} is full ({MAX_RECORDS} replicas)"))
-                return
-            record = Record(hello, Life.UP, now, hello.stable, hello.generation)
-            record.admitted_at = self._crashes.not_before(hello.name, now)
-            if earlier_process(hello, self.records):
-                record.twin_until = now + TWIN_LIVENESS * hello.liveness_s
-                record.admitted_at = max(record.admitted_at, record.twin_until)
-            self.records[hello.replica_id] = record
-        else:
-            if record.generation >= 0 and record.hello.incarnation != hello.incarnation:
-                # Another process under the same id; its predecessor closed its connection: nothing is left of that one.
-                record.succeeded()
-                if self._current is not None and hello.replica_id in self._current.members:
-                    self._end_current(now)
-            record.hello, record.generation = hello, hello.generation
-            record.stable = max(record.stable, hello.stable)
-            if record.life is not Life.UP:
-                self._on_return(record, now)
+            out.append(Refuse(replica_id, f"room {self.name!r} is full ({len(self.records)} replicas)"))
+            return
         self.expected.hello(hello)
-        record.pauses(hello.paused_s, now)
-        record.accused = record.told_lost = record.agreed = False
-        record.word_until, record.incomplete = 0.0, ""  # if a rank is still missing, it is reported once more
         self._claims.reported(record, max(hello.version, hello.stable))
-        self._push_again(hello.replica_id)
+        if replica_id in self._members:  # what was pushed while it had no lease is lost; pushes are idempotent
+            self._quorum.waiting = frozenset()
+            self._table.announce_losses_again(self._members)
         self._present(hello, record, now, out)
         if self.rules.pauses_told:
-            out += pauses_to_member(self._current, hello.replica_id, self.records, now)
-        if not hello.unary and self._refuse_sizes(hello.replica_id, hello.group_world_size, out):
+            out += pauses_to_member(self.current, replica_id, self.records, now)
+        if not hello.unary and self._refuse_sizes(replica_id, hello.group_world_size, out):
             record.goes(now)  # it gets no lease whose end could tell
             return
         answer = record.answered[1].quorum_id if record.answered else 0
         if answer > hello.quorum_id and record.ask is None and not self._in_force(answer):
             # It may be about to enter a quorum whose whole life it slept through (its answer lay in a socket's buffer).
-            out.append(Superseded(hello.replica_id, answer))
-
-    def _on_return(self, record: Record, now: float) -> None:
-        """A replica without a lease has one again."""
-        current = self._current
-        if current is not None and record.hello.replica_id in current.members and record.life is not Life.UNKNOWN:
-            self._absences.returned(record, now)
-        self._crashes.returned(record)
-        self.reachability.returned(record.hello.replica_id)
-        record.life, record.since, record.presumed_dead = Life.UP, now, False
-
-    def _push_again(self, replica_id: str) -> None:
-        """What was pushed while a member had no lease is lost: have it pushed once more (pushes are idempotent)."""
-        current = self._current
-        if current is None or replica_id not in current.members:
-            return
-        self._pending = frozenset()
-        for member in current.members:
-            record = self.records.get(member)
-            if record is not None and not record.agreed:
-                record.told_lost = False
-
-    def _refused(self, hello: Hello, strange: str, out: list[Effect]) -> bool:
-        """Whether this replica is not taken at all. `strange`: what is wrong with the ids it names."""
-        refusal = self._refusals.of_hello(hello, self.records, self.closed)
-        refusal = Refuse(hello.replica_id, strange) if strange else refusal
-        if refusal:
-            out.append(refusal)
-            return True
-        other_models = self._refusals.of_layout(hello, self.records, hello.quorum_id, self.rules)
-        return self._refuse(hello.replica_id, other_models, out)
+            out.append(Superseded(replica_id, answer))
 
     def _ask_refused(self, ask: Ask, record: Record, out: list[Effect]) -> bool:
         """Whether this ask is not taken."""
@@ -276,8 +245,7 @@ class Room:
 
     def _refuse_sizes(self, replica_id: str, size: int, out: list[Effect]) -> bool:
         """Refuse who has a group of another size. True if that is `replica_id` itself."""
-        members = self._current.members if self._current else ()
-        return self._refuse(replica_id, of_sizes(replica_id, size, self.records, members), out)
+        return self._refuse(replica_id, of_sizes(replica_id, size, self.records, self._members), out)
 
     def _refuse(self, replica_id: str, refused: Sequence[Refuse], out: list[Effect]) -> bool:
         """End the asks of those who are refused. True if `replica_id` is one of them."""
@@ -291,130 +259,79 @@ class Room:
         """R9: adopt the newest quorum anybody presents; tell holders of older ones that they are over."""
         if not hello.quorum_id:
             return
-        current = self._current
+        current = self.current
         if current is not None and hello.quorum_id == current.quorum_id:
             return
         if current is None or self._claims.overrules(hello, record, self.records, current, self.rules):
             if hello.replica_id not in hello.members:
                 return
-            ended = any(self.records[i].life is Life.GONE for i in hello.members if i in self.records)
-            self._current = Current(hello.quorum_id, hello.members, ended, now)
-            self._trained = True
-            self._pending = frozenset()
-            for replica_id in hello.members:
-                if replica_id not in self.records and len(self.records) < MAX_RECORDS:
-                    self.records[replica_id] = Record.unseen(replica_id, hello, now)
+            ended = any(record.life is Life.GONE for record in self._table.named(hello.members))
+            self._quorum.adopt(hello.quorum_id, hello.members, now, ended=ended)
+            self._table.expect(hello.members, hello, now)
             out.append(Note(f"adopted the running quorum of {', '.join(hello.members)} from {hello.replica_id}"))
             self._claims.adopted(hello.members, self.records)
             out += superseded(hello.quorum_id, self.records)
         elif record.ask is None and record.life is Life.UP:
             out.append(Superseded(hello.replica_id, hello.quorum_id))
 
-    def _on_lease_ended(self, event: LeaseEnded, now: float, out: list[Effect]) -> None:
-        record = self.records.get(event.replica_id)
-        if record is None or record.generation != event.generation or record.life is not Life.UP:
-            return
-        # Keepalives go unanswered for a whole liveness timeout before they end a lease. A lease that ends sooner after
-        # its last message was closed: by the kernel of a process that is gone, or by something in between.
-        closed = event.silence_s < 0.75 * record.hello.liveness_s
-        if now < record.word_until:
-            self._end(event.replica_id, record, now, out)
-            return
-        record.life, record.since = (Life.CLOSED if closed else Life.MISSED), now
-        # Whose collectives failed may have said so before this stream ended: it is the second witness all the same.
-        current = self._current
-        member = current is not None and event.replica_id in current.members and self._failed == current.quorum_id
-        record.accused, record.ask = member and record.ask is None, None
-        if not closed:  # what a closed connection amounts to is noted when it is known (`_age`)
-            out.append(Note(f"{event.replica_id} went silent (frozen or cut off)"))
-
     def _on_progress(self, event: Progress, now: float, out: list[Effect]) -> bool:
         """False if nothing changed that a decision looks at (the common case, several times per second and replica)."""
-        record = self.records.get(event.replica_id)
-        if record is None or record.generation != event.generation:
+        record = self._table.of_stream(event.replica_id, event.generation)
+        if record is None:
             return False
-        record.step, record.phase = event.step, event.phase
-        self._note_training(event.replica_id, event.step)
-        newer = event.stable > record.stable
-        record.stable = max(record.stable, event.stable)
+        newer = record.reports(event)
+        self._quorum.report_step(event.replica_id, event.step)
         self.expected.holds(event.stable)
         self._claims.reported(record, event.stable, event.step)
         self._saw_commit(event.stable.epoch, record)
-        if event.heal_addresses and event.heal_addresses != record.hello.heal_addresses:
-            record.hello = replace(record.hello, heal_addresses=event.heal_addresses)
-        if event.paused_s > 0:
-            record.stalled = ""
         changed = record.pauses(event.paused_s, now)
         if changed:
-            out += pauses_to_peers(self._current, event.replica_id, self.records, now)
+            out += pauses_to_peers(self.current, event.replica_id, self.records, now)
         if newer:
             self.next_at = self._news.look_at(now, self.next_at)
         return changed or (newer and not self.rules.lazy_news)
 
     def _on_asked(self, event: Asked, now: float, out: list[Effect]) -> None:
         ask = event.ask
-        record = self.records.get(ask.replica_id)
-        if record is None or record.generation != event.generation or record.life is not Life.UP:
+        record = self._table.of_lease(ask.replica_id, event.generation)
+        if record is None or self._ask_refused(ask, record, out):
             return
-        if self._ask_refused(ask, record, out):
-            return
-        if (record.hello.group_world_size, record.hello.min_replicas) != (ask.group_world_size, ask.min_replicas):
-            record.hello = replace(
-                record.hello, group_world_size=ask.group_world_size, min_replicas=ask.min_replicas
-            )  # fmt: skip
-        if ask.layout_lines:
-            record.hello = replace(record.hello, layout=ask.layout, layout_lines=ask.layout_lines)
+        record.brings(ask)
         if record.answered and record.answered[0] == ask.seq and self._in_force(record.answered[1].quorum_id):
             out.append(Announce(record.answered[1], ((ask.replica_id, ask.seq),)))
             return
         if self.closed and ask.version.step < self.finished.step:
             out.append(Refuse(ask.replica_id, self.closed, finished=True))
             return
-        if record.ask is None:
-            record.asked_at = now
-        record.ask, record.stalled, record.incomplete = ask, "", ""
         self._claims.reported(record, ask.version)
-        record.step = max(ask.version.step, 0)
-        record.stable = max(record.stable, ask.stable)
+        record.asks(ask, now)
         self.expected.holds(ask.version)
         self._saw_commit(ask.version.epoch, record)
-        up = tuple(i for i in ask.unreachable if (r := self.records.get(i)) is not None and r.life is Life.UP)
-        out += [Note(text) for text in self.reachability.stated(ask, up, now)]
-        current = self._current
-        answered = record.answered
-        # It asked again without having taken the answer that put it into the current quorum (its caller timed out).
-        passed = answered is not None and current is not None and answered[1].quorum_id == current.quorum_id
-        passed = passed and answered is not None and ask.seq > answered[0]
-        if current and ask.replica_id in current.members and (ask.quorum_id >= current.quorum_id or passed):
-            self._end_current(now)
-            if ask.failed:
-                first, self._failed = self._failed != current.quorum_id, current.quorum_id
-                out += failure(ask, current, self.records, first=first)
+        unreachable = self._table.living(ask.unreachable)
+        out += [Note(text) for text in self.reachability.stated(ask, unreachable, now)]
+        if self._quorum.is_left_by(ask, record.answered):
+            self._quorum.end(now)
+            if ask.failed and self.current is not None:
+                out += failure(ask, self.current, self.records, first=self._quorum.report_failed())
 
     def _on_incomplete(self, event: Incomplete, now: float, out: list[Effect]) -> None:
         """A group lacks a rank: what it was in has ended for it, whatever it is in."""
-        record = self.records.get(event.replica_id)
-        if record is None or record.generation != event.generation or record.life is not Life.UP:
-            return
-        if not self.rules.r12_incomplete:
+        record = self._table.of_lease(event.replica_id, event.generation)
+        if record is None or not self.rules.r12_incomplete:
             return
         record.incomplete = event.reason
         out.append(Note(event.reason))
-        if self._current is not None and event.replica_id in self._current.members:
-            self._end_current(now)
+        if event.replica_id in self._members:
+            self._quorum.end(now)
 
     def _on_left(self, event: Left, now: float, out: list[Effect]) -> None:
-        record = self.records.get(event.replica_id)
-        if record is None or record.generation != event.generation:
+        record = self._table.of_stream(event.replica_id, event.generation)
+        if record is None:
             return
-        # With an open ask it leaves a quorum that has ended without it: nobody waits there for its collectives.
-        record.told_lost = record.agreed = event.agreed or (record.ask is not None and not record.ask.failed)
-        record.goes(now)
-        # A generation of -1: nothing that is still under way on this stream brings it back.
-        record.stable, record.left_with, record.generation = VOID, event.version, -1
+        record.leaves(event, now)
         out.append(Note(f"{event.replica_id} left: {event.reason}"))
         self._claims.ended(record, self.records, over=event.over and not self._settings.one_job)
-        settled = self._claims.settled(self.records, self._current, self.rules)
+        settled = self._claims.settled(self.records, self.current, self.rules)
         if event.finished and settled and not record.proven:
             out.append(Note(f"{event.replica_id} was in no quorum of this room: that it has finished ends nothing"))
         elif event.finished:
@@ -422,46 +339,24 @@ class Room:
             self.closed = closed_by(self.name, event)
             out += too_late(self.records, self.closed, event.version)
 
-    def _on_supervisor(self, event: Ended | GivenUp, now: float, out: list[Effect]) -> None:
-        self._on_ended(event if isinstance(event, Ended) else Ended(event.name), now, out)
-        if isinstance(event, GivenUp) and self.expected.give_up(event.name, event.reason):
+    def _on_given_up(self, event: GivenUp, now: float, out: list[Effect]) -> None:
+        out += self._table.reported_ended(event.name, now)
+        if self.expected.give_up(event.name, event.reason):
             out.append(Note(f"{event.name} is not started again, reports its supervisor: {event.reason}"))
-
-    def _on_ended(self, event: Ended, now: float, out: list[Effect]) -> None:
-        named = {i: r for i, r in self.records.items() if event.replica_id in (i, r.hello.name)}
-        # A name's word can arrive after its next incarnation, whose lease then stands: it is not the one meant. But the
-        # word can also be faster than the end of the lease that it is about.
-        slow = any(r.life not in (Life.UP, Life.GONE) for r in named.values())
-        for replica_id, record in named.items():
-            if record.life is Life.UP and event.replica_id != replica_id:
-                if not slow and not record.twin_until:
-                    record.word_until = now + WORD_GRACES * self._settings.grace_s
-            elif record.life is not Life.GONE:
-                self._end(replica_id, record, now, out)
-
-    def _end(self, replica_id: str, record: Record, now: float, out: list[Effect]) -> None:
-        """A supervisor saw this process end."""
-        record.goes(now)
-        self._crashes.died(record, now)
-        out.append(Note(f"{replica_id} ended, says its supervisor"))
-
-    def _on_turbulence(self, now: float, out: list[Effect]) -> None:
-        self._boot_until = max(self._boot_until, now + self._settings.boot_window_s)
-        self._absences.turbulent_until = self._boot_until
-        out.append(Note("most connections dropped together: waiting for them to come back before believing any death"))
 
     # ------------------------------------------------------------ consequences
 
     def _settle(self, now: float, out: list[Effect]) -> None:
         """Draw every consequence of the records as they are at `now`, and set `next_at`."""
-        times: list[float] = []
-        self._age(now, times, out)
-        out += losses(self._current, self.records, lambda record: self._absences.suspected(record, now))
+        effects, times = self._table.age(self._members, now, self.rules)
+        out += effects
+        self._quorum.end_if_over(self._table.named(self._members), now, self.rules)
+        out += losses(self.current, self.records, lambda record: self._table.suspected(record, now))
         view = self._view(now)
         self._note_stalled(view, times, out)
         outcome = decide(view)
         if isinstance(outcome, Formed) and self.rules.r15_unbuilt:
-            notes = self._builds.hold_back(self._last_quorum, outcome.asks, self.records, now)
+            notes = self._builds.hold_back(self.last_quorum, outcome.asks, self.records, now)
             outcome = decide(self._view(now)) if notes else outcome
             out += map(Note, notes)
         if isinstance(outcome, Formed) or outcome.void:
@@ -479,63 +374,6 @@ class Room:
         times += (self.reachability.next_at(now), *self._news.seen(self.records.values()))
         self.next_at = min((t for t in times if t > now), default=None)
 
-    def _age(self, now: float, times: list[float], out: list[Effect]) -> None:
-        """Draw what follows from leases that are closed, unknown or silent for long enough."""
-        members = self._current.members if self._current else ()
-        closed = sum(r.life is not Life.UP for i in members if (r := self.records.get(i)) is not None)
-        for replica_id, record in list(self.records.items()):
-            if record.twin_until and not self._keep_twin(record, now, times, out):
-                continue
-            harmless = replica_id not in members and record.stable <= UNTRAINED
-            around = Circumstances(harmless, 2 * closed > len(members), self._boot_until, self.rules)
-            life, looks = self._absences.look(record, now, around)
-            times.extend(looks)
-            if life is not record.life:
-                self._turn(replica_id, record, life, now, out)
-            if replica_id not in members:
-                if forgotten(record, now):
-                    del self.records[replica_id]
-            elif record.life is Life.GONE:
-                self._end_current(now)
-        self._presume_over(now)
-
-    def _turn(self, replica_id: str, record: Record, life: Life, now: float, out: list[Effect]) -> None:
-        """Time has told what became of a replica."""
-        was = record.life
-        record.turns(life, now)
-        if was is Life.CLOSED:
-            self._crashes.died(record, now)
-        out += map(Note, became(replica_id, record, was))
-
-    def _presume_over(self, now: float) -> None:
-        current = self._current
-        if current is None or current.ended or self._trained or not self.rules.r1_closed:
-            return
-        if presume_over([r for i in current.members if (r := self.records.get(i)) is not None]):
-            self.presumed_over = current.quorum_id
-            self._end_current(now)
-
-    def _note_training(self, replica_id: str, step: int) -> None:
-        """A member reported a step: is it one that was committed in the current quorum?"""
-        quorum = self._last_quorum
-        if not self._trained and quorum is not None and self._current is not None:
-            same = quorum.quorum_id == self._current.quorum_id and replica_id in self._current.members
-            self._trained = same and step > max(0, *(m.version.step for m in quorum.members))
-
-    def _keep_twin(self, record: Record, now: float, times: list[float], out: list[Effect]) -> bool:
-        """A newcomer waits until the earlier process of its name is gone or silent. False: it is refused."""
-        hello = record.hello
-        twin = earlier_process(hello, self.records)
-        if not twin:
-            record.twin_until, record.admitted_at = 0.0, self._crashes.not_before(hello.name, now)
-            return True
-        if now < record.twin_until:
-            times.append(record.twin_until)
-            return True
-        del self.records[hello.replica_id]
-        out.append(same_name(twin, hello))
-        return False
-
     def _note_stalled(self, view: View, times: list[float], out: list[Effect]) -> None:
         """Who of the quorum that has ended lives, and is late for the next: said once, known until it asks."""
         for replica_id, at in due(view).items():
@@ -547,26 +385,19 @@ class Room:
                 out.append(Note(record.stalled))
 
     def _form(self, formed: Formed, now: float, out: list[Effect]) -> None:
-        before = self._current.members if self._current else ()
-        same = keeps_id(self._last_quorum, self._current, formed.asks, self.records)
-        quorum_id = self._last_quorum.quorum_id if same and self._last_quorum else self._ids.next()
+        before, last = self._members, self.last_quorum
+        same = last is not None and keeps_id(last, self.current, formed.asks, self.records)
+        quorum_id = last.quorum_id if same and last is not None else self._ids.next()
         quorum = Quorum(quorum_id, tuple(Member.of(ask) for ask in formed.asks), int(now * 1000))
-        self._current = Current(quorum_id, quorum.ids, ended=False)
-        self._last_quorum = quorum
-        self._pending = frozenset()
+        self._quorum.form(quorum)
         doubted = self._claims.joined(formed.asks, self.records)
         for ask in formed.asks:
-            record = self.records[ask.replica_id]
-            record.ask, record.answered = None, (ask.seq, quorum)
-            record.hello = replace(record.hello, quorum_id=quorum_id, members=quorum.ids)
-            record.told_lost = record.accused = record.pause_told = False
-            record.left_with = VOID
-        self._trained = False
+            self.records[ask.replica_id].enters(ask.seq, quorum)
         self.reachability.formed(quorum.ids)
         out.append(Announce(quorum, tuple((ask.replica_id, ask.seq) for ask in formed.asks)))
         for ask in formed.asks if self.rules.pauses_told else ():
             if self.records[ask.replica_id].paused_until > now:  # it asked from inside a step, and validates now
-                out += pauses_to_peers(self._current, ask.replica_id, self.records, now)
+                out += pauses_to_peers(self.current, ask.replica_id, self.records, now)
         out.append(Note(formed_note(quorum, before)))
         out += map(Note, doubted)
         for replica_id, why in formed.left_out.items():
@@ -583,44 +414,37 @@ class Room:
         out.append(Explain(asking, outcome.reason, max(0.0, outcome.paused_until - now)))
 
     def _push_pending(self, held: Mapping[str, str], out: list[Effect]) -> None:
-        ready = joiners(self._current, self.records, held)
-        if ready - self._pending:
-            self._pending = ready
-            out += change_pending(self._current, self.records, ready)
+        ready = joiners(self.current, self.records, held)
+        if ready - self._quorum.waiting:
+            self._quorum.waiting = ready
+            out += change_pending(self.current, self.records, ready)
 
     # ------------------------------------------------------------ helpers
 
-    def _in_force(self, quorum_id: int) -> bool:
-        """R14 repeats an answer only while it is true: whoever missed the whole life of a quorum must not enter it."""
-        current = self._current
-        if not self.rules.r14_in_force:
-            return True
-        return current is not None and current.quorum_id == quorum_id and not current.ended
+    @property
+    def _members(self) -> tuple[str, ...]:
+        """Of the current quorum; empty: there is none."""
+        return self._quorum.members
 
-    def _end_current(self, now: float) -> None:
-        if self._current is not None and not self._current.ended:
-            self._current = replace(self._current, ended=True, ended_at=now)
+    def _in_force(self, quorum_id: int) -> bool:
+        """An answer is repeated only while it is true: whoever slept through a whole quorum must not enter it (R14)."""
+        return not self.rules.r14_in_force or self._quorum.is_in_force(quorum_id)
 
     def _saw_commit(self, epoch: int, reporter: Record) -> None:
         """A step was committed in the quorum `epoch`: every member of it has got past its first commit (R15).
 
         A peer's word counts, because the dead cannot speak, and it may come after a death has been counted as a crash.
         """
-        current = self._current
+        current = self.current
         if current is None or epoch != current.quorum_id or self._news.known(epoch, reporter):
             return
-        if not self._trained:  # not on later ones: a link may have been cut since
+        if not self._quorum.trained:  # not on later ones: a link may have been cut since
             self.reachability.committed(current.members)
-        self._trained = True
-        self._crashes.committed(members := [r for i in current.members if (r := self.records.get(i)) is not None])
-        self._builds.forgive(members)
-
-    def _evict(self) -> bool:
-        """Make room for a newcomer."""
-        least = least_needed(self.records, self._current.members if self._current else ())
-        return self.records.pop(least, None) is not None
+        self._quorum.trained = True
+        self._table.committed(current.members)
+        self._builds.forgive(self._table.named(current.members))
 
     def _view(self, now: float) -> View:
-        view = view_of(self.records, self._current, self.expected, self._settings, self._claims, self.rules, now)
+        view = view_of(self.records, self.current, self.expected, self._settings, self._claims, self.rules, now)
         view = replace(view, cut=self.reachability.cut(now, self.rules))
-        return replace(view, boot_until=self._boot_until, restart_until=self._boot_at + view.orphan_s)
+        return replace(view, boot_until=self._table.boot_until, restart_until=self._boot_at + view.orphan_s)

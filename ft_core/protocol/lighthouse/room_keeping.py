@@ -17,6 +17,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ft_core.protocol.lighthouse.view import Life
+from ft_core.protocol.types import VOID
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -46,11 +47,9 @@ class FinishedRooms:
             del self._rooms[next(iter(self._rooms))]
         self._rooms[room.name] = (room.closed, room.finished)
 
-    def close_again(self, room: Room) -> None:
-        """A room of this name was made anew."""
-        known = self._rooms.pop(room.name, None)
-        if known is not None:
-            room.closed, room.finished = known
+    def take(self, name: str) -> tuple[str, Version]:
+        """Why the room of this name, which is about to be made anew, is closed, and at which state; '': it is not."""
+        return self._rooms.pop(name, ("", VOID))
 
 
 def replaceable(rooms: Mapping[str, Room], now: float, absence_s: float) -> str:

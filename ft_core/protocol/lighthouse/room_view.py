@@ -58,7 +58,7 @@ def view_of(
         seen={
             i: Seen(
                 i, r.life, r.since, stable[i], asks[i], r.asked_at, r.paused_until, r.phase, r.admitted_at,
-                earlier_process(r.hello, records) if r.twin_until else "", r.incomplete, r.back_at,
+                earlier_process(r.hello, records) if r.same_name_until else "", r.incomplete, r.back_at,
                 r.hello.min_replicas, r.held_back,
             )
             for i, r in records.items()

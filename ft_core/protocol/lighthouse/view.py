@@ -49,8 +49,8 @@ class Seen:
     paused_until: float = 0.0
     phase: str = ""
     admitted_at: float = 0.0
-    """Not a candidate before this instant (crash-loop debounce, or a living `twin`); 0: at once."""
-    twin: str = ""
+    """Not a candidate before this instant (crash-loop debounce, or a living process of the `same_name`); 0: at once."""
+    same_name: str = ""
     """The living replica of the same name because of which it waits."""
     incomplete: str = ""
     """Which of its ranks is missing: it is not waited for, nor is its ask taken, before all of them are back (R12)."""

@@ -1,0 +1,126 @@
+"""`CurrentQuorum`: the quorum that is in force in a room, what was reported of it, and whether it has ended. Pure.
+
+How it works. A quorum comes into force when it is formed, or when it is presented to a lighthouse that knows none (R9).
+It ends when a member asks after it, leaves, or is certainly gone, never because connections closed (R1); but one that
+reported no commit, and of which nobody came back, is presumed to be over.
+
+Invariants: beside the fields; `validate` checks them. Ownership: `room.Room` only.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from ft_core.protocol.lighthouse.absence import presume_over
+from ft_core.protocol.lighthouse.view import Current, Life
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from ft_core.protocol.lighthouse.record import Record
+    from ft_core.protocol.lighthouse.replica_table import ReplicaTable
+    from ft_core.protocol.lighthouse.rules import Rules
+    from ft_core.protocol.types import Ask, Quorum
+
+
+class CurrentQuorum:
+    """The quorum in force in one room; none before the first."""
+
+    def __init__(self) -> None:
+        self.value: Current | None = None
+        """Its id, members and end. One id names one member list; it has ended if a member is gone."""
+        self.formed: Quorum | None = None
+        """The last quorum that was formed under this boot. While it is in force, all its members have records."""
+        self.trained = False
+        """A commit made in it was reported, or may have been, because it was adopted."""
+        self.presumed_over = 0
+        """The last quorum_id that was taken as ended because all connections closed before a commit was reported."""
+        self.waiting: frozenset[str] = frozenset()
+        """Who was waiting when its members were last asked to agree on a new one: once per set. None of its members."""
+        self._failed = 0
+        """The quorum_id that a member last reported as broken."""
+
+    def __repr__(self) -> str:
+        return f"CurrentQuorum({self.value})"
+
+    @property
+    def members(self) -> tuple[str, ...]:
+        """Its members; empty: there is none."""
+        return self.value.members if self.value is not None else ()
+
+    def validate(self, table: ReplicaTable) -> None:
+        """Raise AssertionError unless what the fields promise holds."""
+        value = self.value
+        if value is None:
+            assert self.formed is None
+            assert not self.trained
+            assert not self.waiting
+            return
+        assert len({*value.members}) == len(value.members) > 0
+        assert not self.waiting.intersection(value.members)
+        assert value.ended or all(record.life is not Life.GONE for record in table.named(value.members))
+        if self.formed is not None and self.formed.quorum_id == value.quorum_id:
+            assert self.formed.ids == value.members, "one id, two lists"
+            assert all(replica_id in table.records for replica_id in value.members)
+
+    # ------------------------------------------------------------ begin and end
+
+    def form(self, quorum: Quorum) -> None:
+        """A quorum was formed."""
+        self.value, self.formed = Current(quorum.quorum_id, quorum.ids, ended=False), quorum
+        self.trained, self.waiting = False, frozenset()
+
+    def adopt(self, quorum_id: int, members: tuple[str, ...], now: float, *, ended: bool) -> None:
+        """A quorum that was formed by another lighthouse, or before this one was started, was presented (R9)."""
+        self.value = Current(quorum_id, members, ended, now)
+        self.trained, self.waiting = True, frozenset()
+
+    def end(self, now: float) -> None:
+        """It can complete nothing more. Again: no effect."""
+        if self.value is not None and not self.value.ended:
+            self.value = replace(self.value, ended=True, ended_at=now)
+
+    def end_if_over(self, members: Sequence[Record], now: float, rules: Rules) -> None:
+        """End it if a member is certainly gone, or if it is presumed to be over."""
+        value = self.value
+        if value is None or value.ended:
+            return
+        if any(record.life is Life.GONE for record in members):
+            self.end(now)
+        elif not self.trained and rules.r1_closed and presume_over(members):
+            self.presumed_over = value.quorum_id
+            self.end(now)
+
+    def is_in_force(self, quorum_id: int) -> bool:
+        """Whether it is this one and has not ended."""
+        return self.value is not None and self.value.quorum_id == quorum_id and not self.value.ended
+
+    # ------------------------------------------------------------ what is reported of it
+
+    def is_left_by(self, ask: Ask, answered: tuple[int, Quorum] | None) -> bool:
+        """Whether a replica that asks so leaves it. `answered`: its last ask and the quorum that answered that."""
+        value = self.value
+        if value is None or ask.replica_id not in value.members:
+            return False
+        if ask.quorum_id >= value.quorum_id:
+            return True
+        # It asked again without having taken the answer that put it into this quorum (its caller timed out).
+        return answered is not None and answered[1].quorum_id == value.quorum_id and ask.seq > answered[0]
+
+    def report_failed(self) -> bool:
+        """A member reports that it broke. False: another one has."""
+        assert self.value is not None
+        first, self._failed = self._failed != self.value.quorum_id, self.value.quorum_id
+        return first
+
+    def was_reported_failed(self, replica_id: str) -> bool:
+        """Whether a member has reported that the quorum broke which this replica is in."""
+        return self.value is not None and replica_id in self.value.members and self._failed == self.value.quorum_id
+
+    def report_step(self, replica_id: str, step: int) -> None:
+        """A replica reports its step: perhaps one that was committed in this quorum."""
+        value, formed = self.value, self.formed
+        if not self.trained and formed is not None and value is not None:
+            same = formed.quorum_id == value.quorum_id and replica_id in value.members
+            self.trained = same and step > max(0, *(m.version.step for m in formed.members))
