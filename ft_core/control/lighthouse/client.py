@@ -52,7 +52,7 @@ ROOMS_S = timedelta(seconds=5)
 TOOL_S = 5.0
 """How long a tool's call may take."""
 _JSON, _TEXT = "json:", "text:"
-"""What `data` begins with that is a dict; and with that is a text which begins like one of these."""
+"""The prefixes of `data` that is a dict, and of text that itself begins like one of these."""
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,7 @@ def data_as_text(data: str | Mapping[str, Any] | None) -> str:
 
 
 def data_of_text(text: str) -> str | dict[str, Any] | None:
-    """The other way round. Raises ProtocolError if it is not what `data_as_text` makes."""
+    """The inverse of `data_as_text`. Raises ProtocolError for anything else."""
     if text.startswith(_TEXT):
         return text.removeprefix(_TEXT)
     if not text.startswith(_JSON):
@@ -148,7 +148,7 @@ _ERRORS: dict[grpc.StatusCode, type[FaultToleranceError]] = {
 
 
 class LighthouseClient:
-    """Talks to a lighthouse without a lease: one call at a time, from any thread.
+    """A connection to a lighthouse without a lease: one call at a time, from any thread.
 
     Args:
         addr: host:port or http://host:port.
@@ -232,36 +232,36 @@ class LighthouseClient:
         return public_quorum(codec.decode_quorum_info(answer))
 
     def heartbeat(self, replica_id: str, timeout: timedelta = HEARTBEAT_S) -> None:
-        """Say that `replica_id` lives: needed between quorum calls further apart than heartbeat_timeout_ms."""
+        """Report that `replica_id` lives: needed between quorum calls further apart than heartbeat_timeout_ms."""
         request = pb.HeartbeatRequest(protocol_version=PROTOCOL_VERSION, room=self.room, replica_id=replica_id)
         self._call("Heartbeat", codec.encode_unary(request), timeout.total_seconds())
 
     def status(self, timeout: timedelta = HEARTBEAT_S, names: Collection[str] = ()) -> pb.StatusResponse:
-        """What the lighthouse knows: rooms, their quorums, replicas, and why there is no quorum.
+        """The lighthouse's knowledge: rooms, their quorums, replicas, and why there is no quorum.
 
         With `names`, only the replicas of these names, and no lists of members: for supervisors, which ask often.
         """
         return self._status(timeout.total_seconds(), names)
 
     def report_ended(self, replica_id: str, timeout: timedelta = HEARTBEAT_S) -> bool:
-        """A supervisor's word that a process (replica_id), or all of a name, ended. True if the lighthouse knew it."""
+        """Report that a process (replica_id), or all of a name, ended. True if the lighthouse knew one."""
         request = pb.ReportRequest(protocol_version=PROTOCOL_VERSION, room=self.room, ended=replica_id)
         answer = self._call("Report", codec.encode_unary(request), timeout.total_seconds())
         return pb.ReportResponse.FromString(answer).rooms > 0
 
     def report_given_up(self, name: str, reason: str, timeout: timedelta = HEARTBEAT_S) -> None:
-        """A supervisor's word that all processes of a name ended, and that it starts no other: nobody waits for it."""
+        """Report that all processes of a name ended and none is started again: nobody waits for it any more."""
         request = pb.ReportRequest(
             protocol_version=PROTOCOL_VERSION, room=self.room, ended=name, given_up=True, reason=codec.clip(reason)
         )
         self._call("Report", codec.encode_unary(request), timeout.total_seconds())
 
     def drain(self, replica: str, reason: str = "") -> list[str]:
-        """Ask a replica_id, or all of a name, to finish their step and leave. Needs a token. Returns who was told."""
+        """Ask a replica_id, or all of a name, to finish the step and leave; needs a token. Returns who was sent it."""
         return self._order("Drain", replica, reason)
 
     def kill(self, replica: str, reason: str = "") -> list[str]:
-        """Ask a replica_id, or all of a name, to exit now. Needs a token. Returns who was told."""
+        """Ask a replica_id, or all of a name, to exit now; needs a token. Returns who was sent it."""
         return self._order("Kill", replica, reason)
 
     def reopen(self) -> bool:

@@ -1,8 +1,8 @@
 """The lighthouse's unary calls: for clients without a lease, for supervisors, operators and tools.
 
 How it works. A client of Quorum and Heartbeat has no lease; to its room it looks as if it had: its first call is the
-Hello, and heartbeat_timeout_s after its last call has ended a timer here says the goodbye. Its ask lives as long as its
-call: if the caller goes away or runs out of time, it is treated like a lease that was closed. Everything else looks
+Hello, and heartbeat_timeout_s after its last call has ended a timer here sends the goodbye. Its ask lives as long as
+its call: if the caller goes away or runs out of time, it is treated like a lease that was closed. Everything else looks
 something up or feeds one event to the rooms. Runs on the loop of `room_host.Rooms`.
 
 Invariants: at most MAX_WAITING calls wait; one call per replica_id, a newer one takes over; one timer per client that
@@ -50,7 +50,7 @@ class Calls:
         return f"Calls(waiting={sum(len(shell.waiters) for shell in self._rooms.chosen(''))})"
 
     def handlers(self) -> Mapping[str, grpc.RpcMethodHandler[bytes, bytes]]:
-        """What to register with the gRPC server."""
+        """The handlers to register with the gRPC server."""
         methods = {
             "Quorum": self._quorum, "Heartbeat": self._heartbeat, "Status": self._status, "Report": self._report,
             "Drain": self._drain, "Kill": self._kill, "Reopen": self._reopen,

@@ -1,22 +1,22 @@
-"""What a closed connection amounts to: when it is a suspicion, and when its replica is no longer waited for. Pure.
+"""The rule about closed connections: when they are a suspicion, and when their replicas are lost. Pure.
 
 How it works. The lighthouse sees that a lease stream ended, not why: the process may have died, or a proxy, a balancer
 or a one-way cut closed the connection of one that trains on. So a closed connection alone is never a death. It becomes
 
-- a *suspicion* after the grace: the other members of its quorum are told and break off their attempt, because the death
+- a *suspicion* after the grace: the other members of its quorum are notified and break off their attempt: the death
   may be one that their collectives cannot show (forked workers hold its sockets). Whoever breaks off asks with
   `failed`, which is the accusation;
 - a *loss* at once when a member of the same quorum accuses it, else after a liveness timeout plus the clients'
   reconnect time. Who is lost is not waited for any more, but what it reported as stable is remembered (R2).
 
-Only a goodbye or a supervisor's word makes a death certain (`Life.GONE`).
+Only a goodbye or a supervisor's report makes a death certain (`Life.GONE`).
 
 Two situations make a closed connection prove less. If more than half of a quorum is closed, links are likelier to have
 failed than processes: an accusation then counts after the grace. And a member that has just re-opened its lease shows
 that connections ended, not processes: until `doubt_until` the others get the time to return, too.
 
 Invariant: what `Absences` answers depends only on what it is given, so the room can name the next instant of interest.
-Ownership: `room.Room` only, which alone changes records.
+Ownership: the table and the quorum of `room.Room`, which alone change records.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Circumstances:
-    """What else bears on the lease of one replica."""
+    """The circumstances in which the lease of one replica is looked at."""
 
     harmless: bool
     """It is and was in no quorum: nothing can go on beside it, or be made again, should it live."""
@@ -51,7 +51,7 @@ class Circumstances:
 
 
 class Absences:
-    """When the replicas of one room whose leases ended are suspected, lost, or forgotten. Instants in seconds."""
+    """The clock of replicas without a lease: when they are suspected, lost, or forgotten. Instants in seconds."""
 
     def __init__(self, settings: LighthouseSettings, boot_at: float) -> None:
         self._settings = settings
@@ -82,7 +82,7 @@ class Absences:
             self._returning_until = now + self._settings.boot_window_s
 
     def suspected(self, record: Record, now: float) -> bool:
-        """Whether the other members of its quorum are told that it is lost, or may be."""
+        """Whether the other members of its quorum are notified that it is lost, or may be."""
         if record.life is Life.GONE:
             return True
         if now < self.doubt_until:
@@ -91,10 +91,10 @@ class Absences:
         return closed or record.life in (Life.LOST, Life.MISSED)
 
     def look(self, record: Record, now: float, around: Circumstances) -> tuple[Life, tuple[float, ...]]:
-        """What the lighthouse believes of a replica now, and when to look again."""
+        """Judge the life of a replica: returns what to believe of it now, and when to look again."""
         match record.life:
             case Life.UNKNOWN:
-                # R9: a member of a presented quorum is expected until liveness or a peer's accusation removes it.
+                # A member of a presented quorum is expected until liveness or a peer's report removes it (R9).
                 silent_at = record.since + self.longest_s(record) if around.rules.r9_silent else math.inf
                 at, then = max(around.boot_until, 0.0 if record.peer_reported_failure else silent_at), Life.MISSED
             case Life.CLOSED if around.harmless or not around.rules.r1_closed:
@@ -115,7 +115,7 @@ class Absences:
 
 
 def became(replica_id: str, record: Record, was: Life) -> Iterator[str]:
-    """What the log says of a replica of which the lighthouse believed something else before."""
+    """Lines for the log about a replica of which the lighthouse believed something else before."""
     if was is Life.CLOSED:
         how = "is gone" if record.life is Life.GONE else "is lost: its connection closed"
         doing = f", {record.phase}" if record.phase not in PLAIN_PHASES else ""
@@ -139,16 +139,19 @@ def presume_over(members: Sequence[Record]) -> bool:
 def forgotten(record: Record, now: float) -> bool:
     """Whether the record of a replica that no quorum names can be dropped: nothing waits for it any more.
 
-    Should it return, it says hello.
+    Should it return, its hello makes a new one.
     """
     if record.life is Life.GONE:
         return now - record.since > CRASH_WINDOW_S
-    waited_for = record.life in (*ABSENT, Life.UNKNOWN)  # by R1 and R2, until orphan_s
+    waited_for = record.life in (
+        *ABSENT,
+        Life.UNKNOWN,
+    )  # until orphan_s: its quorum may live (R1), and it may hold newer state (R2)
     return waited_for and now - record.since > max(CRASH_WINDOW_S, record.hello.orphan_s)
 
 
 def least_needed(records: Mapping[str, Record], members: Collection[str]) -> str:
-    """Whom to forget for a newcomer's sake: the longest-gone replica that no quorum names; '': nobody.
+    """Pick the replica to forget for a newcomer: the longest-gone one that no quorum names; '': nobody.
 
     Else the longest-absent one whose stable state a living one has reported as well: nothing would wait for it.
     """

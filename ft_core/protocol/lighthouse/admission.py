@@ -1,4 +1,4 @@
-"""Whom a room does not take, and the sentence that says whose fault it is and what to do. Pure.
+"""The rules of admission to a room, and the sentences that name whose fault a refusal is and what to do. Pure.
 
 How it works. A newcomer is compared with the replicas of the room that are not certainly gone: its id may not be that
 of another live process, there has to be a place for it in a quorum, its model, data and rules may not be other ones
@@ -6,7 +6,7 @@ of another live process, there has to be a place for it in a quorum, its model, 
 with rank i of all others. Who asked first defines both; when everybody who has it is gone, another one is as good.
 
 Invariant: a replica that is in a quorum is never refused because of one that is in none; then the latter is. (A
-lighthouse that has just started hears them in any order.)
+lighthouse that has just started receives them in any order.)
 Ownership: `room.Room` only.
 """
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 class Refusals:
-    """What the replicas of one room have in common."""
+    """The model that the replicas of one room have in common, and who is refused because of it."""
 
     def __init__(self) -> None:
         self._layout: RoomLayout | None = None
@@ -40,7 +40,7 @@ class Refusals:
     def of_hello(
         self, hello: Hello, strange: str, records: Mapping[str, Record], closed: str, rules: Rules
     ) -> list[Refuse]:
-        """Who is refused because of a hello: its sender, or those who cannot stay beside it.
+        """Refuse the sender of a hello, or those who cannot stay beside it.
 
         Args:
             hello: what was presented.
@@ -53,19 +53,21 @@ class Refusals:
         refusal = refusal or _of_places(hello, records)
         return [refusal] if refusal else self.of_layout(hello, records, hello.quorum_id, rules)
 
-    def of_layout(self, told: Hello | Ask, records: Mapping[str, Record], quorum_id: int, rules: Rules) -> list[Refuse]:
-        """Who cannot stay in the room now that a replica with this layout is there: it, or those with another one.
+    def of_layout(
+        self, shown: Hello | Ask, records: Mapping[str, Record], quorum_id: int, rules: Rules
+    ) -> list[Refuse]:
+        """Refuse a replica with this layout, or those with another one.
 
         A room trains one model (R4). The first layout seen stands while anybody who has it is there, unless nobody of
         these is in a quorum, and the newcomer is.
 
         Args:
-            told: what it presents of itself.
+            shown: what it presents of itself.
             records: of the room.
             quorum_id: the quorum that it is in; 0: none.
             rules: in force.
         """
-        replica_id, layout, lines = told.replica_id, told.layout, told.layout_lines
+        replica_id, layout, lines = shown.replica_id, shown.layout, shown.layout_lines
         member = quorum_id > 0 and rules.r4_members
         if not layout:
             return []
@@ -140,7 +142,7 @@ def same_name(earlier: str, hello: Hello) -> Refuse:
 
 
 def closed_by(room: str, last: Left) -> str:
-    """What is told to whoever comes after the one that has finished."""
+    """The sentence for whoever comes after a replica has finished."""
     return (
         f"training in room {room!r} finished at {last.version} ({last.replica_id}); start a new lighthouse or another "
         "room to train again"
@@ -148,7 +150,7 @@ def closed_by(room: str, last: Left) -> str:
 
 
 def too_late(records: Mapping[str, Record], reason: str, finished: Version) -> list[Refuse]:
-    """Who waits for a quorum that no trained replica is left to form. Their asks are over."""
+    """Refuse those who wait for a quorum that no trained replica is left to form. Their asks are over."""
     waiting = {i: r for i, r in records.items() if r.ask is not None and r.ask.version.step < finished.step}
     for record in waiting.values():
         record.ask = None
@@ -156,7 +158,7 @@ def too_late(records: Mapping[str, Record], reason: str, finished: Version) -> l
 
 
 def of_sizes(replica_id: str, size: int, records: Mapping[str, Record], members: Collection[str]) -> list[Refuse]:
-    """Who cannot stay in the room, now that a group of `size` ranks is there.
+    """Refuse groups that cannot stay in the room now that one of `size` ranks is there.
 
     Args:
         replica_id: that group.

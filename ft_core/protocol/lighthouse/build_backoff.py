@@ -1,8 +1,8 @@
-"""R15: who alone cannot build its process group joins later and later, so that it does not stop the others. Pure.
+"""The back-off of a group that alone cannot build its process group: it joins later and later (R15). Pure.
 
 How it works. Everybody in a quorum builds a process group; if one cannot (a host name that is not this machine's, no
-file descriptors left), the quorum is over for all. An ask says whether its sender failed by itself (`Ask.unbuilt`), or
-was only told that another one had; and whether its own machine was the reason (`unbuilt_here`) or something that may be
+file descriptors left), the quorum is over for all. An ask names whether its sender failed by itself (`Ask.unbuilt`), or
+only learned that another one had; and whether its own machine was the reason (`unbuilt_here`) or something that may be
 anybody's: a peer that did not come, a connection that was not made. `blame` compares the asks of one quorum. Held back
 are those whose own machine was the reason, and newcomers that failed for whatever reason to groups that have committed,
 for a time that doubles with every failure in a row and is ten times what the attempt cost the others at least. A group

@@ -1,4 +1,4 @@
-"""Which of the replicas that ask may be in the next quorum, and what each of the others waits for. Pure.
+"""The choice of the next quorum's candidates, and what each of the others waits for. Pure.
 
 How it works. `choose` looks at the replicas that ask, and at the living members of the quorum in force, who will ask at
 their next step boundary. A replica that asks is held back, with a sentence for its user, while
@@ -34,11 +34,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """Who of those who ask may be in the next quorum."""
+    """Those who ask, divided into those that may be in the next quorum and the others."""
 
     candidates: Mapping[str, Seen]
     held: Mapping[str, str]
-    """Who asks and is held back, and the sentence that says why; the same words for as long as nothing changes."""
+    """Those held back, each with the sentence why; the same words for as long as nothing changes."""
     need: int
     """The smallest quorum that the lighthouse and the job's min_replica_size allow."""
     at: float | None

@@ -1,4 +1,4 @@
-"""R18: what a replica claims about a room's state counts if it was in one of the room's quorums, else once confirmed.
+"""The claims about a room's state that count: those of replicas that were in its quorums, others once confirmed (R18).
 
 A claim is what would overrule others: a quorum that is presented after a restart (R9), a version newer than everybody's
 or reported as stable (R2), the end of training (R16), waiting times. A replica is *proven* once it was in a quorum that
@@ -38,7 +38,7 @@ CONFIRMED_BY = 2
 
 
 class Claims:
-    """What one room believes."""
+    """The part of the replicas' claims that one room believes."""
 
     def __init__(self) -> None:
         self.known = VOID
@@ -89,7 +89,7 @@ class Claims:
         return doubted
 
     def ended(self, leaver: Record, records: Mapping[str, Record], *, over: bool) -> None:
-        """Goodbye. `over`: its script has ended by itself; if nobody else is left, its state is not missed (R21)."""
+        """A replica said goodbye. `over`: its script has ended; if it was the last, its state is not missed (R21)."""
         if leaver.proven:
             self.furthest = max(self.furthest, leaver.left_with.step)
         if over and leaver.proven and not any(r.proven and r.life is not Life.GONE for r in records.values()):
@@ -98,7 +98,7 @@ class Claims:
     # ------------------------------------------------------------ what counts
 
     def settled(self, records: Mapping[str, Record], current: Current | None, rules: Rules) -> bool:
-        """There is somebody against whom claims can be held."""
+        """Whether there is somebody against whom claims can be held."""
         if not rules.r18_claims or current is None or not (self.formed or presenters(records, current) >= CONFIRMED_BY):
             return False
         return any(r.proven and not r.hello.unary and r.life in CONNECTED for r in records.values())
@@ -108,7 +108,7 @@ class Claims:
         return not settled or record.proven or version <= self.known
 
     def stable(self, record: Record, *, settled: bool) -> Version:
-        """What it is believed to hold as stable (R2); once a quorum has formed, also while nobody else is connected."""
+        """The version that it is believed to hold as stable (R2); once a quorum has formed, also while it is alone."""
         return record.stable if self.counts(record, record.stable, settled=settled or self.formed) else VOID
 
     def ask(self, record: Record, *, settled: bool) -> Ask | None:

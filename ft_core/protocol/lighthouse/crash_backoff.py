@@ -1,6 +1,6 @@
-"""R15: a name that keeps crashing before its first commit joins later and later, so that it cannot stall the others.
+"""The back-off of a name that keeps crashing before its first commit: it joins later and later (R15).
 
-Only deaths before a first commit count; a commit (also one that a peer reports later, because the dead cannot speak)
+Only deaths before a first commit count; a commit (also one that a peer reports later, because the dead report nothing)
 forgives them. Pure; bounded by MAX_NAMES names with MAX_CRASHES deaths each.
 """
 

@@ -37,7 +37,7 @@ class CurrentQuorum:
         self.presumed_over = 0
         """The last quorum_id that was taken as ended because all connections closed before a commit was reported."""
         self.waiting: frozenset[str] = frozenset()
-        """Who was waiting when its members were last asked to agree on a new one: once per set. None of its members."""
+        """Joiners for whom its members were last asked to agree on a new one: once per set. None of its members."""
         self._failed = 0
         """The quorum_id that a member last reported as broken."""
 

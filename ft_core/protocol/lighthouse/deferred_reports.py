@@ -1,7 +1,7 @@
-"""What a room may leave for its next decision: reports, of which every replica sends several per second. Pure.
+"""Reports that a room leaves for its next decision: every replica sends several of them per second. Pure.
 
 A newer stable version can only lengthen a wait (R2), never end one, so it decides nothing by itself; while somebody
-asks, the room looks again soon, because what it tells them may have changed. A commit made in the current quorum
+asks, the room looks again soon, because its explanation may have changed. A commit made in the current quorum
 matters once: for all members together.
 """
 
@@ -15,11 +15,11 @@ if TYPE_CHECKING:
     from ft_core.protocol.lighthouse.record import Record
 
 NEWS_S = 0.5
-"""What a room says of stable versions is at most this old."""
+"""An explanation that names stable versions is at most this old."""
 
 
 class News:
-    """What the last decision saw."""
+    """News since the last decision: what it saw, and what was reported after it."""
 
     def __init__(self) -> None:
         self.asked_for = False

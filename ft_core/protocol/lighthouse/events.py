@@ -1,4 +1,4 @@
-"""What can happen to a room (events) and what its shell must do about it (effects). Values only; see `room`."""
+"""The events that can happen to a room, and the effects that its shell must perform. Values only; see `room`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ft_core.protocol.types import UNTRAINED, VOID, Ask, Quorum, Version
 
 @dataclass(frozen=True, slots=True)
 class Hello:
-    """A lease was opened (or re-opened) by a replica that speaks our protocol and knows the token."""
+    """A lease was opened (or re-opened) by a replica of our protocol version that knows the token."""
 
     replica_id: str
     name: str
@@ -40,7 +40,7 @@ class Hello:
 
 @dataclass(frozen=True, slots=True)
 class LeaseEnded:
-    """A lease stream ended without a goodbye. `silence_s`: since the last message heard on it."""
+    """A lease stream ended without a goodbye. `silence_s`: since the last message received on it."""
 
     replica_id: str
     generation: int
@@ -49,7 +49,7 @@ class LeaseEnded:
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """What a replica is doing. `paused_s` > 0: it announced to be busy for at most that long."""
+    """A report of what a replica is doing. `paused_s` > 0: it announced to be busy for at most that long."""
 
     replica_id: str
     generation: int
@@ -88,14 +88,14 @@ class Left:
     finished: bool
     version: Version
     agreed: bool
-    """The others know: change-wanted rode in the last fence, so nobody is stuck in a collective with the leaver."""
+    """The others know: change-wanted rode in the last ballot, so nobody is stuck in a collective with the leaver."""
     over: bool = False
     """Its script has ended by itself, neither drained nor by an error: nobody misses its state (R21)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """A supervisor's word: the process of this replica has ended; or, if a name is given, every process of that name
+    """A supervisor's report: the process of this replica has ended; or, if a name is given, every process of that name
     whose lease does not stand."""
 
     replica_id: str
@@ -103,7 +103,7 @@ class Ended:
 
 @dataclass(frozen=True, slots=True)
 class GivenUp:
-    """A supervisor's word: every process of this name has ended, and it does not start another one."""
+    """A supervisor's report: every process of this name has ended, and it does not start another one."""
 
     name: str
     reason: str
@@ -111,7 +111,7 @@ class GivenUp:
 
 @dataclass(frozen=True, slots=True)
 class Turbulence:
-    """R15: most leases dropped together, or the lighthouse's own loop stalled; suspicions wait for the boot window."""
+    """Most leases dropped together, or the lighthouse's own loop stalled: suspicions wait for the boot window (R15)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +132,7 @@ Event = Hello | LeaseEnded | Progress | Asked | Incomplete | Left | Ended | Give
 
 @dataclass(frozen=True, slots=True)
 class Announce:
-    """Tell each (replica_id, seq) in `to` the same quorum."""
+    """Send each (replica_id, seq) in `to` the same quorum."""
 
     quorum: Quorum
     to: tuple[tuple[str, int], ...]
@@ -140,7 +140,7 @@ class Announce:
 
 @dataclass(frozen=True, slots=True)
 class Explain:
-    """Tell `to` why there is no quorum yet; what it waits for is busy for at most `paused_s` more."""
+    """Explain to `to` why there is no quorum yet; what it waits for is busy for at most `paused_s` more."""
 
     to: tuple[str, ...]
     reason: str
@@ -158,7 +158,7 @@ class ChangePending:
 
 @dataclass(frozen=True, slots=True)
 class MemberLost:
-    """Tell the members of `quorum_id` that `lost` will not answer any more: abort the data plane."""
+    """Notify the members of `quorum_id` that `lost` will not answer any more: abort the data plane."""
 
     to: tuple[str, ...]
     quorum_id: int
@@ -169,7 +169,7 @@ class MemberLost:
 
 @dataclass(frozen=True, slots=True)
 class Paused:
-    """Tell the members of `quorum_id` that a peer is busy, so that nobody's watchdog fires before `for_s`."""
+    """Notify the members of `quorum_id` that a peer is busy, so that nobody's watchdog fires before `for_s`."""
 
     to: tuple[str, ...]
     quorum_id: int
@@ -179,7 +179,7 @@ class Paused:
 
 @dataclass(frozen=True, slots=True)
 class Superseded:
-    """Tell `to` that its quorum is over: abort and ask."""
+    """Notify `to` that its quorum is over: abort and ask."""
 
     to: str
     quorum_id: int

@@ -1,4 +1,4 @@
-"""Which replica groups a room waits for before there is a quorum. Pure.
+"""The replica groups that a room waits for before there is a quorum. Pure.
 
 How it works. Replicas bring the number of groups that their job is configured with (FT_NUM_REPLICA_GROUPS). A group
 that its supervisor gave up, or ended on purpose, comes no more: it is not waited for, until a process of its name
@@ -24,7 +24,7 @@ MAX_GIVEN_UP = 256
 
 
 class ExpectedGroups:
-    """What a room knows about the groups that are not there."""
+    """Knowledge of one room about the groups that are not there."""
 
     def __init__(self) -> None:
         self.trained = False
@@ -59,6 +59,6 @@ class ExpectedGroups:
         self.trained |= version.step > 0
 
     def number(self, hellos: Iterable[Hello]) -> int:
-        """How many groups may come, of the replicas that are not gone; 0: nobody knows."""
+        """The number of groups that may come, as those who are not gone were configured; 0: unknown."""
         configured = max((hello.expected for hello in hellos), default=0)
         return max(0, configured - len(self._given_up))

@@ -1,12 +1,13 @@
-"""R21: a job that has committed does not begin again at step 0 unless somebody says that it shall. Pure.
+"""The rule that a job which has committed does not begin again at step 0 unasked (R21). Pure.
 
 How it works. When a quorum could form of which nobody holds a committed step, although replicas of the room have
-committed some, what was trained is somewhere else or lost. Members of the last quorum that may live are waited for as
-by R2, and for OTHERS_S groups that have not come yet: one may have a checkpoint. When nobody is left to wait for, those
-who ask are refused, in words that say how the job can go on: from a checkpoint, or from the start if that is wanted.
+committed some, what was trained is somewhere else or lost. Members of the last quorum that may live are waited for, as
+holders of newer state are (R2), and for OTHERS_S groups that have not come yet: one may have a checkpoint. When nobody
+is left to wait for, those who ask are refused, in words that name how the job can go on: from a checkpoint, or from the
+start if that is wanted.
 
-Who has loaded a checkpoint, of whatever step, or was told so by its user (`Manager(from_scratch=True)`, which strategy
-and plugin pass on, or FT_FROM_SCRATCH), asks with `from_scratch`; one that does is enough.
+Who has loaded a checkpoint, of whatever step, or may begin by its user's will (`Manager(from_scratch=True)`, which
+strategy and plugin pass on, or FT_FROM_SCRATCH), asks with `from_scratch`; one that does is enough.
 
 Who was receiving the state when its last holder was lost holds half of it, and can neither train nor begin. If nobody
 who asks holds anything else they are refused likewise, where one may begin with other words: its next start can.
@@ -35,11 +36,11 @@ SAY_SO = (
     "from_scratch=True (FaultTolerantStrategy, FaultTolerancePlugin, Manager), --ft_from_scratch true (ft-accelerate "
     "launch), --from-scratch (ftrun), FT_FROM_SCRATCH=1"
 )
-"""The word of each interface that lets a job begin again."""
+"""The option of each interface that lets a job begin again."""
 
 
 def not_again(outcome: Formed | NotReady, view: View, furthest: int) -> tuple[Formed | NotReady, list[Refuse]]:
-    """What becomes of a quorum that could form now, or of replicas that all hold half a state; and who is refused.
+    """Hold up a quorum that would begin again, or replicas that all hold half a state; returns also who is refused.
 
     Args:
         outcome: what `quorum_rule.decide` answers: `Formed`, or `NotReady` with `void`.

@@ -1,4 +1,4 @@
-"""What has to be equal in all groups of a room (R4: collectives are aligned), and who differs in what. Pure.
+"""The signature of a model: what has to be equal in all groups of a room, so that collectives are aligned (R4). Pure.
 
 How it works. A replica group describes itself in lines, and a hash over all of them travels with each ask. First come
 the settings that decide who participates, what a sum is divided by or which collectives run, one to a line
@@ -40,9 +40,9 @@ def setting_lines(settings: Mapping[str, object]) -> tuple[str, ...]:
 
 
 def settings_in(lines: Iterable[str]) -> dict[str, str]:
-    """The reverse."""
-    told = (line.removeprefix(SETTING).partition("=") for line in lines if line.startswith(SETTING))
-    return {name: value for name, _, value in told}
+    """The settings that such lines name; the inverse of `setting_lines`."""
+    named = (line.removeprefix(SETTING).partition("=") for line in lines if line.startswith(SETTING))
+    return {name: value for name, _, value in named}
 
 
 def first_differing(ours: Mapping[str, str], theirs: Mapping[str, str]) -> tuple[str, str, str] | None:

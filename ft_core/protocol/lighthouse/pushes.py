@@ -1,4 +1,4 @@
-"""What the members of the quorum in force are told: pauses, losses, and who wants to join. Pure.
+"""The pushes to members of the quorum in force: pauses, losses, and who wants to join. Pure.
 
 A member of the quorum in force learns every pause that is open in it: when it changes (`pauses_to_peers`), when the
 quorum forms, and when the member's lease opens anew, because pushes are lost while there is none
@@ -73,8 +73,10 @@ def losses(
 
 
 def joiners(current: Current | None, records: Mapping[str, Record], held: Mapping[str, str]) -> frozenset[str]:
-    """Who asks to be in the next quorum and is not in this one, which may have ended: a member that was believed gone
-    may be back in it, and would train on for ever. `held`: who asks and is held back."""
+    """Replicas that ask and are in no current quorum. `held`: who asks and is held back.
+
+    That quorum may have ended: a member that was believed gone may be back in it, and would train on for ever.
+    """
     return frozenset(
         i for i, r in records.items() if current is not None and r.ask is not None and r.life is Life.UP
         and i not in current.members and not r.ask.shrink_only and i not in held
@@ -96,8 +98,8 @@ def change_pending(
 def failure(ask: Ask, current: Current, records: Mapping[str, Record], *, first: bool) -> list[MemberLost]:
     """The data plane of the current quorum broke under a member: a witness against every member without a lease.
 
-    The others may wait for it where no closed connection tells them, as while a process group is built. They are told
-    once per quorum (`first`): every member of a broken one asks, and telling all of each would be quadratic.
+    The others may wait for it where no closed connection shows it, as while a process group is built. They are
+    notified once per quorum (`first`): every member of a broken one asks, and a push to all for each is quadratic.
     """
     for replica_id in current.members:
         peer = records.get(replica_id)
@@ -105,11 +107,11 @@ def failure(ask: Ask, current: Current, records: Mapping[str, Record], *, first:
             peer.peer_reported_failure = True
     living = {i: r for i in current.members if (r := records.get(i)) is not None and r.life is Life.UP}
     others = tuple(i for i, r in living.items() if i != ask.replica_id and r.ask is None)
-    tell = first and others and ask.quorum_id == current.quorum_id
-    return [MemberLost(others, current.quorum_id, (ask.replica_id,))] if tell else []
+    notify = first and others and ask.quorum_id == current.quorum_id
+    return [MemberLost(others, current.quorum_id, (ask.replica_id,))] if notify else []
 
 
 def superseded(quorum_id: int, records: Mapping[str, Record]) -> list[Superseded]:
-    """`quorum_id` was adopted: whoever holds another one is told that it is over."""
+    """`quorum_id` was adopted: notify whoever holds another one that it is over."""
     holders = {i: r.hello.quorum_id for i, r in records.items() if r.life is Life.UP and r.ask is None}
     return [Superseded(i, mine) for i, mine in holders.items() if mine and mine != quorum_id]

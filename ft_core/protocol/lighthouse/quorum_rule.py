@@ -106,7 +106,7 @@ def _arrives_by(view: View, seen: Seen, first: float) -> float:
 
 
 def _booting(view: View, candidates: Mapping[str, Seen]) -> NotReady | None:
-    """R9: right after a start this lighthouse may have forgotten a quorum; give its members time to say so."""
+    """Wait for members to return: right after its start a lighthouse may have forgotten a quorum (R9)."""
     if not view.rules.r9_boot:
         return None
     everyone = view.expected and len(candidates) >= view.expected
@@ -133,7 +133,7 @@ def _booting(view: View, candidates: Mapping[str, Seen]) -> NotReady | None:
 
 
 def _old_quorum_lives(view: View) -> NotReady | None:
-    """R1: a frozen or cut-off quorum may still commit; none forms beside it before it has ended."""
+    """Wait for the current quorum to end: frozen or cut off, it may still commit beside a new one (R1)."""
     current = view.current
     if current is None or current.ended or not view.rules.r1_ended:
         return None
@@ -155,7 +155,7 @@ def _old_quorum_lives(view: View) -> NotReady | None:
 
 
 def _newer_state_elsewhere(view: View, candidates: Mapping[str, Seen]) -> NotReady | None:
-    """R2: a majority of names is not a majority of memories; wait for whoever holds newer published state."""
+    """Wait for whoever holds newer published state: a majority of names is not one of memories (R2)."""
     if not view.rules.r2_no_amnesia:
         return None
     newest = max(s.ask.version for s in candidates.values() if s.ask is not None)
@@ -189,7 +189,7 @@ def _stragglers(view: View, candidates: Mapping[str, Seen], held: int) -> NotRea
         if seen is None or asks or seen.life in (Life.GONE, *ABSENT) or seen.incomplete:
             continue
         if seen.life is Life.UNKNOWN:
-            # R9: a member of a presented quorum counts as expected until liveness or a peer's accusation removes it.
+            # A member of a presented quorum is expected until liveness or a peer's report removes it (R9).
             deadline = max(view.boot_until, seen.since + view.join_s)
         elif seen.life is Life.CLOSED:
             deadline = view.now + view.join_s  # not this rule decides, but `absence`: it turns LOST

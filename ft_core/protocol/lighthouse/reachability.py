@@ -1,7 +1,7 @@
-"""Who could not reach whom, and the largest quorum whose members all reach each other. Pure.
+"""Links that are cut between replicas, and the largest quorum whose members all reach each other. Pure.
 
 How it works. An ask names the members of its last quorum that its group could not connect to (`Ask.unreachable`) and
-those it could (`Ask.reached`). `Reachability` keeps the pairs that are cut. A pair is cut as long as one side says so;
+those it could (`Ask.reached`). `Reachability` keeps the pairs that are cut. It is cut as long as one side reports it;
 who is in a quorum again does not look any more, so its statement ages, and the other side's later "reached" overrules
 it, after a hold that doubles each time the same pair is cut anew. Without any statement an aged one is tried again
 after `Holds.retry_s` (doubling as well). So a cut that only one side can see, or a firewall that only lets one side
@@ -49,16 +49,16 @@ class Link:
     since: float
     times: int = 1
     """How often it was cut."""
-    said: set[str] = field(default_factory=set)
-    """Which side says so now."""
+    reported_by: set[str] = field(default_factory=set)
+    """The sides that report it now."""
     aged: set[str] = field(default_factory=set)
-    """Which side said so, and has trained since."""
+    """The sides that reported it, and have trained since."""
     reached: bool = False
     """The other side has reached it since."""
 
     def until(self, holds: Holds) -> float:
-        """When it is tried again, if nothing more is said."""
-        if self.said:
+        """When it is tried again, if nothing more is reported."""
+        if self.reported_by:
             return math.inf
         if not self.aged:
             return self.since
@@ -76,7 +76,7 @@ class Holds:
     hold_s: float = 10.0
     """It was cut for the second time, and one side reaches the other; doubles each time."""
     retry_s: float = 60.0
-    """Nobody has said anything since; doubles as well."""
+    """Nobody has reported anything since; doubles as well."""
     max_s: float = 600.0
 
 
@@ -91,7 +91,7 @@ class Reachability:
         return f"Reachability({', '.join(f'{a} / {b}' for a, b in self._links) or 'nothing is cut'})"
 
     def stated(self, ask: Ask, unreachable: Iterable[str], now: float) -> list[str]:
-        """An ask says whom its group could not reach, and whom it could. Returns a line for the log per new cut.
+        """An ask names whom its group could not reach, and whom it could. Returns a line for the log per new cut.
 
         `unreachable`: those of them that have a lease; whose lease has ended is not cut off but absent.
         """
@@ -110,30 +110,30 @@ class Reachability:
             elif now >= link.until(self.holds):
                 link.since, link.times = now, link.times + 1
                 new.append(key)
-            link.said.add(replica_id)
+            link.reported_by.add(replica_id)
             link.aged.discard(replica_id)
             link.reached = False
         for other in ask.reached:
             reached = self._links.get(pair(replica_id, other))
             if reached is not None:
-                reached.said.discard(replica_id)
+                reached.reported_by.discard(replica_id)
                 reached.aged.discard(replica_id)
                 reached.reached = True
         return [f"{one} and {other} cannot reach each other, reports {replica_id}" for one, other in new]
 
     def returned(self, replica_id: str) -> None:
-        """It has a lease again after an absence: what was said about it, and by it, is old."""
+        """It has a lease again after an absence: what was reported about it, and by it, is old."""
         for key, link in self._links.items():
             if replica_id in key:
-                link.aged |= link.said
-                link.said.clear()
+                link.aged |= link.reported_by
+                link.reported_by.clear()
                 link.reached = True
 
     def formed(self, members: Collection[str]) -> None:
         """These are in a quorum: they do not look any more whether they reach those that are not."""
         for link in self._links.values():
-            trains = link.said.intersection(members)
-            link.said -= trains
+            trains = link.reported_by.intersection(members)
+            link.reported_by -= trains
             link.aged |= trains
 
     def committed(self, members: Collection[str]) -> None:
@@ -156,7 +156,7 @@ class Reachability:
 
 @dataclass(frozen=True, slots=True)
 class Standing:
-    """What is worth knowing of a replica when some have to be left out."""
+    """The standing of a replica when some have to be left out."""
 
     replica_id: str
     newest: Version

@@ -1,6 +1,6 @@
 """Sentences about replicas that are waited for, as users read them. Pure.
 
-Invariant: the same situation has the same words, so that a reason is told and logged once.
+Invariant: the same situation has the same words, so that a reason is sent and logged once.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 UNTIL = "it is waited for until it returns, its supervisor reports its end, or"
 """How a sentence about an absent holder of newer state goes on."""
 PLAIN_PHASES = ("", "step")
-"""What a training replica does most of the time: not worth a word to users."""
+"""The phases in which a replica is most of the time: not worth naming to users."""
 
 
 def late(view: View, seen: Seen) -> str:
@@ -24,7 +24,7 @@ def late(view: View, seen: Seen) -> str:
 
 
 def held(seen: Seen) -> str:
-    """Why it is no candidate yet; the same words for as long as it waits, so that they are told and logged once."""
+    """The sentence why it is no candidate yet; the same for as long as it waits, so that it is sent and logged once."""
     if seen.same_name:
         return (
             f"{seen.replica_id} waits to see whether {seen.same_name}, an earlier process of the same name, is still "
@@ -40,7 +40,7 @@ def held(seen: Seen) -> str:
 
 
 def story(view: View, seen: Seen) -> str:
-    """What is known of a replica, for a sentence a user reads."""
+    """The end of a sentence that a user reads: what is known of a replica."""
     where = f", last seen in {seen.phase}" if seen.phase not in PLAIN_PHASES else ""
     if seen.life.value == "up" and seen.paused_until > view.now:
         return f"paused{where}, for at most {seen.paused_until - view.now:.0f} s more"

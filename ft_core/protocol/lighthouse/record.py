@@ -1,4 +1,4 @@
-"""`Record`: what a room knows of one replica. Pure; each field names what always holds, and `validate` checks it.
+"""`Record`: a room's knowledge of one replica. Pure; each field names what always holds, and `validate` checks it.
 
 Instants are seconds of the clock that the room is given. Only `room.Room`, and the parts it hands them to, change
 records.
@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class Record:
-    """What is known of one replica."""
+    """The record of one replica."""
 
     hello: Hello
-    """What its lease was opened with, brought up to date by what it asked and reported since."""
+    """Its presentation when the lease was opened, brought up to date by what it asked and reported since."""
     life: Life
     since: float
     """When `life` began; of a lost replica, when its lease ended, because orphan_s counts from then."""
@@ -42,11 +42,11 @@ class Record:
     back_at: float = 0.0
     """When its last pause ended."""
     pause_told: bool = False
-    """Members of the current quorum believe it paused, or did: they are told how that goes on."""
+    """Members of the current quorum believe it paused, or did: they are notified how that goes on."""
     step: int = 0
     """The step it last reported."""
     phase: str = ""
-    """What it last reported to be doing."""
+    """The phase that it last reported to be in."""
     admitted_at: float = 0.0
     """It is no candidate before this instant. Never before `same_name_until`."""
     held_back: str = ""

@@ -42,7 +42,7 @@ the kernel of a process that is gone, or by something in between."""
 
 
 class ReplicaTable:
-    """What one room knows of its replicas.
+    """Records of one room's replicas.
 
     Args:
         settings: of the lighthouse.
@@ -92,7 +92,7 @@ class ReplicaTable:
         return tuple(i for i in replica_ids if (r := self._records.get(i)) is not None and r.life is Life.UP)
 
     def suspected(self, record: Record, now: float) -> bool:
-        """Whether the other members of its quorum are told that this replica is lost, or may be."""
+        """Whether the other members of its quorum are notified that this replica is lost, or may be."""
         return self._absences.suspected(record, now)
 
     # ------------------------------------------------------------ what happens to replicas

@@ -106,7 +106,7 @@ class Room:
         self.reason: str = ""
         """Why there was no quorum, when that was last explained to those who ask."""
         self.held: Mapping[str, str] = {}
-        """Who asks and is held back: each is told its own reason. Empty without a `reason`."""
+        """Those who ask and are held back, each with a reason of its own. Empty without a `reason`."""
         self.paused_until = 0.0
         """Until when those that are waited for may be busy; 0: nobody is, which holds without a `reason`."""
         self.closed, self.finished = closed
@@ -130,7 +130,7 @@ class Room:
 
     @property
     def records(self) -> Mapping[str, Record]:
-        """What is known of each replica; to be looked at only."""
+        """The record of each replica; to be looked at only."""
         return self._table.records
 
     @property
@@ -227,7 +227,7 @@ class Room:
         if self.rules.pauses_told:
             out += pauses_to_member(self.current, replica_id, self.records, now)
         if not hello.unary and self._refuse_sizes(replica_id, hello.group_world_size, out):
-            record.goes(now)  # it gets no lease whose end could tell
+            record.goes(now)  # it gets no lease whose end could be noticed
             return
         answer = record.answered[1].quorum_id if record.answered else 0
         if answer > hello.quorum_id and record.ask is None and not self._in_force(answer):
@@ -256,7 +256,7 @@ class Room:
         return any(refusal.to == replica_id for refusal in refused)
 
     def _present(self, hello: Hello, record: Record, now: float, out: list[Effect]) -> None:
-        """R9: adopt the newest quorum anybody presents; tell holders of older ones that they are over."""
+        """Adopt the newest quorum that anybody presents; holders of older ones are superseded (R9)."""
         if not hello.quorum_id:
             return
         current = self.current
@@ -375,7 +375,7 @@ class Room:
         self.next_at = min((t for t in times if t > now), default=None)
 
     def _note_stalled(self, view: View, times: list[float], out: list[Effect]) -> None:
-        """Who of the quorum that has ended lives, and is late for the next: said once, known until it asks."""
+        """Note members of the ended quorum that live and are late for the next: logged once, known until they ask."""
         for replica_id, at in due(view).items():
             record = self.records[replica_id]
             if view.now < at:
@@ -423,7 +423,7 @@ class Room:
 
     @property
     def _members(self) -> tuple[str, ...]:
-        """Of the current quorum; empty: there is none."""
+        """The members of the current quorum; empty: there is none."""
         return self._quorum.members
 
     def _in_force(self, quorum_id: int) -> bool:
@@ -433,7 +433,7 @@ class Room:
     def _saw_commit(self, epoch: int, reporter: Record) -> None:
         """A step was committed in the quorum `epoch`: every member of it has got past its first commit (R15).
 
-        A peer's word counts, because the dead cannot speak, and it may come after a death has been counted as a crash.
+        A peer's report counts, because the dead send none, and it may come after a death was counted as a crash.
         """
         current = self.current
         if current is None or epoch != current.quorum_id or self._news.known(epoch, reporter):

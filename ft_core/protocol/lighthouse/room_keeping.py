@@ -1,4 +1,4 @@
-"""Which rooms a lighthouse may forget when another one is needed, and what it remembers of them. Pure.
+"""The rooms that a lighthouse may forget when another one is needed, and what it remembers of them. Pure.
 
 How it works. A room is made by the first message that names it; many jobs and runs may share one lighthouse, so the
 rooms of those that are over have to make place. `replaceable` names the room that is missed least: one without any
@@ -53,11 +53,11 @@ class FinishedRooms:
 
 
 def replaceable(rooms: Mapping[str, Room], now: float, absence_s: float) -> str:
-    """Which of `rooms` to forget; '' if all are needed.
+    """Pick the one of `rooms` to forget; '': all are needed.
 
     Args:
         rooms: those in which nobody has a lease.
-        now: as the rooms are told it.
+        now: instant, by the clock of the rooms.
         absence_s: how long a living client may take to open its lease again.
     """
     found: list[tuple[bool, float, str]] = []

@@ -1,8 +1,8 @@
-"""What a decision about a room looks at, taken from its records. Pure.
+"""The view of a room that a decision looks at, taken from its records. Pure.
 
 How it works. `view_of` copies what is known of each replica into the small values that `quorum_rule.decide` reads, and
 takes the durations that the replicas brought: the room's are the largest of those who train, because nobody may be
-taken as gone, or be waited for in vain, sooner than it was told to be.
+taken as gone, or be waited for in vain, sooner than it was configured to be.
 
 Invariant: a replica that was in no quorum changes no duration while others train.
 """

@@ -1,4 +1,4 @@
-"""Which rules of a room are in force: all, except where the simulation shows the need of one. Pure."""
+"""The rules of a room that are in force: all, except where the simulation shows the need of one. Pure."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ class Rules:
     r14_in_force: bool = True
     r12_incomplete: bool = True
     pauses_told: bool = True
-    """Who enters a quorum, or opens its lease anew, is told of the pauses that are open in it."""
+    """A replica that enters a quorum, or opens its lease anew, is sent the pauses that are open in it."""
     r9_only_trained: bool = True
     """Untrained groups wait for trained state (R9) only where somebody has shown that there is some."""
     r15_unbuilt: bool = True
-    """Who alone cannot build its process group is held back."""
+    """A group that alone cannot build its process group is held back."""
     r18_claims: bool = True
     r21_not_again: bool = True
     """A job that has committed does not begin again at step 0 unasked."""
@@ -32,7 +32,7 @@ class Rules:
     r4_members: bool = True
     """A member is not refused because of the model of a replica that is in no quorum."""
     places: bool = True
-    """A quorum holds no more groups than can be told to each other."""
+    """A quorum holds no more groups than fit into a message to each of them."""
     min_by_majority: bool = True
     """A larger min_replica_size of one group does not stop the others."""
     leave_out_unreachable: bool = True

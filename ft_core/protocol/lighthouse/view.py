@@ -1,4 +1,4 @@
-"""What the quorum rule looks at, and what it answers: one room at one instant. Values only. Pure."""
+"""The view that the quorum rule looks at, one room at one instant, and its answers. Values only. Pure."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class Life(Enum):
-    """What the lighthouse believes of a replica."""
+    """The life of a replica, as the lighthouse believes it to be."""
 
     UP = "up"
     CLOSED = "closed"
@@ -36,7 +36,7 @@ ABSENT = (Life.LOST, Life.MISSED)
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """What `decide` needs to know of one replica."""
+    """One replica, as far as `decide` needs to know it."""
 
     replica_id: str
     life: Life
@@ -53,11 +53,11 @@ class Seen:
     same_name: str = ""
     """The living replica of the same name because of which it waits."""
     incomplete: str = ""
-    """Which of its ranks is missing: it is not waited for, nor is its ask taken, before all of them are back (R12)."""
+    """The rank of it that is missing: it is not waited for, nor is its ask taken, before all of them are back (R12)."""
     back_at: float = 0.0
     """When its last pause ended: as in any wait for it, the time that it has to arrive counts from then."""
     min_replicas: int = 1
-    """What its lease was opened with; its ask may know better (`minimum`)."""
+    """The number that its lease was opened with; its ask may know better (`minimum`)."""
     held_back: str = ""
     """Why it may not join before `admitted_at`, where that is more than that it crashed (`build_backoff`)."""
 
@@ -122,7 +122,7 @@ class NotReady:
     at: float | None
     waiting_for: tuple[str, ...] = ()
     held: Mapping[str, str] = field(default_factory=dict)
-    """Who asks and would not be in it either, with the sentence that says why (`candidates.choose`)."""
+    """Those who ask and would not be in it either, each with the sentence why (`candidates.choose`)."""
     paused_until: float = 0.0
     """Until when somebody who has not asked may be busy, as it announced (0: nobody): counts against nobody's limit."""
     void: tuple[Ask, ...] = ()
