@@ -102,6 +102,14 @@ def test_waiting_for_a_quorum_is_no_silence() -> None:
     server.shutdown()
 
 
+def test_a_refused_ask_ends_its_call_at_once(client: LighthouseClient) -> None:
+    """Found by reading: only leases were sent their refusal, a call waited until its timeout."""
+    client.quorum("a", SOON, world_size=2)
+    with pytest.raises(RefusedError, match="the replica group b has 1 rank, but a has 2"):
+        client.quorum("b", SOON, world_size=1)
+    assert [m.replica_id for m in client.quorum("a", SOON, world_size=2).participants] == ["a"]
+
+
 def test_status_and_a_supervisors_word(client: LighthouseClient, lighthouse: LighthouseServer) -> None:
     one, two = Replica(lighthouse.address(), "a:1", expected=2), Replica(lighthouse.address(), "b:1", expected=2)
     for each in (one, two):

@@ -25,8 +25,9 @@ from ft_core.rpc.codec import pb
 from ft_core.settings import DEFAULT_ROOM
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Mapping
+    from collections.abc import Callable, Collection, Mapping, Sequence
 
+    from ft_core.protocol.lighthouse.events import Effect
     from ft_core.protocol.lighthouse.room import Room
 
 MAX_WAITING = 4096
@@ -116,7 +117,11 @@ class Calls:
             shrink_only=request.shrink_only, commit_failures=request.commit_failures, data=request.data,
             from_scratch=True,  # what a step is, is such a client's business
         )  # fmt: skip
-        self._rooms.feed(shell, Asked(ask, 0))
+        refusal = _refusal_of(replica_id, self._rooms.feed(shell, Asked(ask, 0)))
+        if refusal is not None:
+            del shell.waiters[replica_id]
+            self._await_next(shell, replica_id)
+            raise refusal
         return shell, waiter, replica_id
 
     def _unary_alive(self, shell: RoomShell, replica_id: str, version: Version) -> None:
@@ -128,10 +133,9 @@ class Calls:
             self._rooms.feed(shell, Progress(replica_id, 0, max(version.step, record.step), "", record.stable))
             return
         hello = Hello(replica_id, replica_id, 0, 0, unary=True, version=version, liveness_s=self._rooms.liveness_s)
-        refused = (e for e in self._rooms.feed(shell, hello) if isinstance(e, Refuse) and e.to == replica_id)
-        refusal = next(refused, None)
+        refusal = _refusal_of(replica_id, self._rooms.feed(shell, hello))
         if refusal is not None:
-            raise (JobFinishedError if refusal.finished else RefusedError)(refusal.reason)
+            raise refusal
 
     def _stop_timer(self, shell: RoomShell, replica_id: str) -> None:
         timer = self._silences.pop((shell.room.name, replica_id), None)
@@ -223,6 +227,14 @@ class Calls:
             return codec.encode_unary(answer)
 
         return await self._unary(context, work)
+
+
+def _refusal_of(replica_id: str, effects: Sequence[Effect]) -> RefusedError | JobFinishedError | None:
+    """The error for a client that is refused by one of these effects."""
+    refused = next((e for e in effects if isinstance(e, Refuse) and e.to == replica_id), None)
+    if refused is None:
+        return None
+    return JobFinishedError(refused.reason) if refused.finished else RefusedError(refused.reason)
 
 
 def _patience(context: Context) -> float | None:
