@@ -97,7 +97,8 @@ def test_waiting_for_a_quorum_is_no_silence() -> None:
         waits = threads.submit(client.quorum, "a", SOON)
         wait_until(lambda: [r.since_ms > 1200 for room in client.status().rooms for r in room.replicas] == [True])
         assert client.quorum("b", SOON) == waits.result()
-    assert [r.life for r in client.status().rooms[0].replicas] == ["up", "up"]
+    client.heartbeat("c")  # the lighthouse looks at everybody
+    assert [r.life for r in client.status().rooms[0].replicas] == ["up", "up", "up"]
     client.close()
     server.shutdown()
 
