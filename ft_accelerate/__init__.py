@@ -22,8 +22,8 @@ _HOMES = {
     "FaultTolerantAccelerator": "accelerator",
     "FaultTolerancePlugin": "plugin",
     "ft_debug_launcher": "debug",
-    "FaultTolerantTrainer": "trainer",
-    "FaultTolerantTrainerMixin": "trainer",
+    "FaultTolerantTrainer": "trainer.trainer",
+    "FaultTolerantTrainerMixin": "trainer.trainer",
 }
 __all__ = [
     "FaultTolerantAccelerator",

@@ -5,11 +5,11 @@
 is the whole change to a script; `ftrun` or `ft-accelerate launch` starts its replica groups. Started without them (no
 FT_* or ACCELERATE_FT_* in the environment, no plugin) it is an Accelerator and nothing else.
 
-How it works. `prepare` gives models, optimizers, schedulers and loaders of ours (`run`, `optimizer`, `data`); what all
-replicas must have alike is `heal`; who saves and logs is `leader`. Properties that speak of processes
+How it works. `prepare` gives models, optimizers, schedulers and loaders of ours (`run`, `optimizer`, `loader`); what
+all replicas must have alike is `healed_state`; who saves and logs is `leader`. Properties about processes
 (`num_processes`, `process_index`, `gather`, `reduce`, `wait_for_everyone`) mean the processes of this group, which is
 what Accelerate's own collectives reach; only `is_main_process`, saving, tracking, `check_trigger` and `end_training`
-speak of the whole job, and `gather` does in a shared evaluation (`sharing`).
+are about the whole job, and `gather` is in a shared evaluation (`sharing`).
 
 Threads: the training thread.
 """
@@ -25,31 +25,27 @@ from typing import TYPE_CHECKING, Any
 
 from accelerate.utils import broadcast_object_list
 
-from ft_accelerate import _compat, checkpoints, data, dispatch, elastic, elastic_loader, heal, refusals, running_out
-from ft_accelerate.elastic_steps import ElasticSteps
+from ft_accelerate import _compat, checkpoint_folders, dispatcher, healed_state, loader, refusals, uneven
+from ft_accelerate.elastic import loader as elastic_loader
+from ft_accelerate.elastic.feed import is_elastic, load_positions, save_positions
+from ft_accelerate.elastic.steps import ElasticSteps
+from ft_accelerate.kept import weakly
 from ft_accelerate.leader import Leadership
+from ft_accelerate.model import WrappedModel
 from ft_accelerate.optimizer import GroupScheduler, VotedOptimizer
 from ft_accelerate.plugin import FaultTolerancePlugin, plugin_or_none
 from ft_accelerate.run import Run
 from ft_accelerate.sharing import SharedResults
-from ft_accelerate.wrapping import WrappedModel
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     import torch
 
+    from ft_accelerate.elastic.feed import TrainedFeed
+    from ft_accelerate.sharing import Sharing
+    from ft_accelerate.window import StepWindow
     from ft_core import Manager
-
-
-def _of(owner: weakref.ref[Any], function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function(owner, ...)`, which keeps no owner alive: what is called when it is gone has nothing to do any more."""
-
-    def call(*arguments: Any) -> Any:
-        alive = owner()
-        return None if alive is None else function(alive, *arguments)
-
-    return call
 
 
 class FaultTolerantAccelerator(ElasticSteps, SharedResults, _compat.Accelerator):  # type: ignore[misc]
@@ -75,11 +71,10 @@ class FaultTolerantAccelerator(ElasticSteps, SharedResults, _compat.Accelerator)
         self._run: Run | None = None
         self._leadership: Leadership | None = None
         self._tracking: tuple[Any, ...] | None = None
-        self._names = checkpoints.Names()
+        self._names = checkpoint_folders.Names()
         if self.fault_tolerance_plugin is not None:
-            refusals.check_arguments(
-                inspect.signature(_compat.Accelerator.__init__).bind(self, *args, **kwargs).arguments
-            )
+            given = inspect.signature(_compat.Accelerator.__init__).bind(self, *args, **kwargs)
+            refusals.check_arguments(given.arguments)
         super().__init__(*args, **kwargs)
         if self.fault_tolerance_plugin is not None:
             refusals.check_state(self.state)
@@ -88,15 +83,26 @@ class FaultTolerantAccelerator(ElasticSteps, SharedResults, _compat.Accelerator)
 
     def _begin(self, plugin: FaultTolerancePlugin) -> None:
         kind, owner = type(self), weakref.ref(self)
-        save, load, opened, divide, lead = (
-            _of(owner, function) for function in (heal.save, heal.load, kind._opened, kind._divide, kind._lead)
-        )
+        functions = healed_state.save, healed_state.load, kind._opened, kind._divide, kind._lead
+        save, load, opened, divide, lead = (weakly(owner, function) for function in functions)
         self._run = Run(plugin, self.num_processes, self.process_index, owner, save, load, opened, divide)
-        refusals.check_groups(self._run.group, plugin.expected_replicas)
-        self._leadership = Leadership(self._run, lead)
+        refusals.check_groups(plugin.group, plugin.expected_replicas)
+        self._leadership = Leadership(self._run.window, plugin.name, lead, self._run.leave)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_run": None, "_leadership": None}
+
+    @property
+    def _window(self) -> StepWindow | None:
+        return self._run.window if self._run is not None else None
+
+    @property
+    def _trained(self) -> TrainedFeed | None:
+        return self._run.elastic if self._run is not None else None
+
+    @property
+    def _evaluation(self) -> Sharing | None:
+        return self._run.sharing if self._run is not None else None
 
     # ------------------------------------------------------------ what fault tolerance adds
 
@@ -108,12 +114,12 @@ class FaultTolerantAccelerator(ElasticSteps, SharedResults, _compat.Accelerator)
     @property
     def replica_group(self) -> int:
         """Number of this replica group in the job."""
-        return self._run.group if self._run is not None else 0
+        return self._window.group if self._window is not None else 0
 
     @property
     def num_replica_groups(self) -> int:
         """Replica groups by which the training data is divided."""
-        return self._run.groups if self._run is not None else 1
+        return self._window.groups if self._window is not None else 1
 
     @property
     def committed_steps(self) -> int:
@@ -143,7 +149,7 @@ class FaultTolerantAccelerator(ElasticSteps, SharedResults, _compat.Accelerator)
             UsageError: training has begun.
         """
         run = self._run
-        known = [wrapped for wrapped in run.models if model is wrapped or model is wrapped.module] if run else []
+        known = [wrapped for wrapped in run.window.models if model is wrapped or model is wrapped.module] if run else []
         if run is None or evaluation_mode or known:
             return known[0] if known else super().prepare_model(model, device_placement, evaluation_mode)
         # It may have been prepared before: for evaluation, or for another run.
@@ -164,26 +170,36 @@ class FaultTolerantAccelerator(ElasticSteps, SharedResults, _compat.Accelerator)
         if self._run is None or getattr(data_loader, "_is_accelerate_prepared", False):
             return super().prepare_data_loader(data_loader, device_placement, slice_fn_for_dispatch)
         place = self.device_placement if device_placement is None else device_placement
-        if elastic.is_elastic(data_loader) or self._run.plugin.elastic_data:
-            prepared: data.GroupDataLoader = elastic_loader.prepare(self, data_loader, self._run, place)
-            self._dataloaders.append(prepared)
-            return prepared
-        divided = data.divider(self, data_loader, self._run, place)
-        if self.dispatch_batches:
-            prepared = dispatch.prepare(self, divided, self._run, slice_fn_for_dispatch)
+        parts = self._run.loader_parts
+        prepared: loader.GroupDataLoader
+        if is_elastic(data_loader) or self._run.plugin.elastic_data:
+            prepared = elastic_loader.prepare(self, data_loader, parts, self._run.elastic, place)
+        elif self.dispatch_batches:
+            divided = loader.divider(self, data_loader, parts.window, place)
+            prepared = dispatcher.prepare(self, divided, parts, slice_fn_for_dispatch)
         else:
-            prepared = data.prepare(self, divided, self._run)
+            prepared = loader.prepare(self, loader.divider(self, data_loader, parts.window, place), parts)
         self._dataloaders.append(prepared)
         return prepared
+
+    def _prepare_elastic(self, loader: Any) -> Any:
+        """A loader of the user's that is elastic; without fault tolerance it is a DataLoader of the same samples."""
+        run = self._run
+        if run is None:
+            return loader.plain(shuffle=loader.sampler.shuffle)
+        return elastic_loader.prepare(self, loader, run.loader_parts, run.elastic, self.device_placement)
 
     def prepare_optimizer(self, optimizer: Any, device_placement: bool | None = None) -> Any:
         """As Accelerator's; its steps are put to the vote."""
         if self._run is None or getattr(optimizer, "_is_accelerate_prepared", False):
             return super().prepare_optimizer(optimizer, device_placement)
         place = self.device_placement if device_placement is None else device_placement
-        prepared = VotedOptimizer(optimizer, self._run, device_placement=place, scaler=self.scaler)
+        run = self._run
+        prepared = VotedOptimizer(
+            optimizer, run.window, run.elastic, run.plugin.scaling, device_placement=place, scaler=self.scaler
+        )
         self._optimizers.append(prepared)
-        self._run.out.optimizers = len(self._optimizers)
+        run.uneven.optimizers = len(self._optimizers)
         return prepared
 
     def prepare_scheduler(self, scheduler: Any) -> Any:
@@ -192,7 +208,7 @@ class FaultTolerantAccelerator(ElasticSteps, SharedResults, _compat.Accelerator)
             return super().prepare_scheduler(scheduler)
         mine = [o for o in self._optimizers if getattr(scheduler, "optimizer", None) is o.optimizer]
         prepared = GroupScheduler(
-            scheduler, mine[0] if mine else self._optimizers, self._run,
+            scheduler, mine[0] if mine else self._optimizers, self._run.window, self._run.elastic,
             step_with_optimizer=self.step_scheduler_with_optimizer, split_batches=self.split_batches,
         )  # fmt: skip
         self._schedulers.append(prepared)
@@ -200,7 +216,7 @@ class FaultTolerantAccelerator(ElasticSteps, SharedResults, _compat.Accelerator)
 
     def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
         """As Accelerator's."""
-        if isinstance(dataloader, data.GroupDataLoader):
+        if isinstance(dataloader, loader.GroupDataLoader):
             return dataloader.starting_at(num_batches)
         return super().skip_first_batches(dataloader, num_batches)
 
@@ -216,7 +232,7 @@ class FaultTolerantAccelerator(ElasticSteps, SharedResults, _compat.Accelerator)
     @contextlib.contextmanager
     def trigger_sync_in_backward(model: Any) -> Iterator[None]:
         """As Accelerator's."""
-        if isinstance(model, WrappedModel) and not (model._run is not None and model._run.silent):
+        if isinstance(model, WrappedModel) and not model.stays_silent:
             model.carrier.before_backward(sync=True)
         with _compat.Accelerator.trigger_sync_in_backward(model):
             yield
@@ -227,18 +243,21 @@ class FaultTolerantAccelerator(ElasticSteps, SharedResults, _compat.Accelerator)
         Raises:
             ConfigError: several models or optimizers, or others than were prepared.
         """
-        if self._run is None:
+        run = self._run
+        if run is None:
             return super().join_uneven_inputs(joinables, even_batches)
-        return running_out.joined(self, self._run, joinables, even_batches)
+        return uneven.joined(self, run.uneven, joinables, even_batches, lambda: run.elastic.feed is not None)
 
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
         """As Accelerator's; afterwards gradients are averaged over all groups if they are synchronized."""
         super().backward(loss, **kwargs)
-        if self._run is not None:
-            if not (self._run.owners_known or self._run.aside):
-                self._run.owners_known = refusals.check_owners(self._run.models, self._optimizers)
-            self._run.settling.passes += any(model.require_backward_grad_sync for model in self._run.models)
-            self._run.settle_gradients()
+        run = self._run
+        if run is not None:
+            models = run.window.models
+            if not (run.owners_known or run.window.aside):
+                run.owners_known = refusals.check_owners(models, self._optimizers)
+            run.window.passes(any(model.require_backward_grad_sync for model in models))
+            run.window.settle_gradients()
 
     def unscale_gradients(self, optimizer: Any = None) -> None:
         """As Accelerator's."""
@@ -256,8 +275,8 @@ class FaultTolerantAccelerator(ElasticSteps, SharedResults, _compat.Accelerator)
         super().clip_grad_value_(parameters, clip_value)
 
     def _settle_gradients(self) -> None:
-        if self._run is not None:
-            self._run.settle_gradients()
+        if self._window is not None:
+            self._window.settle_gradients()
 
     # ------------------------------------------------------------ who writes
 
@@ -290,11 +309,11 @@ class FaultTolerantAccelerator(ElasticSteps, SharedResults, _compat.Accelerator)
     def _divide(self, groups: int) -> bool:
         """The data is divided by another number of groups, unless a batch cannot be split by it."""
         everybody = groups * self.num_processes
-        loaders = heal.loaders(self)
-        if self.split_batches and any(loader.total_batch_size % everybody for loader in loaders):
+        prepared = healed_state.loaders(self)
+        if self.split_batches and any(one.total_batch_size % everybody for one in prepared):
             return False
-        for loader in loaders:
-            loader.divide(groups)
+        for one in prepared:
+            one.divide(groups)
         return True
 
     def _lead(self, leads: bool) -> None:
@@ -340,17 +359,19 @@ class FaultTolerantAccelerator(ElasticSteps, SharedResults, _compat.Accelerator)
         if run is None or self._leadership is None:
             return super().save_state(output_dir, safe_serialization, **kwargs)
         automatic = settings.automatic_checkpoint_naming
-        target = checkpoints.automatic_folder(self.project_dir, settings.iteration) if automatic else str(output_dir)
+        target = (
+            checkpoint_folders.automatic_folder(self.project_dir, settings.iteration) if automatic else str(output_dir)
+        )
         iteration = settings.iteration
         save = functools.partial(super().save_state, safe_serialization=safe_serialization, **kwargs)
 
         def named(folder: str) -> None:
-            settings.automatic_checkpoint_naming, now = False, settings.iteration  # later than `iteration` if made good
+            settings.automatic_checkpoint_naming, now = False, settings.iteration  # later than `iteration` if redone
             try:
                 with self._bare_models():
                     save(folder)
                 if super(FaultTolerantAccelerator, self).is_main_process:
-                    elastic.save(elastic_loader.feeds(self), folder)
+                    save_positions(elastic_loader.feeds(self), folder)
             finally:
                 settings.automatic_checkpoint_naming, settings.iteration = automatic, now
 
@@ -362,14 +383,14 @@ class FaultTolerantAccelerator(ElasticSteps, SharedResults, _compat.Accelerator)
             if doubtful:
                 places[:] = [self._names.place_of(target, self.committed_steps) if first else target]
                 broadcast_object_list(places)
-            checkpoints.write(places[0], named, run.manager_state(), first, self.wait_for_everyone)
+            checkpoint_folders.write(places[0], named, run.manager_state(), first, self.wait_for_everyone)
             return places[0]
 
         def place() -> None:
             if super(FaultTolerantAccelerator, self).is_main_process:
-                checkpoints.place(places[0])
+                checkpoint_folders.place(places[0])
                 if automatic:
-                    checkpoints.prune(os.path.dirname(target), settings.total_limit)
+                    checkpoint_folders.prune(os.path.dirname(target), settings.total_limit)
 
         written = self._leadership.writing(target, write, place)
         settings.iteration = iteration + 1
@@ -394,12 +415,12 @@ class FaultTolerantAccelerator(ElasticSteps, SharedResults, _compat.Accelerator)
             self._leadership.publish_all()
             self.wait_for_everyone()
         if input_dir is None and self.project_configuration.automatic_checkpoint_naming:
-            input_dir = checkpoints.newest(self.project_dir)
+            input_dir = checkpoint_folders.newest(self.project_dir)
         with self._bare_models():
             super().load_state(input_dir, load_kwargs, **kwargs)
-        elastic.load(elastic_loader.feeds(self), str(input_dir))
-        state = checkpoints.manager_state(str(input_dir))
-        if state and run.models:
+        load_positions(elastic_loader.feeds(self), str(input_dir))
+        state = checkpoint_folders.manager_state(str(input_dir))
+        if state and run.window.models:
             run.load_manager_state(state)
 
     # ------------------------------------------------------------ agreements and the end
@@ -409,9 +430,9 @@ class FaultTolerantAccelerator(ElasticSteps, SharedResults, _compat.Accelerator)
         here = bool(super().check_trigger())
         if self._run is None or self._run.manager is None:
             return here
-        anywhere = self._run.any_group(here)
+        anywhere = self._run.window.any_group(here)
         if anywhere is None and here:
-            self.set_trigger()  # it could not be told now: the next check does
+            self.set_trigger()  # it could not be sent now: the next check does
         return bool(anywhere)
 
     def end_training(self) -> None:

@@ -12,15 +12,26 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    import weakref
     from collections.abc import Callable
 
 
 class Kept:
-    """An Accelerator, while there is an `owner`."""
+    """Keeps an Accelerator, while that is its `owner`."""
 
     def __init__(self) -> None:
         self.owner: object = None
 
     def call(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        """What the Manager calls."""
+        """Call it; the Manager holds this method, and with it the owner."""
         return function(*arguments)
+
+
+def weakly(owner: weakref.ref[Any], function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function(owner, ...)`, which keeps no owner alive: what is called when it is gone has nothing to do any more."""
+
+    def call(*arguments: Any) -> Any:
+        alive = owner()
+        return None if alive is None else function(alive, *arguments)
+
+    return call

@@ -1,7 +1,8 @@
 """The prepared optimizer and scheduler: a step is made by all replicas or by none, and the schedule follows.
 
-How it works. `step` puts the step to the vote when gradients are synchronized (`Run.vote`) and makes it on a commit. A
-veto shows as `step_was_skipped`, as an overflow of the GradScaler does, so Accelerate's scheduler stays where it is.
+How it works. `step` puts the step to the vote when gradients are synchronized (`StepWindow.vote`) and makes it on a
+commit. A veto shows as `step_was_skipped`, as an overflow of the GradScaler does, so Accelerate's scheduler stays where
+it is.
 
 A prepared scheduler makes as many steps per optimizer step as there are processes; here those of all groups of the
 complete job count, so that a schedule is the same as with one group that large, whoever is away. With elastic data it
@@ -16,13 +17,15 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from ft_accelerate import _compat
-from ft_accelerate.elastic_steps import learning_rates
+from ft_accelerate.elastic.feed import TrainedFeed
+from ft_accelerate.elastic.steps import learning_rates
 from ft_core.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from ft_accelerate.run import Run
+    from ft_accelerate.window import StepWindow
+    from ft_core.data.scaling import LearningRateScaling
 
 
 class VotedOptimizer(_compat.AcceleratedOptimizer):  # type: ignore[misc]
@@ -30,13 +33,24 @@ class VotedOptimizer(_compat.AcceleratedOptimizer):  # type: ignore[misc]
 
     Args:
         optimizer: torch's.
-        run: asked before each step.
+        window: asked before each step.
+        trained: the elastic data that the run trains on.
+        scaling: of learning rates with the samples of each step; None: none.
         options: of AcceleratedOptimizer.
     """
 
-    def __init__(self, optimizer: Any, run: Run, **options: Any) -> None:
+    def __init__(
+        self,
+        optimizer: Any,
+        window: StepWindow,
+        trained: TrainedFeed,
+        scaling: LearningRateScaling | None,
+        **options: Any,
+    ) -> None:
         super().__init__(optimizer, **options)
-        self._run: Run | None = run
+        self._window: StepWindow | None = window
+        self._trained = trained
+        self._scaling = scaling
         self._vetoed = False
 
     def step(self, closure: Callable[[], Any] | None = None) -> None:
@@ -45,8 +59,8 @@ class VotedOptimizer(_compat.AcceleratedOptimizer):  # type: ignore[misc]
         Raises:
             ConfigError: a closure was given; it may evaluate the model any number of times.
         """
-        run = self._run
-        if run is None or not run.models or not self.gradient_state.sync_gradients:
+        window, feed = self._window, self._trained.feed
+        if window is None or not window.models or not self.gradient_state.sync_gradients:
             super().step(closure)
             return
         if closure is not None:
@@ -54,17 +68,17 @@ class VotedOptimizer(_compat.AcceleratedOptimizer):  # type: ignore[misc]
                 f"{type(self.optimizer).__name__}.step(closure) cannot be used with fault tolerance: each evaluation "
                 "of the closure would be a step of its own to agree on; call backward yourself, then step()"
             )
-        if run.elastic is not None:
-            run.elastic.check_vote(again=run.voted and run.unsettled)
-        self._vetoed = not run.vote()
+        if feed is not None:
+            feed.check_vote(again=window.voted and window.unsettled)
+        self._vetoed = not window.vote()
         if self._vetoed:
             _compat.reset_scaler(self.scaler)
             return
         try:
-            with learning_rates(run, self.optimizer):
+            with learning_rates(self._scaling, window, self._trained, self.optimizer):
                 super().step()
         except BaseException as error:
-            run.torn(error)
+            window.torn(error)
             raise
 
     @property
@@ -74,7 +88,7 @@ class VotedOptimizer(_compat.AcceleratedOptimizer):  # type: ignore[misc]
 
     def __getstate__(self) -> dict[str, Any]:
         state = super().__getstate__() if self.scaler is not None else dict(vars(self))
-        return {**state, "_run": None}
+        return {**state, "_window": None, "_trained": TrainedFeed()}
 
 
 class GroupScheduler(_compat.AcceleratedScheduler):  # type: ignore[misc]
@@ -83,21 +97,26 @@ class GroupScheduler(_compat.AcceleratedScheduler):  # type: ignore[misc]
     Args:
         scheduler: torch's.
         optimizers: whose steps it follows.
-        run: knows how many groups there are.
+        window: knows how many groups there are.
+        trained: the elastic data that the run trains on.
         options: of AcceleratedScheduler.
     """
 
-    def __init__(self, scheduler: Any, optimizers: Any, run: Run, **options: Any) -> None:
+    def __init__(
+        self, scheduler: Any, optimizers: Any, window: StepWindow, trained: TrainedFeed, **options: Any
+    ) -> None:
         super().__init__(scheduler, optimizers, **options)
-        self._run: Run | None = run
+        self._window: StepWindow | None = window
+        self._trained = trained
 
     def step(self, *args: Any, **kwargs: Any) -> None:
         """Advance by one optimizer step, unless that was skipped."""
         follows = self.step_with_optimizer and not self.split_batches and self.gradient_state.sync_gradients
-        if follows and self._run is not None and self._run.elastic is not None:
-            self._follow_samples(self._run.elastic.advanced, *args, **kwargs)
+        window, feed = self._window, self._trained.feed
+        if follows and window is not None and feed is not None:
+            self._follow_samples(feed.advanced, *args, **kwargs)
             return
-        for _ in range(self._run.groups if follows and self._run is not None else 1):
+        for _ in range(window.groups if follows and window is not None else 1):
             super().step(*args, **kwargs)
 
     def _follow_samples(self, batches: int, *args: Any, **kwargs: Any) -> None:
@@ -109,4 +128,4 @@ class GroupScheduler(_compat.AcceleratedScheduler):  # type: ignore[misc]
                 self.scheduler.step(*args, **kwargs)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_run": None}
+        return {**vars(self), "_window": None, "_trained": TrainedFeed()}

@@ -5,34 +5,28 @@ How it works. A dataclass: arguments that are given win; fields left None are fi
 that `config_file` or `ACCELERATE_FT_CONFIG_FILE` names. What is None after that is ft_core's own default, which the
 FT_* variables of ftrun may set. So: command line > YAML > environment > default.
 
-`FIELDS` lists them all; command line options, questions and the YAML section are generated from it. A field's metadata:
-`help`; `env`, its variable; `per_group` if its value differs from group to group, so that it belongs into no file.
+The fields themselves are `options.PluginFields`.
 
 Threads: the calling one.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import difflib
 import functools
 import os
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, TypeVar, get_type_hints
+from typing import TYPE_CHECKING, Any, TypeVar
 
+from ft_accelerate.options import FIELDS, PREFIX, SECTION, PluginFields, check, suggestion, variable
 from ft_core.data.scaling import LearningRateScaling
 from ft_core.errors import ConfigError
-from ft_core.settings import MAX_REPLICAS, Environment, parse_address
+from ft_core.settings import Environment
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
 P = TypeVar("P")
-SECTION = "fault_tolerance_config"
-"""Of the YAML file."""
-PREFIX = "ACCELERATE_FT_"
-FILE_VARIABLE = f"{PREFIX}CONFIG_FILE"
 LAUNCHED = ("FT_LIGHTHOUSE", "TORCHFT_LIGHTHOUSE", "FT_REPLICA_GROUP")
 """One of these in the environment means that a replica group was started."""
 NEEDS = {
@@ -40,14 +34,6 @@ NEEDS = {
     "reference_batch_size": "lr_scaling",
 }  # fmt: skip
 """Fields that mean something only beside another one."""
-CHOICES = {"lr_scaling": ("linear", "sqrt"), "on_exhausted": ("shadow", "leave", "stop_all")}
-YES, NO = ("1", "true", "yes", "on", "y", "t"), ("0", "false", "no", "off", "n", "f")
-
-
-def _option(help_text: str, *, env: str, per_group: bool = False) -> Any:
-    return dataclasses.field(
-        default=None, metadata={"help": help_text, "env": f"{PREFIX}{env}", "per_group": per_group}
-    )
 
 
 def _names_the_unknown(plugin: type[P]) -> type[P]:
@@ -58,7 +44,7 @@ def _names_the_unknown(plugin: type[P]) -> type[P]:
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         for name in kwargs:
             if name not in FIELDS:
-                raise ConfigError(f"{plugin.__name__} has no argument {name}{_hint(name, FIELDS)}")
+                raise ConfigError(f"{plugin.__name__} has no argument {name}{suggestion(name, FIELDS)}")
         init(self, *args, **kwargs)
 
     plugin.__init__ = __init__  # type: ignore[method-assign]
@@ -67,7 +53,7 @@ def _names_the_unknown(plugin: type[P]) -> type[P]:
 
 @_names_the_unknown
 @dataclass
-class FaultTolerancePlugin:
+class FaultTolerancePlugin(PluginFields):
     """Settings of fault-tolerant training; pass it as `FaultTolerantAccelerator(fault_tolerance_plugin=...)`.
 
     Args:
@@ -99,61 +85,6 @@ class FaultTolerancePlugin:
     Raises:
         ConfigError: a value, from wherever it came, cannot work; names it and what to do.
     """
-
-    enabled: bool | None = _option("Whether to train fault-tolerantly.", env="ENABLED")
-    lighthouse: str | None = _option(
-        "host:port of the lighthouse; the launcher starts one if none is named.", env="LIGHTHOUSE"
-    )
-    replica_group: int | None = _option(
-        "Number of this replica group in the job, from 0.", env="REPLICA_GROUP", per_group=True
-    )
-    expected_replicas: int | None = _option(
-        "Replica groups of the complete job; the training data is divided by them.", env="EXPECTED_REPLICAS"
-    )
-    replica_id: str | None = _option("Stable name of this replica group.", env="REPLICA_ID", per_group=True)
-    min_replicas: int | None = _option("Replica groups in the smallest quorum that may train.", env="MIN_REPLICAS")
-    timeout_s: float | None = _option(
-        "Seconds a collective may wait for a silent peer; all other durations follow from it.", env="TIMEOUT_S"
-    )
-    quorum_timeout_s: float | None = _option("Seconds that forming a quorum may take.", env="QUORUM_TIMEOUT_S")
-    connect_timeout_s: float | None = _option(
-        "Seconds that the lighthouse may take to be reached.", env="CONNECT_TIMEOUT_S"
-    )
-    parity_check_every: int | None = _option(
-        "Compare digests of all state every so many commits; 0: never.", env="PARITY_CHECK_EVERY"
-    )
-    max_retries: int | None = _option(
-        "More vetoed steps in a row than this end the process; not set: never.", env="MAX_RETRIES"
-    )
-    from_scratch: bool | None = _option(
-        "Let the job begin again at step 0 if all its state is lost and no checkpoint is loaded; otherwise it ends.",
-        env="FROM_SCRATCH",
-    )
-    elastic_data: bool | None = _option(
-        "Divide training data anew in each step among the groups that are there: each sample once per epoch.",
-        env="ELASTIC_DATA",
-    )
-    global_batch_size: int | None = _option(
-        "With elastic data: samples in each optimizer step, whatever the membership.", env="GLOBAL_BATCH_SIZE"
-    )
-    max_micro_steps: int | None = _option(
-        "With global_batch_size: refuse more micro-batches per step and process than this.", env="MAX_MICRO_STEPS"
-    )
-    lr_scaling: str | None = _option(
-        "Learning rates follow the samples of each step: linear or sqrt; needs reference_batch_size.", env="LR_SCALING"
-    )
-    reference_batch_size: int | None = _option(
-        "With lr_scaling: samples in the steps for which the learning rates were chosen.", env="REFERENCE_BATCH_SIZE"
-    )
-    on_exhausted: str | None = _option(
-        "What a replica does that is out of batches before the others: shadow, leave or stop_all.", env="ON_EXHAUSTED"
-    )
-    share_evaluation: bool | None = _option(
-        "Divide evaluation data among the groups; gather_for_metrics returns what all have.", env="SHARE_EVALUATION"
-    )
-    config_file: str | None = _option(
-        f"YAML file with a {SECTION} section, for what is not said otherwise.", env="CONFIG_FILE", per_group=True
-    )
 
     def __post_init__(self) -> None:
         environment = from_environment(os.environ)
@@ -219,20 +150,6 @@ class FaultTolerancePlugin:
         }  # fmt: skip
 
 
-FIELDS: Mapping[str, dataclasses.Field[Any]] = {field.name: field for field in dataclasses.fields(FaultTolerancePlugin)}
-"""Every setting by name."""
-KINDS: Mapping[str, type] = {
-    name: next(kind for kind in hint.__args__ if kind is not type(None))
-    for name, hint in get_type_hints(FaultTolerancePlugin).items()
-}
-"""bool, int, float or str for each of FIELDS."""
-
-
-def variable(name: str) -> str:
-    """Environment variable of a field: "min_replicas" -> "ACCELERATE_FT_MIN_REPLICAS"."""
-    return str(FIELDS[name].metadata["env"])
-
-
 def plugin_or_none(given: FaultTolerancePlugin | None) -> FaultTolerancePlugin | None:
     """The plugin in force; None if fault tolerance is off.
 
@@ -266,7 +183,7 @@ def from_environment(environ: Mapping[str, str]) -> dict[str, Any]:
         if not key.startswith(PREFIX) or not text:
             continue
         if key not in known:
-            raise ConfigError(f"environment variable {key} is not known to ft_accelerate{_hint(key, known)}")
+            raise ConfigError(f"environment variable {key} is not known to ft_accelerate{suggestion(key, known)}")
         found[known[key]] = check(known[key], text, key)
     return found
 
@@ -279,7 +196,7 @@ def from_file(path: str) -> dict[str, Any]:
     """
     import yaml
 
-    from ft_accelerate import config  # it knows the launcher's keys, and with them this module
+    from ft_accelerate.yaml_config import check as checked  # with the commands of accelerate: heavy, like yaml
 
     try:
         with open(path, encoding="utf-8") as file:
@@ -287,60 +204,5 @@ def from_file(path: str) -> dict[str, Any]:
     except (OSError, yaml.YAMLError) as error:
         raise ConfigError(f"config file {path} cannot be read: {error}") from error
     section = content.get(SECTION) if isinstance(content, dict) else None
-    values = config.check(section or {}, path)  # other keys of the section are the launcher's
+    values = checked(section or {}, path)  # other keys of the section are the launcher's
     return {name: value for name, value in values.items() if name in FIELDS}
-
-
-def check(name: str, value: object, source: str) -> Any:
-    """The value of a field in its type; texts, as from the environment, are read.
-
-    Args:
-        name: of the field.
-        value: as given.
-        source: where it was given, for the message.
-
-    Raises:
-        ConfigError: it cannot work; names `source`, the value and what it must be.
-    """
-    read = _read(KINDS[name], value, source)
-    if name == "lighthouse":
-        parse_address(read, source)
-    if name in CHOICES and read not in CHOICES[name]:
-        near = difflib.get_close_matches(read, CHOICES[name], 1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
-        raise ConfigError(f"{source}={value!r} must be one of {', '.join(CHOICES[name])}{hint}")
-    lowest = {
-        "min_replicas": 1, "expected_replicas": 1, "replica_group": 0, "parity_check_every": 0, "max_retries": 0,
-        "global_batch_size": 1, "max_micro_steps": 1, "reference_batch_size": 1,
-    }  # fmt: skip
-    if name in lowest and read < lowest[name]:
-        raise ConfigError(f"{source}={value!r} must be a whole number, {lowest[name]} or more")
-    if name in ("min_replicas", "expected_replicas") and read > MAX_REPLICAS:
-        raise ConfigError(f"{source}={value!r}: a quorum holds at most {MAX_REPLICAS} groups")
-    if name.endswith("_s") and not 0 < read < float("inf"):
-        raise ConfigError(f"{source}={value!r} must be a number of seconds, more than 0")
-    return read
-
-
-def _read(kind: type, value: object, source: str) -> Any:
-    text = str(value).strip()
-    if kind is bool:
-        if text.lower() not in YES + NO:
-            raise ConfigError(f"{source}={value!r} must be true or false")
-        return text.lower() in YES
-    if kind is str:
-        if not isinstance(value, str):
-            raise ConfigError(f"{source}={value!r} must be a text")
-        return value
-    wanted = "a whole number" if kind is int else "a number"
-    try:
-        if isinstance(value, bool) or (kind is int and isinstance(value, float)):
-            raise ValueError
-        return kind(text)
-    except ValueError:
-        raise ConfigError(f"{source}={value!r} must be {wanted}") from None
-
-
-def _hint(name: str, known: Mapping[str, Any]) -> str:
-    near = difflib.get_close_matches(name, known, 1)
-    return f"; did you mean {near[0]}?" if near else f" (known: {', '.join(sorted(known))})"

@@ -1,9 +1,9 @@
 """`Sharing`: evaluation data divided among the replica groups, on request (`share_evaluation=True`).
 
 How it works. A prepared loader that is iterated for evaluation asks `Sharing.batches` for its batches. It draws the
-loader's order once, and the groups tell each other a digest of it: only those that have the same order share
+loader's order once, and the groups exchange a digest of it: only those that have the same order share
 (`SharedLoop`); each of the others evaluates everything, as all do without `share_evaluation`. While the loop is under
-way, `gather_for_metrics`, `gather` and `pad_across_processes` of the Accelerator (`SharedResults`) speak of all groups.
+way, `gather_for_metrics`, `gather` and `pad_across_processes` of the Accelerator (`SharedResults`) mean all groups.
 
 `end_of_dataloader` is true in the last body of this group, which may come later than was known when it began;
 `gather_for_metrics` cuts off the doubles of the last batch of the data, whichever body that is.
@@ -24,50 +24,60 @@ from accelerate.utils import recursively_apply, send_to_device
 from ft_accelerate import _compat
 from ft_accelerate.shared_loop import Padding, SharedLoop, joined
 from ft_core.errors import UsageError
+from ft_core.loop.sampling import order_of, reading
 from ft_core.loop.shared_work import SharedWork
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from ft_accelerate.data import GroupDataLoader
-    from ft_accelerate.run import Run
+    from ft_accelerate.window import StepWindow
+    from ft_core import Manager
 
 Base: Any = object
 log = logging.getLogger("ft_accelerate")
 
 
 class Sharing:
-    """Of one run.
+    """The evaluation that the groups of a run share.
 
     Args:
-        run: whose groups share.
+        window: of the run.
     """
 
-    def __init__(self, run: Run) -> None:
-        self._run = run
-        assert run.manager is not None
-        self._work = SharedWork(run.manager, self._agree)
+    def __init__(self, window: StepWindow) -> None:
+        self._window = window
+        self._work: SharedWork | None = None
+        self.end()
+
+    def begin(self, manager: Manager) -> None:
+        """A run has its Manager; the other groups may ask from now on: before the first quorum."""
+        self._work = SharedWork(manager, self._agree)
+        self._work.serve()
+
+    def end(self) -> None:
+        """The run is over."""
+        self._work = None
         self.loop: SharedLoop | None = None
-        """Under way."""
+        """The loop that is under way."""
         self.loader: Any = None
-        """That it reads."""
+        """The loader that it reads."""
         self.inside = False
         """A call of `gather_for_metrics` is under way, which calls others."""
-        self._told: set[str] = set()
+        self._warned: set[str] = set()
 
     def __repr__(self) -> str:
         return f"Sharing({self.loop!r})"
 
-    def serve(self) -> None:
-        """The other groups may ask. Before the first quorum."""
-        self._work.serve()
+    @property
+    def in_body(self) -> bool:
+        """The body of a shared loop runs."""
+        return self.loop is not None and not self.inside and not self._window.training
 
     def _agree(self, numbers: Sequence[int]) -> tuple[list[int], list[int]]:
         """The least and the greatest of each number among the processes of this group."""
-        if self._run.ranks == 1:
+        if self._window.ranks == 1:
             return list(numbers), list(numbers)
-        device = next(self._run.models[0].parameters()).device
-        both = torch.tensor([*numbers, *(-n for n in numbers)], dtype=torch.int64, device=device)
+        both = torch.tensor([*numbers, *(-n for n in numbers)], dtype=torch.int64, device=self._window.device)
         if len(numbers):
             torch.distributed.all_reduce(both, torch.distributed.ReduceOp.MIN)
         found = both.tolist()
@@ -95,19 +105,24 @@ class Sharing:
 
     # ------------------------------------------------------------ reading
 
-    def batches(self, loader: GroupDataLoader, whole: Callable[[], Iterator[Any]]) -> Iterator[Any]:
+    def batches(self, loader: _compat.DataLoaderShard, first: int, whole: Callable[[], Iterator[Any]]) -> Iterator[Any]:
         """What a loader hands out for evaluation.
 
         Args:
             loader: read for evaluation.
+            first: batches at its beginning that are skipped.
             whole: iterates over all of it.
 
         Raises:
             UsageError: another loader is being read so.
         """
+        work = self._work
+        if work is None:
+            yield from whole()
+            return
         why = self._why_not(loader)
         if why:
-            self._tell(f"evaluation data is not shared, so each replica group evaluates all of it: {why}")
+            self._warn(f"evaluation data is not shared, so each replica group evaluates all of it: {why}")
             yield from whole()
             return
         if self.loop is not None:
@@ -119,38 +134,38 @@ class Sharing:
         if loader.rng_types is not None:
             _compat.synchronize_rng_states(loader.rng_types, loader.synchronized_generator)
         loader.set_epoch(loader.iteration)
-        order = list(_compat.order_of(loader.base_dataloader))[loader._first :]
-        yield from self._read(loader, order, self._begin(loader, order))
+        order = list(order_of(loader.base_dataloader))[first:]
+        yield from self._read(loader, order, self._shared_loop(work, loader, order))
 
-    def _why_not(self, loader: GroupDataLoader) -> str:
-        run, base = self._run, loader.base_dataloader
+    def _why_not(self, loader: _compat.DataLoaderShard) -> str:
+        window, base = self._window, loader.base_dataloader
         if not _compat.can_skip(base):
             stream = isinstance(base.dataset, _compat.IterableDataset)
             return "it is an IterableDataset" if stream else f"a {type(base).__name__} cannot be read by index"
-        if not hasattr(_compat.order_of(base), "__len__"):
-            return f"its {type(_compat.order_of(base)).__name__} has no length, and may never end"
-        if run.ended:
+        if not hasattr(order_of(base), "__len__"):
+            return f"its {type(order_of(base)).__name__} has no length, and may never end"
+        if window.ended:
             return "training is over"
-        if run.manager is None or not run.manager.quorum_id:
+        if window.manager is None or not window.manager.quorum_id:
             return "training has not begun, so there is no quorum yet"
         return ""
 
-    def _begin(self, loader: GroupDataLoader, order: Sequence[Any]) -> SharedLoop:
+    def _shared_loop(self, work: SharedWork, loader: _compat.DataLoaderShard, order: Sequence[Any]) -> SharedLoop:
         """Find those who are at the same place, with the same order."""
-        division = self._work.divide(f"evaluation of a {type(loader.dataset).__name__}", len(order))
+        division = work.divide(f"evaluation of a {type(loader.dataset).__name__}", len(order))
         mine = _digest(order)
-        told = division.exchange("order", mine, 0.0, more=True)
-        asked = sorted(told)
-        _, differ = self._agree([int(told[part] != mine) for part in asked])
+        digests = division.exchange("order", mine, 0.0, more=True)
+        asked = sorted(digests)
+        _, differ = self._agree([int(digests[part] != mine) for part in asked])
         if any(differ):
-            self._tell(
+            self._warn(
                 "evaluation data is not shared with replica groups that read it in another order, so each evaluates "
                 "all of it: shuffle=False for evaluation gives all of them the same order"
             )
         same = {part for part, other in zip(asked, differ, strict=True) if not other}
         return SharedLoop(division, len(order), set(range(division.parts)) - same - {division.part})
 
-    def _read(self, loader: GroupDataLoader, order: Sequence[Any], loop: SharedLoop) -> Iterator[Any]:
+    def _read(self, loader: _compat.DataLoaderShard, order: Sequence[Any], loop: SharedLoop) -> Iterator[Any]:
         base = loader.base_dataloader
         loader.begin()
         if loop.parts > 1:
@@ -158,7 +173,7 @@ class Sharing:
         try:
             while loop.agenda:
                 agenda = loop.agenda
-                with _compat.reading(base, [order[piece] for piece in agenda]):
+                with reading(base, [order[piece] for piece in agenda]):
                     source = iter(base)
                 for batch in source:
                     loop.begin()
@@ -169,7 +184,7 @@ class Sharing:
                         break  # somebody was lost
             loader.iteration += 1
             if loop.parts > 1 and not loop.calls:
-                self._tell(
+                self._warn(
                     "share_evaluation=True, and a loop over evaluation data gathered nothing: what it computed is of "
                     "this replica group's part only. Call gather_for_metrics() in the loop, for each batch"
                 )
@@ -177,24 +192,15 @@ class Sharing:
             self.loop = self.loader = None
             loader.end()
 
-    def _tell(self, text: str) -> None:
-        """Once each."""
-        if text not in self._told:
-            self._told.add(text)
+    def _warn(self, text: str) -> None:
+        """Warn, once of each text."""
+        if text not in self._warned:
+            self._warned.add(text)
             log.warning("%s", text)
 
 
-def of(run: Run) -> Sharing | None:
-    """What a run's groups share, as its settings say. The others may ask from now on: before the first quorum."""
-    if not run.plugin.share_evaluation:
-        return None
-    sharing = Sharing(run)
-    sharing.serve()
-    return sharing
-
-
 def _kept(tensor: torch.Tensor) -> torch.Tensor:
-    """As it is now, on the CPU."""
+    """The tensor as it is now, on the CPU."""
     return tensor.detach().to("cpu", copy=True)
 
 
@@ -206,16 +212,19 @@ def _digest(order: Sequence[Any]) -> str:
 
 
 class SharedResults(Base):  # type: ignore[misc]
-    """Mixed into the Accelerator, in front of Accelerate's."""
+    """The part of the Accelerator that gathers results; mixed in, in front of Accelerate's."""
 
-    _run: Run | None
+    if TYPE_CHECKING:
+
+        @property
+        def _evaluation(self) -> Sharing | None:
+            """The evaluation that the groups share; None: they do not."""
 
     @property
     def _sharing(self) -> Sharing | None:
-        """Where the body of a shared loop runs."""
-        sharing = self._run.sharing if self._run is not None else None
-        open_now = sharing is not None and sharing.loop is not None and not sharing.inside
-        return sharing if open_now and not (self._run is not None and self._run.training) else None
+        """The shared evaluation, where the body of its loop runs."""
+        sharing = self._evaluation
+        return sharing if sharing is not None and sharing.in_body else None
 
     def gather(self, tensor: Any) -> Any:
         """As Accelerator's; in a shared evaluation of all groups."""
@@ -246,7 +255,7 @@ class SharedResults(Base):  # type: ignore[misc]
 
 
 def _all_tensors(data: Any) -> bool:
-    """As Accelerate tells tensors from objects."""
+    """Whether Accelerate would gather it as tensors, not as objects."""
     try:
         recursively_apply(lambda tensor: tensor, data, error_on_other_type=True)
     except TypeError:

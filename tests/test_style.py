@@ -34,20 +34,6 @@ SLEEPS: dict[str, str] = {
 """Test files that may call `time.sleep`, each with the reason. Not as synchronisation: wait for the event instead."""
 
 CIRCLES: tuple[frozenset[str], ...] = (
-    frozenset({"ft_accelerate.config", "ft_accelerate.launching", "ft_accelerate.plugin"}),
-    frozenset(
-        {
-            "ft_accelerate.data",
-            "ft_accelerate.elastic",
-            "ft_accelerate.ending",
-            "ft_accelerate.run",
-            "ft_accelerate.running_out",
-            "ft_accelerate.settling",
-            "ft_accelerate.sharing",
-            "ft_accelerate.succession",
-            "ft_accelerate.wrapping",
-        }
-    ),
     frozenset({"ft_core.manager", "ft_core.runtime.exhaustion", "ft_core.runtime.leaving"}),
     frozenset(
         {

@@ -10,10 +10,8 @@ Threads: the training thread.
 
 from __future__ import annotations
 
-import contextlib
-import itertools
 import os
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from accelerate import Accelerator, DataLoaderConfiguration, DistributedType
 from accelerate.data_loader import (
@@ -28,9 +26,6 @@ from accelerate.scheduler import AcceleratedScheduler
 from accelerate.state import AcceleratorState, GradientState, is_initialized
 from accelerate.utils import DistributedDataParallelKwargs, synchronize_rng_states
 from torch.utils.data import DataLoader, IterableDataset
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 __all__ = [
     "AcceleratedOptimizer",
@@ -101,59 +96,6 @@ def shard_of(loader: Any) -> Any:
     return None
 
 
-class _From:
-    """A sampler that skips its first `skip` items."""
-
-    def __init__(self, sampler: Any, skip: int) -> None:
-        self._sampler = sampler
-        self.skip = skip
-
-    def __iter__(self) -> Iterator[Any]:
-        return itertools.islice(self._sampler, self.skip, None)
-
-    def __len__(self) -> int:
-        return len(self._sampler)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.__dict__["_sampler"], name)
-
-
 def can_skip(base: Any) -> bool:
     """`open_at` can open this loader at any batch without reading what is before it."""
     return type(base) is DataLoader and not isinstance(base.dataset, IterableDataset)
-
-
-def order_of(base: Any) -> Any:
-    """What decides in which order a loader reads: its batch sampler, or without batching its sampler."""
-    return base.batch_sampler if base.batch_sampler is not None else base.sampler
-
-
-@contextlib.contextmanager
-def reading(base: Any, order: Any) -> Iterator[None]:
-    """Inside, the next `iter(base)` reads what `order` says; new or persistent workers get nothing else.
-
-    Relies on torch's DataLoader taking its indices from the attribute `batch_sampler` (or `sampler`, without batching),
-    a persistent one from the attribute of the same purpose of its iterator.
-    """
-    attribute = "batch_sampler" if base.batch_sampler is not None else "sampler"
-    original = getattr(base, attribute)
-    persistent = getattr(base, "_iterator", None)
-    vars(base)[attribute] = order  # DataLoader refuses plain assignment
-    if persistent is not None:
-        persistent._index_sampler = order
-    try:
-        yield
-    finally:
-        vars(base)[attribute] = original
-        for iterator in (persistent, getattr(base, "_iterator", None)):
-            if iterator is not None:
-                iterator._index_sampler = original
-
-
-@contextlib.contextmanager
-def open_at(base: Any, batch: int) -> Iterator[None]:
-    """Inside, the next `iter(base)` begins at `batch`, as with `reading`."""
-    skipping = _From(order_of(base), batch)
-    with reading(base, skipping):
-        yield
-    skipping.skip = 0  # an iterator with workers made two iterators of it, and may make a third

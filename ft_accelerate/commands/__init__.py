@@ -29,7 +29,7 @@ COMMANDS = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run `ft-accelerate`. Returns its exit status."""
-    from ft_accelerate.launching import suggestion
+    from ft_accelerate.options import suggestion
 
     arguments = list(sys.argv[1:] if argv is None else argv)
     if not arguments or arguments[0] in ("-h", "--help"):

@@ -1,7 +1,7 @@
 """`ft-accelerate config`: accelerate's questions, then those about fault tolerance; `config default`, `config update`.
 
 How it works. accelerate's own dialogue makes its part of the file. Ours asks for the replica groups, and for the other
-options (`launching.OPTIONS`, those that are the same in every run) only if wanted; an empty answer leaves a setting to
+options (`options.OPTIONS`, those that are the same in every run) only if wanted; an empty answer leaves a setting to
 its default, which is not written. `default` writes a file without asking, `update` writes an existing one as the
 installed versions would.
 
@@ -18,15 +18,14 @@ from typing import TYPE_CHECKING, Any
 from accelerate.utils import write_basic_config
 
 from ft_accelerate._compat.launch import get_user_input, load_config_from_file
-from ft_accelerate.config import Document, default_file, load, normalised, save
-from ft_accelerate.launching import OPTIONS
-from ft_accelerate.plugin import NO, YES
+from ft_accelerate.options import NO, OPTIONS, YES
+from ft_accelerate.yaml_config import Document, default_file, load, normalised, save
 from ft_core.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from ft_accelerate.launching import Option
+    from ft_accelerate.options import Option
 
 REPLICAS = "2"
 """Where there are no devices to divide."""

@@ -11,14 +11,14 @@ from importlib import metadata
 from typing import TYPE_CHECKING
 
 from ft_accelerate._compat.launch import env_command
-from ft_accelerate.config import default_accelerate_file, find, plain
-from ft_accelerate.plugin import PREFIX
+from ft_accelerate.options import PREFIX
+from ft_accelerate.yaml_config import default_accelerate_file, find, plain
 from ft_core.rpc.channel import release
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from ft_accelerate.config import Document
+    from ft_accelerate.yaml_config import Document
 
 SECRET = ("FT_TOKEN",)
 

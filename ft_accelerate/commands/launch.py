@@ -16,8 +16,9 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from ft_accelerate._compat import launch as _compat_launch
-from ft_accelerate.config import default_accelerate_file, find, normalised, plain
-from ft_accelerate.launching import FLAG, OPTIONS, exported, ftrun_options, in_our_words, resolve, suggestion
+from ft_accelerate.launch_options import exported, ftrun_options, in_our_words, resolve
+from ft_accelerate.options import FLAG, OPTIONS, suggestion
+from ft_accelerate.yaml_config import default_accelerate_file, find, normalised, plain
 from ft_core.errors import ConfigError
 from ft_core.launch.options import parse
 
@@ -25,8 +26,8 @@ if TYPE_CHECKING:
     import argparse
     from collections.abc import Iterator, Mapping, Sequence
 
-    from ft_accelerate.config import Document
-    from ft_accelerate.launching import Given
+    from ft_accelerate.launch_options import Given
+    from ft_accelerate.yaml_config import Document
 
 REFUSED = {
     "use_deepspeed": "DeepSpeed", "use_megatron_lm": "Megatron-LM", "tpu": "TPUs", "tpu_use_cluster": "TPU pods",

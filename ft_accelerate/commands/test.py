@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 from ft_accelerate._compat.launch import path_in_accelerate_package
 from ft_accelerate.commands.exercise import VICTIM
-from ft_accelerate.config import find
+from ft_accelerate.yaml_config import find
 from ft_core.errors import ConfigError
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 IMPORTS = (
     "accelerate", "accelerate.test_utils", "accelerate.test_utils.training", "accelerate.tracking", "transformers",
     "transformers.trainer", "transformers.models.llama.modeling_llama", "ft_accelerate.accelerator",
-    "ft_accelerate.trainer",
+    "ft_accelerate.trainer.trainer",
 )  # fmt: skip
 
 

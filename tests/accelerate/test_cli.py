@@ -15,8 +15,9 @@ from accelerate.test_utils import path_in_accelerate_package
 
 from ft_accelerate.commands import launch, main
 from ft_accelerate.commands import test as trial
-from ft_accelerate.config import Document, find
-from ft_accelerate.launching import OPTIONS, Given, exported, ftrun_options, in_our_words, resolve
+from ft_accelerate.launch_options import Given, exported, ftrun_options, in_our_words, resolve
+from ft_accelerate.options import OPTIONS
+from ft_accelerate.yaml_config import Document, find
 from ft_core.errors import ConfigError
 
 if TYPE_CHECKING:

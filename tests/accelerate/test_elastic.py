@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from ft_accelerate import FaultTolerancePlugin, FaultTolerantAccelerator
-from ft_accelerate.elastic_loader import ElasticGroupLoader
+from ft_accelerate.elastic.loader import ElasticGroupLoader
 from ft_core.control.lighthouse.server import LighthouseServer
 from ft_core.data import ElasticDataLoader
 from ft_core.errors import ConfigError, UsageError
@@ -269,7 +269,7 @@ def test_several_models_are_clipped_as_one_process_would() -> None:
     expected = x.mean(0).norm()
     norm = s.accelerator.clip_grad_norm_(other.parameters(), 0.01)
     torch.testing.assert_close(norm, expected, rtol=1e-5, atol=0)
-    s.accelerator._run.vote()
+    s.accelerator._run.window.vote()
     torch.testing.assert_close(other.weight.grad.norm(), torch.tensor(0.01), rtol=1e-4, atol=0)
 
 

@@ -40,7 +40,7 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     }  # fmt: skip
     for name, value in settings.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr("ft_accelerate.run._current", None)
+    monkeypatch.setattr("ft_accelerate.runs._runs", None)
     yield
     server.shutdown()
     AcceleratorState._reset_state(reset_partial_state=True)

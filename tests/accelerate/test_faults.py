@@ -19,7 +19,7 @@ from accelerate.data_loader import BatchSamplerShard, SeedableRandomSampler
 from safetensors.torch import load_file
 from torch.utils.data import BatchSampler
 
-from ft_accelerate.checkpoints import MANAGER
+from ft_accelerate.checkpoint_folders import MANAGER
 from ft_core.launch.control_socket import order_resize
 from tests.accelerate.script import SAVE_EVERY, Net
 from tests.accelerate.script import digest as digest_of

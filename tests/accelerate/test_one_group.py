@@ -19,17 +19,19 @@ from accelerate.utils import DistributedDataParallelKwargs, ProjectConfiguration
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
-from ft_accelerate import FaultTolerancePlugin, FaultTolerantAccelerator, heal, refusals
-from ft_accelerate.checkpoints import MANAGER
-from ft_accelerate.data import EPOCH, GroupDataLoader, groups_needed
+from ft_accelerate import FaultTolerancePlugin, FaultTolerantAccelerator, healed_state, refusals
+from ft_accelerate.checkpoint_folders import MANAGER
+from ft_accelerate.loader import GroupDataLoader
+from ft_accelerate.position import EPOCH
 from ft_core.control.lighthouse.server import LighthouseServer
 from ft_core.errors import ConfigError, NotAvailableError, UsageError
+from ft_core.loop.sampling import groups_needed
 
 if TYPE_CHECKING:
     import pathlib
     from collections.abc import Iterator
 
-    from ft_accelerate.data import Position
+    from ft_accelerate.position import Position
 
 pytestmark = [pytest.mark.filterwarnings("ignore::FutureWarning"), pytest.mark.filterwarnings("ignore::UserWarning")]
 
@@ -102,8 +104,8 @@ def test_a_quorum_that_breaks_is_formed_anew_with_the_next_batch() -> None:
             s.accelerator.manager._session.fail(RuntimeError("a peer is gone"))
         s.step(x)
         assert s.accelerator.optimizer_step_was_skipped == (index == 3)
-        assert index != 3 or s.accelerator._run.silent
-        assert index != 4 or (s.accelerator.manager.quorum_id == quorum and not s.accelerator._run.silent)
+        assert index != 3 or s.accelerator._run.window.silent
+        assert index != 4 or (s.accelerator.manager.quorum_id == quorum and not s.accelerator._run.window.silent)
     assert s.accelerator.committed_steps == 7
     s.accelerator.end_training()
 
@@ -139,7 +141,7 @@ def test_what_a_group_does_by_itself_is_no_part_of_a_step() -> None:
     others = s.accelerator.prepare(DataLoader(TensorDataset(torch.randn(6, 2)), 2))
     for index, (x,) in enumerate(s.data):
         if index == 4:
-            run = s.accelerator._run
+            run = s.accelerator._run.window
             with run.by_itself("evaluating"):
                 assert run.quorum is None
                 for (other,) in others:
@@ -156,15 +158,15 @@ def test_what_a_group_does_by_itself_is_no_part_of_a_step() -> None:
 def test_a_heal_to_the_beginning_of_the_next_epoch_counts_that_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """The loop goes on there, as it does in the middle of an epoch: the number of the epoch came with the state."""
     s = Setup()
-    run, calls, epochs = s.accelerator._run, itertools.count(), []
+    run, calls, epochs = s.accelerator._run.window, itertools.count(), []
     begins = run.before_batch
 
     def heals(position: Position) -> None:
         begins(position)
         if next(calls) == 3:
-            state = heal.save(s.accelerator)
+            state = healed_state.save(s.accelerator)
             loaders = [{**state["loaders"][0], "at": EPOCH}]
-            heal.load(s.accelerator, {**state, "epoch": 1, "loaders": loaders})
+            healed_state.load(s.accelerator, {**state, "epoch": 1, "loaders": loaders})
 
     monkeypatch.setattr(run, "before_batch", heals)
     for _ in s.accelerator.epochs(3):
@@ -280,11 +282,11 @@ def test_a_counter_that_began_again_replaces_no_checkpoint_of_another_step(
     s.accelerator.save_state(str(tmp_path / "step_2"))
     s.accelerator.save_state(str(tmp_path / "latest"))
     s.train(2)
-    state = heal.save(s.accelerator)
+    state = healed_state.save(s.accelerator)
     s.accelerator.end_training()
 
     again = Setup()
-    heal.load(again.accelerator, state)
+    healed_state.load(again.accelerator, state)
     again.train(1)
     beside = tmp_path / "step_2.committed_5"
     assert again.accelerator.save_state(str(tmp_path / "step_2")) == str(beside)
@@ -393,7 +395,7 @@ def test_prepared_objects_can_be_pickled() -> None:
 def test_loaders_for_training_and_evaluation(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FT_NUM_REPLICA_GROUPS", "4")
     s = Setup()
-    monkeypatch.setattr(s.accelerator._run, "before_batch", lambda position: None)  # there is no group 1, 2 or 3
+    monkeypatch.setattr(s.accelerator._run.window, "before_batch", lambda position: None)  # there is no group 1, 2 or 3
     assert isinstance(s.data, GroupDataLoader)
     s.model.train()
     assert len(s.data) == 2
@@ -459,7 +461,7 @@ def test_evaluation_cannot_be_shared_where_one_process_reads_for_its_group() -> 
 
 def test_the_mode_is_that_of_the_model_inside() -> None:
     s = Setup()
-    run, inside = s.accelerator._run, s.accelerator.unwrap_model(s.model)
+    run, inside = s.accelerator._run.window, s.accelerator.unwrap_model(s.model)
     assert run.training
     inside.eval()
     assert not run.training
@@ -478,7 +480,7 @@ def test_the_mode_is_that_of_the_model_inside() -> None:
 def test_only_the_beginning_of_an_epoch_divides_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     s = Setup()
     divided: list[int] = []
-    monkeypatch.setattr(s.accelerator._run, "divide_anew", lambda: divided.append(s.data.position.code))
+    monkeypatch.setattr(s.accelerator._run.window, "divide_anew", lambda: divided.append(s.data.position.code))
     for (x,) in s.accelerator.skip_first_batches(s.data, 3):  # resumed in mid-epoch: others may read the plain loader
         s.step(x)
     assert divided == []
@@ -492,26 +494,26 @@ def test_a_newcomer_needs_the_loaders_that_are_trained_on() -> None:
     s.train(3)
     with torch.no_grad():
         assert len([*s.accelerator.prepare(DataLoader(TensorDataset(torch.ones(4, 1))))]) == 4
-    donated = heal.save(s.accelerator)
+    donated = healed_state.save(s.accelerator)
     assert [loader["trained"] for loader in donated["loaders"]] == [1, 0]
     s.accelerator._dataloaders.pop()  # the newcomer is not there yet
     s.data.position.moved_to(0)
-    heal.load(s.accelerator, donated)
+    healed_state.load(s.accelerator, donated)
     assert s.data.position.batch == 3
     donated["loaders"][1]["trained"] = 1
     with pytest.raises(
         ConfigError, match=r"loader 2 that they prepared, .* has prepared 1 so far: prepare all loaders"
     ):
-        heal.load(s.accelerator, donated)
+        healed_state.load(s.accelerator, donated)
     s.accelerator.end_training()
 
 
 def test_who_comes_after_the_end_has_nothing_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ft_accelerate.run._current", None)  # the first run of this lighthouse
+    monkeypatch.setattr("ft_accelerate.runs._runs", None)  # the first run of this lighthouse
     s = Setup()
     s.train(1)
     s.accelerator.end_training()
-    monkeypatch.setattr("ft_accelerate.run._current", None)  # as another process
+    monkeypatch.setattr("ft_accelerate.runs._runs", None)  # as another process
     with pytest.raises(SystemExit) as ended:
         Setup().train(1)
     assert ended.value.code == 0
@@ -526,7 +528,7 @@ def test_a_loader_goes_on_where_the_others_are(monkeypatch: pytest.MonkeyPatch) 
     """The position moves as it does when another replica's state is loaded."""
     monkeypatch.setenv("FT_NUM_REPLICA_GROUPS", "2")
     s = Setup()
-    run = s.accelerator._run
+    run = s.accelerator._run.window
     monkeypatch.setattr(run, "before_batch", lambda position: None)  # there is no group 1
     shuffled = s.accelerator.prepare(DataLoader(TensorDataset(torch.arange(24)), 2, shuffle=True))
     stream = s.accelerator.prepare(DataLoader(Stream(), 2))

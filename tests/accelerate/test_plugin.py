@@ -10,7 +10,8 @@ import accelerate
 import pytest
 
 from ft_accelerate import FaultTolerancePlugin, FaultTolerantAccelerator
-from ft_accelerate.plugin import FIELDS, KINDS, plugin_or_none, variable
+from ft_accelerate.options import FIELDS, KINDS, variable
+from ft_accelerate.plugin import plugin_or_none
 from ft_core.errors import ConfigError
 
 if TYPE_CHECKING:

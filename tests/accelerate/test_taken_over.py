@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ft_accelerate import heal
+from ft_accelerate import healed_state
 from tests.accelerate.test_one_group import Setup, lighthouse
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ def test_who_is_healed_writes_nothing_of_before(tmp_path: pathlib.Path, monkeypa
     s.accelerator.save_state(str(tmp_path / "held"))
     leadership._leads = False
     s.accelerator.save_state(str(tmp_path / "missed"))
-    heal.load(s.accelerator, heal.save(s.accelerator))  # as from a donor, whose Manager is further
+    healed_state.load(s.accelerator, healed_state.save(s.accelerator))  # as from a donor, whose Manager is further
     step = manager.current_step()
     monkeypatch.setattr(manager, "current_step", lambda: step + 40)
     leadership.opened()

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from accelerate.state import AcceleratorState
 from transformers import Trainer, TrainingArguments
 from transformers.trainer_callback import CallbackHandler
 
@@ -32,8 +31,6 @@ from tests.launch.job import job
 from tests.process_group.ranks import wait_until
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from tests.forge import Forge
 
 WAIT_S = 60.0
@@ -52,12 +49,6 @@ def plain(forge: Forge, folder: Path, processes: int, *words: str) -> list[dict[
     environ = [elastic(rank, processes, held.port) if processes > 1 else {} for rank in range(processes)]
     outputs(forge, folder, SCRIPT, [([str(folder), "--plain", *words], env) for env in environ], WAIT_S)
     return ends(folder, "plain")
-
-
-@pytest.fixture(autouse=True)
-def _no_accelerator_stays() -> Iterator[None]:
-    yield
-    AcceleratorState._reset_state(reset_partial_state=True)
 
 
 # ---------------------------------------------------------------- jobs

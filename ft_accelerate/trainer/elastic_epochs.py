@@ -24,15 +24,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ft_accelerate import elastic
-from ft_accelerate.data import EPOCH
+from ft_accelerate.elastic.feed import FILE, load_positions, save_positions
+from ft_accelerate.position import EPOCH
 from ft_core.errors import FaultToleranceError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-    from ft_accelerate.elastic import Elastic
-    from ft_accelerate.elastic_loader import ElasticGroupLoader
+    from ft_accelerate.elastic.feed import ElasticFeed
+    from ft_accelerate.elastic.loader import ElasticGroupLoader
 
 Base: Any = object
 WITHOUT_END = 1 << 40
@@ -74,7 +74,7 @@ class Planned:
 class Reading:
     """The training loop of one epoch."""
 
-    feed: Elastic
+    feed: ElasticFeed
     iterator: Iterator[Any]
     epoch: int
     """Of the data."""
@@ -164,7 +164,7 @@ class ElasticEpochs(Base):  # type: ignore[misc]
         """Trainer's loop is over: at the end of the epoch, or because somebody wants it."""
         self._ft_reading = None
         sampler = reading.feed.sampler
-        if sampler.epoch != reading.epoch or self.accelerator._run.stopped:
+        if sampler.epoch != reading.epoch or self.accelerator._window.stopped:
             next(reading.iterator, None)  # it ends
         elif not self.control.should_training_stop:
             sampler.skip_to(reading.epoch + 1)
@@ -195,8 +195,8 @@ class ElasticEpochs(Base):  # type: ignore[misc]
             if reading.feed.sampler.last_micro_batch:
                 return
 
-    def _ft_weighed(self, feed: Elastic, batch: Any) -> Micro:
-        samples, factor, filler = feed.told, feed.sampler.loss_factor, not feed.sampler.weight
+    def _ft_weighed(self, feed: ElasticFeed, batch: Any) -> Micro:
+        samples, factor, filler = feed.last_weight, feed.sampler.loss_factor, not feed.sampler.weight
         tokens = self._ft_tokens(batch)
         alone = self.args.world_size == 1
         if tokens is None or not (alone or self.args.average_tokens_across_devices):
@@ -220,7 +220,7 @@ class ElasticEpochs(Base):  # type: ignore[misc]
         """For `get_batch_samples`: all micro-batches of the open step."""
         if not reading.ahead:
             self._ft_read(reading)
-        if self.accelerator._run.stopped:
+        if self.accelerator._window.stopped:
             self.control.should_training_stop = True
             return [], None
         step = reading.ahead
@@ -256,12 +256,12 @@ class ElasticEpochs(Base):  # type: ignore[misc]
 
     # ------------------------------------------------------------ checkpoints
 
-    def _ft_resume_data(self, feed: Elastic, call: Mapping[str, Any]) -> None:
+    def _ft_resume_data(self, feed: ElasticFeed, call: Mapping[str, Any]) -> None:
         """Where a checkpoint was saved: as it says, or, if it is a plain Trainer's, as its steps say."""
         checkpoint, sampler = call["resume_from_checkpoint"], feed.sampler
         self._load_rng_state(checkpoint)
-        if os.path.isfile(os.path.join(checkpoint, elastic.FILE)) and not self.args.ignore_data_skip:
-            elastic.load([feed], checkpoint)
+        if os.path.isfile(os.path.join(checkpoint, FILE)) and not self.args.ignore_data_skip:
+            load_positions([feed], checkpoint)
             return
         steps = call["steps_trained_in_current_epoch"] // self.args.gradient_accumulation_steps
         taken = 0 if self.args.ignore_data_skip else steps * sampler.batching.step_size(1)
@@ -273,4 +273,4 @@ def save(trainer: Any, folder: str) -> None:
     """Beside the files of Trainer's checkpoint: the position in the data."""
     reading = trainer._ft_reading
     if reading is not None:
-        elastic.save([reading.feed], folder)
+        save_positions([reading.feed], folder)

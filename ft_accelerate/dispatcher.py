@@ -26,12 +26,12 @@ from accelerate.utils import (
 )
 
 from ft_accelerate import _compat
-from ft_accelerate.data import GroupDataLoader
+from ft_accelerate.loader import GroupDataLoader
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from ft_accelerate.run import Run
+    from ft_accelerate.loader import LoaderParts
 
 
 class GroupDispatcher(GroupDataLoader, _compat.DataLoaderDispatcher):  # type: ignore[misc]
@@ -47,7 +47,7 @@ class GroupDispatcher(GroupDataLoader, _compat.DataLoaderDispatcher):  # type: i
     @property
     def reads(self) -> int:
         """Batches of the group's loader that make one of each process."""
-        return 1 if self.split_batches else self._run.ranks
+        return 1 if self.split_batches else self._window.ranks
 
     @property
     def total_batch_size(self) -> int:
@@ -65,7 +65,7 @@ class GroupDispatcher(GroupDataLoader, _compat.DataLoaderDispatcher):  # type: i
         return _compat.DataLoaderDispatcher.__iter__(self)  # type: ignore[no-any-return]
 
     def _handed_out(self, iterator: Iterator[Any]) -> Iterator[Any]:
-        ranks, rank, first, size = self._run.ranks, self._run.rank, None, -1
+        ranks, rank, first, size = self._window.ranks, self._window.rank, None, -1
         while True:
             read = self._read(iterator) if rank == 0 else None
             told = [read is not None, None if read is None else get_data_structure(read)]
@@ -84,7 +84,7 @@ class GroupDispatcher(GroupDataLoader, _compat.DataLoaderDispatcher):  # type: i
         self.remainder = size  # of the last one, for gather_for_metrics
 
     def _sliced(self, batch: Any, part: slice) -> Any:
-        return self.slice_fn(batch, part, process_index=self._run.rank, num_processes=self._run.ranks)
+        return self.slice_fn(batch, part, process_index=self._window.rank, num_processes=self._window.ranks)
 
     def _read(self, iterator: Iterator[Any]) -> Any:
         """On the first rank: what is to be divided among all; None at the end."""
@@ -94,21 +94,22 @@ class GroupDispatcher(GroupDataLoader, _compat.DataLoaderDispatcher):  # type: i
         return batches[0] if len(batches) == 1 else concatenate(batches, dim=0)
 
 
-def prepare(accelerator: Any, divided: Callable[..., Any], run: Run, slice_fn: Any) -> GroupDispatcher:
+def prepare(accelerator: Any, divided: Callable[..., Any], parts: LoaderParts, slice_fn: Any) -> GroupDispatcher:
     """A loader whose data the first process of each group reads a part of, for all of its processes.
 
     Args:
         accelerator: whose settings count.
-        divided: `data.divider`'s.
-        run: of this accelerator.
-        slice_fn: takes a process's share of a batch; None: Accelerate's.
+        divided: made by `loader.divider`.
+        parts: of the accelerator's run.
+        slice_fn: takes a process's share of a batch; None: as Accelerate does.
     """
+    window = parts.window
     inside = divided(accelerator.num_processes, accelerator.process_index, dispatch=True, slice_fn=slice_fn)
     outside = inside
-    if run.groups > 1:
+    if window.groups > 1:
         outside = object.__new__(type(inside))
         outside.__dict__.update(inside.__dict__)
-        outside.base_dataloader = divided(run.groups, run.group % run.groups).base_dataloader
-    loader = GroupDispatcher(outside, inside, run, divided)
+        outside.base_dataloader = divided(window.groups, window.group % window.groups).base_dataloader
+    loader = GroupDispatcher(outside, inside, parts, divided)
     loader.device, loader.rng_types, loader.synchronized_generator = accelerator.device, None, None
     return loader

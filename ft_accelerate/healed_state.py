@@ -5,14 +5,14 @@ next optimizer step. `load` puts it into a newcomer's objects, in the order in w
 loaders (matched in order; those for evaluation may be missing). Both see the accelerator as it is at that moment, so
 objects may be prepared in several calls.
 
-Invariant: called by `Run` between two windows only, never between forward and backward. Threads: the training thread.
+Invariant: called between two windows only, never between forward and backward. Threads: the training thread.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ft_accelerate.data import GroupDataLoader
+from ft_accelerate.loader import GroupDataLoader
 from ft_core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ def load(accelerator: Any, state: Mapping[str, Any]) -> None:
     accelerator._names.joined_at = state["committed"]
     accelerator.epoch = state["epoch"]
     accelerator.project_configuration.iteration = state["save_iteration"]
-    accelerator._run.divide(state["groups"])
+    accelerator._run.window.divide(state["groups"])
     mine, theirs = loaders(accelerator), state["loaders"]
     if len(mine) < needed(len(mine), theirs):
         raise ConfigError(

@@ -10,30 +10,47 @@ Threads: the training thread.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
 from ft_core.ddp import DistributedDataParallel
 
 if TYPE_CHECKING:
-    from ft_accelerate.run import Run
+    from ft_core import Manager
+
+
+class ForwardWindow(Protocol):
+    """What a forward asks of the window that it belongs to (`window.StepWindow`)."""
+
+    aside: bool
+
+    @property
+    def silent(self) -> bool:
+        """Nothing may be communicated."""
+
+    def before_forward(self) -> None:
+        """Open the window, if it is the forward's turn."""
+
+    def passes(self, synchronized: bool) -> None:
+        """Count a pass."""
 
 
 class WrappedModel(DistributedDataParallel):
     """A prepared model: opens the quorum if nobody has, and stays silent while there is none.
 
     Args:
-        run: the run whose steps its gradients belong to.
+        manager: of the run.
+        window: of the run whose steps its gradients belong to.
         module: the model.
         kwargs: of torch's DistributedDataParallel.
     """
 
-    def __init__(self, run: Run, module: torch.nn.Module, **kwargs: Any) -> None:
-        super().__init__(run.start_manager(), module, **kwargs)
-        self._run: Run | None = run
+    def __init__(self, manager: Manager, window: ForwardWindow, module: torch.nn.Module, **kwargs: Any) -> None:
+        super().__init__(manager, module, **kwargs)
+        self._window: ForwardWindow | None = window
         self._switched = False
-        """The model inside has been in training mode: it is told."""
+        """The model inside has been in training mode: it follows the script's calls of `train()`."""
 
     def __getattr__(self, name: str) -> Any:
         # Accelerate leaves a model unwrapped in a job of one process, and scripts for that use its attributes.
@@ -45,8 +62,13 @@ class WrappedModel(DistributedDataParallel):
             return getattr(self.module, name)
 
     @property
+    def stays_silent(self) -> bool:
+        """Its gradients may not be communicated now."""
+        return self._window is not None and self._window.silent
+
+    @property
     def in_training_mode(self) -> bool:
-        """What the model inside says, which scripts may switch alone; one that was never told: what this wrapper says.
+        """The mode of the model inside, which scripts may switch alone; one that was never switched: of this wrapper.
 
         Pretrained models come in evaluation mode, and some scripts train them so.
         """
@@ -58,26 +80,17 @@ class WrappedModel(DistributedDataParallel):
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the model."""
-        if self._run is not None and self._run.aside:
+        window = self._window
+        if window is not None and window.aside:
             with self.no_sync():  # a loss may need gradients also where it is only evaluated
                 return super().forward(*inputs, **kwargs)
-        if self._run is not None and self.in_training_mode and torch.is_grad_enabled():
-            self._run.before_forward()
-            if self._run.silent:
+        if window is not None and self.in_training_mode and torch.is_grad_enabled():
+            window.before_forward()
+            if window.silent:
                 with self.no_sync():
                     return super().forward(*inputs, **kwargs)
-            self._run.settling.passes += self.require_backward_grad_sync
+            window.passes(self.require_backward_grad_sync)
         return super().forward(*inputs, **kwargs)
 
-    def drop_gradients(self) -> None:
-        """The step is not made."""
-        for parameter in self.parameters():
-            parameter.grad = None
-
-    def share_buffers(self) -> None:
-        """Each ring has its own buffers; as with torch's DDP those of the group's first rank count."""
-        for buffer in self.buffers() if self.broadcast_buffers else ():
-            torch.distributed.broadcast(buffer, 0)
-
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_run": None}
+        return {**super().__getstate__(), "_window": None}

@@ -1,16 +1,16 @@
 """Elastic data under an Accelerator: each sample of an epoch in exactly one committed step, over all replica groups.
 
-How it works. `Elastic` stands between the elastic loader of one prepared DataLoader and the Manager. To the loader it
-is the Manager, so that steps open where the run's windows open (`Run.before_batch`); to the Manager it is the listener,
-so that it knows how far each committed step got. It is made at `prepare`, and does nothing before the loader is read
-for training: only then is the DataLoader converted (`ft_core.data.elastic_loader`) and attached, before the first
-quorum. `elastic_loader.ElasticGroupLoader` is what scripts iterate.
+How it works. `ElasticFeed` stands between the elastic loader of one prepared DataLoader and the Manager. To the loader
+it is the Manager, so that steps open where the run's windows open (`StepWindow.before_batch`); to the Manager it is the
+listener, so that it knows how far each committed step got. It is made at `prepare`, and does nothing before the loader
+is read for training: only then is the DataLoader converted (`ft_core.data.elastic_loader`) and attached, before the
+first quorum. `loader.ElasticGroupLoader` is what scripts iterate.
 
 Weights. In a group of several processes all of them weigh a micro-batch by the samples of the whole group, and multiply
 their losses by `loss_factor` (`ElasticSampler.equal_micro_steps`): inside the group gradients are averaged plainly.
 
-Invariants: at most one Elastic per run is attached; `advanced` and `samples` are those of the last commit, equal on all
-members. Threads: the training thread.
+Invariants: at most one ElasticFeed per run is attached; `advanced` and `samples` are those of the last commit, equal on
+all members. Threads: the training thread.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ import json
 import os
 from typing import TYPE_CHECKING, Any
 
-from ft_accelerate.data import Position
+from ft_accelerate.position import Position
 from ft_core.data import ElasticDataLoader, elastic_loader
 from ft_core.errors import ConfigError, FaultToleranceError, UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping
 
-    from ft_accelerate.run import Run
+    from ft_accelerate.window import StepWindow
     from ft_core import Manager
     from ft_core.data.interface import DataListener
     from ft_core.data.sampler import ElasticSampler
@@ -40,16 +40,26 @@ class Ended(FaultToleranceError):
     """All replicas have agreed to end the training: no step is opened any more."""
 
 
-class Elastic:
+class TrainedFeed:
+    """The elastic data that a run trains on: one feed at most."""
+
+    def __init__(self) -> None:
+        self.feed: ElasticFeed | None = None
+        """Set once it is read for training."""
+
+
+class ElasticFeed:
     """One training loader's samples, divided per step. The `DataManager` of its sampler, the Manager's listener.
 
     Args:
-        run: whose windows the steps are.
+        window: whose windows the steps are.
+        trained: where the run keeps its feed.
         make: makes the elastic loader, at its first use.
     """
 
-    def __init__(self, run: Run, make: Callable[[], ElasticDataLoader]) -> None:
-        self._run = run
+    def __init__(self, window: StepWindow, trained: TrainedFeed, make: Callable[[], ElasticDataLoader]) -> None:
+        self._window = window
+        self._trained = trained
         self._make = make
         self._loader: ElasticDataLoader | None = None
         self._manager: Manager | None = None
@@ -58,15 +68,15 @@ class Elastic:
         self.always = False
         """The user made it elastic: there is no doubt what it is for."""
         self.declares = True
-        """Weights are samples, told when a batch is handed out; False: somebody else tells them."""
-        self.told = 0
-        """The last weight: of the whole group's micro-batch."""
+        """Weights are samples, known when a batch is handed out; False: somebody else gives them to the Manager."""
+        self.last_weight = 0
+        """The weight of the last micro-batch of the whole group."""
         self.factor: float | None = None
         """What the next loss is multiplied with, if somebody else than the sampler knows."""
         self.resumed = False
         """A checkpoint said where to begin."""
         self.wanted: int | None = None
-        """What `set_epoch` was told since the last loop."""
+        """The epoch that `set_epoch` asked for since the last loop."""
         self.looped: int | None = None
         """Epoch of the last training loop."""
         self.reading = 0
@@ -77,7 +87,7 @@ class Elastic:
         """Batches, as the user wrote the loader, that the last committed step was worth: what schedules advance by."""
 
     def __repr__(self) -> str:
-        return f"Elastic({self._loader if self._loader is not None else 'not read yet'})"
+        return f"ElasticFeed({self._loader if self._loader is not None else 'not read yet'})"
 
     # ------------------------------------------------------------ for the prepared loader and the Accelerator
 
@@ -87,8 +97,8 @@ class Elastic:
         if self._loader is None:
             loader = self._make()
             loader.attach(self)
-            loader.sampler.equal_micro_steps = self._run.ranks > 1
-            loader.sampler.expect(self._run.groups)
+            loader.sampler.equal_micro_steps = self._window.ranks > 1
+            loader.sampler.expect(self._window.groups)
             if self._saved is not None:
                 loader.load_state_dict(self._saved)
             self._loader = loader
@@ -96,13 +106,13 @@ class Elastic:
 
     @property
     def sampler(self) -> ElasticSampler:
-        """Of that loader."""
+        """The sampler of that loader."""
         return self.loader.sampler
 
     @property
     def attached(self) -> bool:
         """The Manager of this run divides these samples."""
-        return self._manager is not None and self._manager is self._run.manager
+        return self._manager is not None and self._manager is self._window.manager
 
     def open(self) -> ElasticDataLoader:
         """Before a training loop: the loader, attached to the run's Manager.
@@ -111,17 +121,17 @@ class Elastic:
             ConfigError: another loader is, or this one cannot be divided.
             UsageError: a quorum was opened before the first loop, or there is no model.
         """
-        run, loader = self._run, self.loader
+        window, loader = self._window, self.loader
         if self.attached:
             return loader
-        if not run.models:
+        if not window.models:
             raise UsageError("an elastic loader is read, but no model was prepared: prepare(model, ...) comes first")
-        if run.elastic is not None:
+        if self._trained.feed is not None:
             raise ConfigError(
                 "two elastic loaders are read for training: a step has the samples of one. Join the datasets "
                 "(torch.utils.data.ConcatDataset, StackDataset), or leave elastic data off"
             )
-        manager = run.start_manager()
+        manager = window.start_manager()
         try:
             manager.attach_data(self)
         except UsageError as error:
@@ -130,7 +140,7 @@ class Elastic:
                 "divided. Begin with `for batch in loader`"
             ) from error
         manager.register_state_dict_fn(*self._state)
-        self._manager, run.elastic = manager, self
+        self._manager, self._trained.feed = manager, self
         return loader
 
     def release(self) -> None:
@@ -139,7 +149,7 @@ class Elastic:
             self._loader.close()
 
     def open_loop(self) -> ElasticDataLoader:
-        """As `open`, over the epoch that `set_epoch` asked for."""
+        """Open a training loop over the epoch that `set_epoch` asked for. Raises as `open`."""
         loader = self.open()
         wanted, self.wanted = self.wanted, None
         if wanted is not None:
@@ -214,7 +224,7 @@ class Elastic:
     # ------------------------------------------------------------ what the sampler sees of the Manager
 
     def attach_data(self, listener: DataListener) -> None:
-        """There is one listener, the loader's own sampler: it is told by `committed` and `vetoed`."""
+        """There is one listener, the loader's own sampler: `committed` and `vetoed` pass on to it."""
 
     def register_state_dict_fn(self, *state: Any) -> None:
         """Kept for the Manager."""
@@ -222,44 +232,44 @@ class Elastic:
 
     def start_quorum(self) -> None:
         """Open the window, unless it is open."""
-        run = self._run
-        if run.stopped:
+        window = self._window
+        if window.stopped:
             raise Ended("training has ended")
-        if run.ended:
-            raise UsageError(f"the elastic loader is read, but {run.ended}")
+        if window.ended:
+            raise UsageError(f"the elastic loader is read, but {window.ended}")
         self.open()
-        run.before_batch(Position())
-        if run.stopped:
+        window.before_batch(Position())
+        if window.stopped:
             raise Ended("training has ended")
 
     def num_participants(self) -> int:
-        """As the Manager's."""
+        """How many replicas divide the open step."""
         assert self._manager is not None
         return self._manager.num_participants()
 
     def participating_rank(self) -> int | None:
-        """As the Manager's."""
+        """The number of this replica among those; None: it has no part."""
         assert self._manager is not None
         return self._manager.participating_rank()
 
     def weigh(self, weight: int) -> None:
-        """As the Manager's."""
-        self.told = weight
+        """Give this micro-batch a weight in the averages of the step."""
+        self.last_weight = weight
         if self.declares:
             assert self._manager is not None
             self._manager.weigh(weight)
 
-    # ------------------------------------------------------------ what the Manager tells
+    # ------------------------------------------------------------ the Manager's listener
 
     def describe(self) -> str:
-        """Of the sampler."""
+        """What is read and how it is divided: equal on all replicas."""
         return self.sampler.describe()
 
     def committed(self, contributed: Collection[int] | None = None) -> None:
         """The open step was committed."""
         sampler, before = self.sampler, self.sampler.cursor
         if sampler.plan is None:  # a step on something else than this data
-            self.samples, self.advanced = 0, self._run.groups * self._run.ranks
+            self.samples, self.advanced = 0, self._window.groups * self._window.ranks
             return
         sampler.committed(contributed)
         after = sampler.cursor
@@ -282,12 +292,12 @@ class Elastic:
 
 
 def is_elastic(loader: object) -> bool:
-    """The user made it so."""
+    """Whether the user made it elastic."""
     return isinstance(loader, ElasticDataLoader)
 
 
-def converted(accelerator: Any, loader: Any, run: Run) -> Elastic:
-    """What makes a DataLoader of the user's elastic, with the settings of the plugin.
+def converted(accelerator: Any, loader: Any, window: StepWindow, trained: TrainedFeed) -> ElasticFeed:
+    """The feed of a DataLoader of the user's, made elastic with the settings of the plugin.
 
     Raises:
         ConfigError: settings that exclude each other.
@@ -301,14 +311,14 @@ def converted(accelerator: Any, loader: Any, run: Run) -> Elastic:
         return elastic_loader(
             loader, seed=settings.data_seed or 0, global_batch_size=plugin.global_batch_size,
             accumulation_steps=steps, max_micro_steps=plugin.max_micro_steps,
-            min_readers=(plugin.min_replicas or 1) * run.ranks, group_rank=run.rank, num_replicas=run.ranks,
+            min_readers=(plugin.min_replicas or 1) * window.ranks, group_rank=window.rank, num_replicas=window.ranks,
         )  # fmt: skip
 
-    return Elastic(run, make)
+    return ElasticFeed(window, trained, make)
 
 
-def made_by_user(accelerator: Any, loader: ElasticDataLoader, run: Run) -> Elastic:
-    """The user's own elastic loader, attached.
+def made_by_user(accelerator: Any, loader: ElasticDataLoader, window: StepWindow, trained: TrainedFeed) -> ElasticFeed:
+    """The feed of the user's own elastic loader.
 
     Raises:
         ConfigError: it has a Manager already, or its arguments do not fit this group or the Accelerator.
@@ -321,20 +331,20 @@ def made_by_user(accelerator: Any, loader: ElasticDataLoader, run: Run) -> Elast
             f"Accelerator(gradient_accumulation_steps={steps}), but ElasticDataLoader(accumulation_steps="
             f"{batching.accumulation_steps}): the loader decides; leave the first one out, or make them equal"
         )
-    if (sampler.group_rank, sampler.num_replicas) != (run.rank, run.ranks):
+    if (sampler.group_rank, sampler.num_replicas) != (window.rank, window.ranks):
         raise ConfigError(
             f"ElasticDataLoader(group_rank={sampler.group_rank}, num_replicas={sampler.num_replicas}) in process "
-            f"{run.rank} of a group of {run.ranks}: pass group_rank=accelerator.process_index, "
+            f"{window.rank} of a group of {window.ranks}: pass group_rank=accelerator.process_index, "
             "num_replicas=accelerator.num_processes"
         )
-    elastic = Elastic(run, lambda: loader)
-    elastic.always = True
-    assert elastic.loader is loader  # attached, or an error now
-    return elastic
+    feed = ElasticFeed(window, trained, lambda: loader)
+    feed.always = True
+    assert feed.loader is loader  # attached, or an error now
+    return feed
 
 
 def check(accelerator: Any, global_batch_size: int | None) -> None:
-    """Settings of the Accelerator that say otherwise.
+    """Refuse settings of the Accelerator that contradict elastic data.
 
     Raises:
         ConfigError: names the setting and what to do.
@@ -362,7 +372,7 @@ def check(accelerator: Any, global_batch_size: int | None) -> None:
 # ---------------------------------------------------------------------------------------------------------------- files
 
 
-def save(feeds: list[Elastic | None], folder: str) -> None:
+def save_positions(feeds: list[ElasticFeed | None], folder: str) -> None:
     """Write the position of the data that is trained on into a folder of `save_state`.
 
     Args:
@@ -376,7 +386,7 @@ def save(feeds: list[Elastic | None], folder: str) -> None:
             json.dump(states, file)
 
 
-def load(feeds: list[Elastic | None], folder: str) -> None:
+def load_positions(feeds: list[ElasticFeed | None], folder: str) -> None:
     """Go on where a folder says, if it does.
 
     Raises:

@@ -1,4 +1,4 @@
-"""`ElasticGroupLoader`: a prepared DataLoader whose training data is elastic (`elastic`), and the epochs of such data.
+"""`ElasticGroupLoader`: a prepared DataLoader whose training data is elastic (`feed`), and the epochs of such data.
 
 How it works. Read for evaluation it is a `GroupDataLoader`. Read for training it hands out the batches of the elastic
 loader, on the device, and none is read ahead: whether a batch is the last one of the epoch follows from the open step
@@ -18,15 +18,15 @@ from typing import TYPE_CHECKING, Any
 
 from accelerate.utils import send_to_device
 
-from ft_accelerate import _compat, elastic
-from ft_accelerate.data import GroupDataLoader, divider
+from ft_accelerate import _compat
+from ft_accelerate.elastic.feed import Ended, converted, is_elastic, made_by_user
+from ft_accelerate.loader import GroupDataLoader, LoaderParts, divider
 from ft_core.errors import ConfigError, UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from ft_accelerate.elastic import Elastic
-    from ft_accelerate.run import Run
+    from ft_accelerate.elastic.feed import ElasticFeed, TrainedFeed
 
 log = logging.getLogger("ft_accelerate")
 
@@ -34,7 +34,7 @@ log = logging.getLogger("ft_accelerate")
 class ElasticGroupLoader(GroupDataLoader):
     """What `prepare` makes of a DataLoader with `elastic_data=True`, or of an `ElasticDataLoader`."""
 
-    elastic: Elastic
+    elastic: ElasticFeed
     _is_accelerate_prepared: bool
 
     def __len__(self) -> int:
@@ -50,7 +50,7 @@ class ElasticGroupLoader(GroupDataLoader):
 
     @property
     def _for_training(self) -> bool:
-        return self._run.training if self._trained is None else self._trained
+        return self._window.training if self._trained is None else self._trained
 
     @property
     def epoch(self) -> int:
@@ -99,9 +99,9 @@ class ElasticGroupLoader(GroupDataLoader):
         self.remainder = 0
         feed.reading += 1
         try:
-            with self._run.reading():
+            with self._window.reading():
                 yield from self._batches()
-            self.iteration += not self._run.stopped
+            self.iteration += not self._window.stopped
         finally:
             feed.reading -= 1
             self.end()
@@ -120,55 +120,58 @@ class ElasticGroupLoader(GroupDataLoader):
                     batch = send_to_device(batch, self.device, non_blocking=self._non_blocking)
                 self.end_of_dataloader = feed.sampler.ends_epoch
                 yield batch
-        except elastic.Ended:
+        except Ended:
             return
 
 
 _END = object()
 
 
-def prepare(accelerator: Any, loader: Any, run: Run, device_placement: bool) -> ElasticGroupLoader:
+def prepare(
+    accelerator: Any, loader: Any, parts: LoaderParts, trained: TrainedFeed, device_placement: bool
+) -> ElasticGroupLoader:
     """A loader that is elastic when it is read for training.
 
     Args:
         accelerator: whose settings count.
         loader: the user's DataLoader, or ElasticDataLoader.
-        run: of this accelerator.
+        parts: of the accelerator's run.
+        trained: where that keeps its feed.
         device_placement: put batches on the accelerator's device.
 
     Raises:
         ConfigError: settings that exclude each other; what the DataLoader does is looked at when it is read.
     """
-    own = elastic.is_elastic(loader)
+    own, window = is_elastic(loader), parts.window
     feed = (
-        elastic.made_by_user(accelerator, loader, run)
+        made_by_user(accelerator, loader, window, trained)
         if own
-        else elastic.converted(accelerator, copy.copy(loader), run)
+        else converted(accelerator, copy.copy(loader), window, trained)
     )
-    divided = divider(accelerator, loader.plain() if own else loader, run, device_placement)
+    divided = divider(accelerator, loader.plain() if own else loader, window, device_placement)
     ranks, rank = accelerator.num_processes, accelerator.process_index
-    whole = divided(ranks * run.groups, run.group % run.groups * ranks + rank)
-    prepared = ElasticGroupLoader(whole, divided(ranks, rank), run, divided)
+    whole = divided(ranks * window.groups, window.group % window.groups * ranks + rank)
+    prepared = ElasticGroupLoader(whole, divided(ranks, rank), parts, divided)
     prepared.elastic, prepared._is_accelerate_prepared = feed, True
     return prepared
 
 
-def feeds(accelerator: Any) -> list[Elastic | None]:
-    """Of the prepared loaders, in order; None for those that are not elastic."""
+def feeds(accelerator: Any) -> list[ElasticFeed | None]:
+    """The feeds of the prepared loaders, in order; None for those that are not elastic."""
     loaders = [loader for loader in accelerator._dataloaders if isinstance(loader, GroupDataLoader)]
     return [loader.elastic if isinstance(loader, ElasticGroupLoader) else None for loader in loaders]
 
 
-def of_training(accelerator: Any) -> Elastic | None:
+def of_training(accelerator: Any) -> ElasticFeed | None:
     """The elastic data that is trained on, as far as that is known: it was read, made by the user, or resumed."""
     run = accelerator._run
-    if run is None or run.elastic is not None:
-        return None if run is None else run.elastic
+    if run is None or run.elastic.feed is not None:
+        return None if run is None else run.elastic.feed
     known = [
         loader.elastic for loader in accelerator._dataloaders
         if isinstance(loader, ElasticGroupLoader) and (loader.elastic.always or loader.elastic.resumed)
     ]  # fmt: skip
-    return known[0] if len(known) == 1 and run.models else None
+    return known[0] if len(known) == 1 and run.window.models else None
 
 
 def epochs(accelerator: Any, number: int) -> Iterator[int]:
@@ -177,7 +180,7 @@ def epochs(accelerator: Any, number: int) -> Iterator[int]:
     A newcomer learns the others' number with its first step: here if the loader is the user's own, else in the loop.
     """
     run = accelerator._run
-    while accelerator.epoch < number and not (run is not None and run.stopped):
+    while accelerator.epoch < number and not (run is not None and run.window.stopped):
         for loader in accelerator._dataloaders if run is not None else ():
             if isinstance(loader, GroupDataLoader):
                 loader.position.ahead = 0
@@ -185,7 +188,7 @@ def epochs(accelerator: Any, number: int) -> Iterator[int]:
         if feed is not None:
             try:
                 accelerator.epoch = feed.enter(accelerator.epoch)
-            except elastic.Ended:
+            except Ended:
                 return
             if accelerator.epoch >= number:
                 return

@@ -11,12 +11,11 @@ import torch
 import yaml
 from accelerate.commands.config.config_args import load_config_from_file
 
-from ft_accelerate import config
+from ft_accelerate import yaml_config
 from ft_accelerate.commands import main
 from ft_accelerate.commands.config import questions
-from ft_accelerate.config import Document, load, plain, save
-from ft_accelerate.launching import OPTIONS
-from ft_accelerate.plugin import FIELDS, SECTION
+from ft_accelerate.options import FIELDS, OPTIONS, SECTION
+from ft_accelerate.yaml_config import Document, load, plain, save
 from ft_core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -188,5 +187,5 @@ def test_questions_one_answer_is_enough(capsys: pytest.CaptureFixture[str]) -> N
 
 
 def test_the_default_file_is_not_accelerates_own() -> None:
-    assert config.default_file().endswith("accelerate/default_ft_config.yaml")
-    assert json.dumps(config.default_accelerate_file()) != json.dumps(config.default_file())
+    assert yaml_config.default_file().endswith("accelerate/default_ft_config.yaml")
+    assert json.dumps(yaml_config.default_accelerate_file()) != json.dumps(yaml_config.default_file())

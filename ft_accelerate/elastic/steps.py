@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 from typing import TYPE_CHECKING, Any
 
-from ft_accelerate import elastic, elastic_loader
+from ft_accelerate.elastic.feed import is_elastic
 from ft_core.optim import learning_rates_times
 
 if TYPE_CHECKING:
@@ -21,37 +21,43 @@ if TYPE_CHECKING:
 
     import torch
 
-    from ft_accelerate.elastic import Elastic
-    from ft_accelerate.run import Run
+    from ft_accelerate.elastic.feed import ElasticFeed, TrainedFeed
+    from ft_accelerate.window import StepWindow
+    from ft_core.data.scaling import LearningRateScaling
 
 Base: Any = object
 
 
 class ElasticSteps(Base):  # type: ignore[misc]
-    """Mixed into the Accelerator, in front of Accelerate's."""
+    """The part of the Accelerator that knows elastic data; mixed in, in front of Accelerate's."""
 
-    _run: Run | None
     gradient_state: Any
     gradient_accumulation_steps: int
-    device_placement: bool
     step: int
 
+    if TYPE_CHECKING:
+
+        @property
+        def _window(self) -> StepWindow | None:
+            """The window of the run; None without fault tolerance."""
+
+        @property
+        def _trained(self) -> TrainedFeed | None:
+            """Where the run keeps its feed."""
+
+        def _prepare_elastic(self, loader: Any) -> Any:
+            """A loader of the user's that is elastic, prepared."""
+
     @property
-    def _feed(self) -> Elastic | None:
+    def _feed(self) -> ElasticFeed | None:
         """The elastic data that is being read for training."""
-        feed = self._run.elastic if self._run is not None else None
+        feed = self._trained.feed if self._trained is not None else None
         return feed if feed is not None and feed.active else None
 
     def prepare(self, *args: Any, device_placement: Any = None) -> Any:
         """As Accelerator's; an `ElasticDataLoader` is prepared like a DataLoader."""
-        ready = [self._prepare_elastic(item) if elastic.is_elastic(item) else item for item in args]
+        ready = [self._prepare_elastic(item) if is_elastic(item) else item for item in args]
         return super().prepare(*ready, device_placement=device_placement)
-
-    def _prepare_elastic(self, loader: Any) -> Any:
-        """Without fault tolerance it is a DataLoader of the same samples."""
-        if self._run is None:
-            return loader.plain(shuffle=loader.sampler.shuffle)
-        return elastic_loader.prepare(self, loader, self._run, self.device_placement)
 
     def _do_sync(self) -> None:
         feed = self._feed
@@ -89,17 +95,18 @@ class ElasticSteps(Base):  # type: ignore[misc]
 
     @property
     def _times_too_large(self) -> float:
-        feed, run = self._feed, self._run
-        if feed is None or run is None or run.silent or run.manager is None:
+        feed, window = self._feed, self._window
+        if feed is None or window is None or window.silent or window.manager is None:
             return 1.0
-        return feed.undivided(run.manager.current_attempt())
+        return feed.undivided(window.manager.current_attempt())
 
 
-def learning_rates(run: Run, optimizer: Any) -> AbstractContextManager[None]:
+def learning_rates(
+    scaling: LearningRateScaling | None, window: StepWindow, trained: TrainedFeed, optimizer: Any
+) -> AbstractContextManager[None]:
     """Inside, the learning rates of the step that was just committed (`lr_scaling`)."""
-    scaling = run.plugin.scaling
-    if scaling is None or run.manager is None:
+    if scaling is None or window.manager is None:
         return contextlib.nullcontext()
-    samples = run.elastic.samples if run.elastic is not None else 0
-    weight = samples or run.manager.last_commit_weight * run.ranks
+    samples = trained.feed.samples if trained.feed is not None else 0
+    weight = samples or window.manager.last_commit_weight * window.ranks
     return learning_rates_times(optimizer, scaling.factor(weight))

@@ -1,9 +1,9 @@
-"""What the lighthouse knows, for questions that no Manager can answer yet: who trains, who is paused.
+"""Waiting for a quorum while the others validate or save, and what the lighthouse knows before any Manager does.
 
-How it works. `patiently` makes `Manager.start_quorum` fit for those who come while the others validate or save:
-that forming a quorum takes longer than `quorum_timeout` then is no error.
+How it works. `patiently` makes `Manager.start_quorum` fit for those who come while the others are paused: that forming
+a quorum takes longer than `quorum_timeout` then is no error.
 
-Threads: the training thread; `ft_core.control.lighthouse.client.rooms` bounds what the lighthouse may take.
+Threads: the training thread; `ft_core.control.lighthouse.client.rooms` bounds how long the lighthouse may take.
 """
 
 from __future__ import annotations
@@ -12,20 +12,20 @@ import logging
 from typing import TYPE_CHECKING, TypeVar
 
 from ft_core.control.lighthouse.client import rooms
-from ft_core.errors import JobFinishedError, QuorumTimeoutError
+from ft_core.errors import QuorumTimeoutError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from ft_core import Manager
+    from ft_core.manager import Manager
 
 T = TypeVar("T")
-log = logging.getLogger("ft_accelerate")
+log = logging.getLogger("ft_core")
 TRIES = 3
 """How often a quorum that trains, unpaused, may fail to take this replica in within `quorum_timeout`."""
 
 
-def trains_already(address: str, besides: str) -> bool | None:
+def others_train(address: str, besides: str) -> bool | None:
     """Whether there is a quorum of living members, or all is done; None if the lighthouse cannot be asked.
 
     Args:
@@ -42,36 +42,21 @@ def trains_already(address: str, besides: str) -> bool | None:
     )
 
 
-def nothing_left(error: JobFinishedError) -> SystemExit:
-    """What ends a replica that came after the others had finished: its work is done as well."""
-    log.warning("nothing left to train: %s", str(error).partition(";")[0])  # the rest is for who starts lighthouses
-    return SystemExit(0)
-
-
-def start_patiently(manager: Manager, address: str, room: str) -> None:
-    """`start_quorum` in a room, for as long as the others are paused. Raises as `patiently`."""
-    patiently(manager, address, lambda: manager.start_quorum(room))
-
-
-def patiently(manager: Manager, address: str, attempt: Callable[[], T]) -> T:
-    """What starts a quorum, for as long as the others are paused.
+def patiently(manager: Manager, address: str, start: Callable[[], T]) -> T:
+    """Start a quorum, for as long as the others are paused.
 
     Args:
         manager: of this rank.
         address: of the lighthouse.
-        attempt: calls `start_quorum`, first of all.
+        start: calls `start_quorum`, first of all. Returned is what it returns.
 
     Raises:
         QuorumTimeoutError: and nobody is paused.
-        SystemExit: (0) the others have finished, or this replica was asked to drain.
     """
     tries = 0
     while True:
         try:
-            return attempt()
-        except JobFinishedError as error:
-            manager.shutdown(wait=False)
-            raise nothing_left(error) from error
+            return start()
         except QuorumTimeoutError:
             paused, trains = _others(manager, address)
             tries += not paused

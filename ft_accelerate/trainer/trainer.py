@@ -9,9 +9,9 @@ How it works. The mixin gives Trainer a FaultTolerantAccelerator, and lets its o
   moved (it is new, or was behind), `_Moved` leaves `_run_epoch`, which is entered again where the others are, on the
   same open iterator: with as many batches and updates less as they have made, so that accumulation ends at the same
   batches everywhere.
-- A vetoed step does not count: the callback handler takes back `global_step` and the loss, and no callback hears of it.
-  Training therefore goes on until `max_steps` steps were committed, if need be into a further epoch.
-- `_Progress` is what a newcomer receives: the TrainerState and the scheduler, which Trainer does not prepare.
+- A vetoed step does not count: the callback handler takes back `global_step` and the loss, and no callback is called
+  for it. Training therefore goes on until `max_steps` steps were committed, if need be into a further epoch.
+- `Progress` is what a newcomer receives: the TrainerState and the scheduler, which Trainer does not prepare.
 - Checkpoints are Trainer's own, written by the leading group beside their place and then renamed.
 - Tokens are counted over all groups, as DDP does (`average_tokens_across_devices`).
 
@@ -21,10 +21,8 @@ training thread.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import itertools
-import json
 import os
 import shutil
 import sys
@@ -34,13 +32,15 @@ import torch
 from torch.distributed import ReduceOp
 from transformers import Trainer
 
-from ft_accelerate import elastic_trainer
 from ft_accelerate._compat import trainer as _compat_trainer
 from ft_accelerate.accelerator import FaultTolerantAccelerator
-from ft_accelerate.data import EPOCH, GroupDataLoader
-from ft_accelerate.elastic_loader import ElasticGroupLoader
-from ft_accelerate.elastic_trainer import ElasticEpochs
-from ft_accelerate.wrapping import WrappedModel
+from ft_accelerate.elastic.loader import ElasticGroupLoader
+from ft_accelerate.loader import GroupDataLoader
+from ft_accelerate.model import WrappedModel
+from ft_accelerate.position import EPOCH
+from ft_accelerate.trainer import elastic_epochs
+from ft_accelerate.trainer.elastic_epochs import ElasticEpochs
+from ft_accelerate.trainer.progress import Progress
 from ft_core.errors import ConfigError, FaultToleranceError
 
 if TYPE_CHECKING:
@@ -48,9 +48,6 @@ if TYPE_CHECKING:
 
 Base: Any = object
 STATE = "trainer_state.json"
-OWN = ("is_local_process_zero", "is_world_process_zero", "is_hyper_param_search", "trial_name", "trial_params",
-       "stateful_callbacks")  # fmt: skip
-"""Of TrainerState, what is each replica's own."""
 MORE_EPOCHS = 8
 """Beyond twice the planned ones, after which training ends although steps were vetoed all the time."""
 _END = object()
@@ -90,7 +87,7 @@ class FaultTolerantTrainerMixin(ElasticEpochs):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._ft_arguments: dict[str, Any] = {}
         self._ft_expected = 0
-        """Code of the next batch to be read (`data.Position`)."""
+        """Code of the next batch to be read (`position.Position`)."""
         self._ft_target: int | None = None
         """Code of the batch at which the others are, while this replica is on its way there."""
         self._ft_continued: Any = None
@@ -131,12 +128,17 @@ class FaultTolerantTrainerMixin(ElasticEpochs):
                     f"on_exhausted={plugin.on_exhausted!r} with transformers' Trainer, which counts the updates of an "
                     "epoch beforehand: all replicas need equally many batches; leave it out, or set elastic_data=True"
                 )
-            self.accelerator.register_for_checkpointing(_Progress(self))
+            self.accelerator.register_for_checkpointing(Progress(self))
 
     @property
     def _ft_run(self) -> Any:
         """The run (`ft_accelerate.run`); None without fault tolerance."""
         return self.accelerator._run
+
+    @property
+    def _ft_window(self) -> Any:
+        """The window of the run; None without fault tolerance."""
+        return self.accelerator._window
 
     def is_world_process_zero(self) -> bool:
         """As Trainer's: the process that writes; in the leading group only."""
@@ -149,7 +151,7 @@ class FaultTolerantTrainerMixin(ElasticEpochs):
 
     def _wrap_model(self, model: Any, *args: Any, **kwargs: Any) -> Any:
         """As Trainer's; what an earlier `train` wrapped is not trained any more, and prepared anew."""
-        if isinstance(model, WrappedModel) and (self._ft_run is None or model not in self._ft_run.models):
+        if isinstance(model, WrappedModel) and (self._ft_run is None or model not in self._ft_window.models):
             model = model.module
         return super()._wrap_model(model, *args, **kwargs)
 
@@ -222,15 +224,15 @@ class FaultTolerantTrainerMixin(ElasticEpochs):
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, *more: Any, **kwargs: Any) -> Any:
         """As Trainer's. Reading the first batch opens the window of the optimizer step that needs it."""
-        run = self._ft_run
-        if run is None or not self.is_in_train:
+        window = self._ft_window
+        if window is None or not self.is_in_train:
             return super().get_batch_samples(epoch_iterator, num_batches, *more, **kwargs)
         if self._ft_reading is not None:
             return self._ft_elastic_samples(self._ft_reading)
         batch = next(epoch_iterator, _END)
-        if run.stopped:
+        if window.stopped:
             self.control.should_training_stop = True
-        if batch is _END or run.stopped:
+        if batch is _END or window.stopped:
             return super().get_batch_samples(iter(()), num_batches, *more, **kwargs)
         loader = self.callback_handler.train_dataloader
         at, total = loader.position.code - 1, self._ft_epoch[2]
@@ -244,7 +246,7 @@ class FaultTolerantTrainerMixin(ElasticEpochs):
 
     def _get_num_items_in_batch(self, *args: Any, **kwargs: Any) -> Any:
         items = super()._get_num_items_in_batch(*args, **kwargs)
-        manager = self._ft_run.quorum if self._ft_run is not None and self.is_in_train else None
+        manager = self._ft_window.quorum if self._ft_window is not None and self.is_in_train else None
         if items is None or manager is None or not self.args.average_tokens_across_devices:
             return items
         counted = torch.as_tensor(items)
@@ -255,7 +257,7 @@ class FaultTolerantTrainerMixin(ElasticEpochs):
 
     def _maybe_log_save_evaluate(self, tr_loss: Any, *args: Any, **kwargs: Any) -> None:
         """The loss that is logged is the average over all groups."""
-        manager = self._ft_run.quorum if self._ft_run is not None else None
+        manager = self._ft_window.quorum if self._ft_window is not None else None
         if manager is not None and self.control.should_log and self.state.global_step > self._globalstep_last_logged:
             total = tr_loss.detach().cpu().reshape(1).clone()
             manager.allreduce(total, reduce_op=ReduceOp.SUM).wait()
@@ -286,12 +288,12 @@ class FaultTolerantTrainerMixin(ElasticEpochs):
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
         """As Trainer's, on all the data in each group, or shared by all (`sharing`); the others wait meanwhile."""
-        run = self._ft_run
-        if run is None:
+        window = self._ft_window
+        if window is None:
             return super().evaluation_loop(*args, **kwargs)
-        before = [(model, model.module.training) for model in run.models]
+        before = [(model, model.module.training) for model in window.models]
         try:
-            with run.by_itself("evaluating"):
+            with window.by_itself("evaluating"):
                 return super().evaluation_loop(*args, **kwargs)
         finally:
             for model, training in before:
@@ -299,10 +301,10 @@ class FaultTolerantTrainerMixin(ElasticEpochs):
 
     def prediction_step(self, *args: Any, **kwargs: Any) -> Any:
         """As Trainer's; by this group alone, also in an evaluation loop of a subclass's own."""
-        run = self._ft_run
-        if run is None or run.aside:
+        window = self._ft_window
+        if window is None or window.aside:
             return super().prediction_step(*args, **kwargs)
-        with run.by_itself("evaluating"):
+        with window.by_itself("evaluating"):
             return super().prediction_step(*args, **kwargs)
 
     # ------------------------------------------------------------ checkpoints
@@ -338,7 +340,7 @@ class FaultTolerantTrainerMixin(ElasticEpochs):
         finally:
             self._ft_stage = ""
         if first:
-            elastic_trainer.save(self, os.path.join(stage, name))
+            elastic_epochs.save(self, os.path.join(stage, name))
         self.accelerator.wait_for_everyone()
         state = self.state
         if first and state.best_model_checkpoint and state.best_model_checkpoint.startswith(stage):
@@ -366,49 +368,6 @@ class FaultTolerantTrainerMixin(ElasticEpochs):
 
 class FaultTolerantTrainer(FaultTolerantTrainerMixin, Trainer):  # type: ignore[misc]
     """transformers.Trainer with fault tolerance; all arguments are Trainer's."""
-
-
-class _Progress:
-    """What a newcomer takes over besides what the accelerator prepared.
-
-    Args:
-        trainer: whose progress it is.
-    """
-
-    def __init__(self, trainer: Any) -> None:
-        self._trainer = trainer
-
-    def state_dict(self) -> dict[str, Any]:
-        """As texts, numbers and tensors."""
-        trainer = self._trainer
-        state = {name: value for name, value in dataclasses.asdict(trainer.state).items() if name not in OWN}
-        scheduler = trainer.lr_scheduler
-        return {
-            "state": json.dumps(state), "scheduler": None if scheduler is None else scheduler.state_dict(),
-            "logged_at": trainer._globalstep_last_logged, "total_loss": trainer._total_loss_scalar,
-            "loss": float(trainer._tr_loss),
-        }  # fmt: skip
-
-    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
-        """Take it over; counts from the next batch."""
-        trainer, state = self._trainer, json.loads(saved["state"])
-        if state["max_steps"] != trainer.state.max_steps and trainer._created_lr_scheduler:
-            self._plan_anew(state["max_steps"])
-        for name, value in state.items():
-            setattr(trainer.state, name, value)
-        if saved["scheduler"] is not None:
-            trainer.lr_scheduler.load_state_dict(saved["scheduler"])
-            for group, rate in zip(trainer.optimizer.param_groups, trainer.lr_scheduler.get_last_lr(), strict=True):
-                group["lr"] = rate
-        trainer._globalstep_last_logged, trainer._total_loss_scalar = saved["logged_at"], saved["total_loss"]
-        trainer._tr_loss.fill_(saved["loss"])
-
-    def _plan_anew(self, steps: int) -> None:
-        """The others began with another number of groups, and so of steps: their schedule counts."""
-        trainer = self._trainer
-        trainer.lr_scheduler = None
-        trainer.create_scheduler(num_training_steps=steps)
-        trainer.callback_handler.lr_scheduler = trainer.lr_scheduler
 
 
 def is_elastic(loader: object) -> bool:

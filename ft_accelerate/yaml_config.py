@@ -18,8 +18,7 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from ft_accelerate._compat.launch import ClusterConfig, cache_dir, default_config_file, load_config_from_file
-from ft_accelerate.launching import OPTIONS, suggestion
-from ft_accelerate.plugin import SECTION
+from ft_accelerate.options import OPTIONS, SECTION, suggestion
 from ft_core.errors import ConfigError
 
 if TYPE_CHECKING:

@@ -6,9 +6,9 @@ prepared model is in training mode, or it was read for training before, and grad
 that evaluation, and `gather_for_metrics` with it, is each group's own affair and sees all the data (on request the
 groups share it: `sharing`).
 
-While it trains, it asks for the window (`Run.before_batch`) before each batch is handed out. If the position has moved
-then (this replica took over the others' state, or was a batch behind), it opens its data there: in the sampler, so
-nothing is read that is skipped; a stream is read through, and the peers do not wait for that as for a hang.
+While it trains, it asks for the window (`StepWindow.before_batch`) before each batch is handed out. If the position has
+moved then (this replica took over the others' state, or was a batch behind), it opens its data there: in the sampler,
+so nothing is read that is skipped; a stream is read through, and the peers do not wait for that as for a hang.
 
 A newcomer goes on *inside* the loop that it is in, with the others' epoch. Its own loop variable is behind until the
 next epoch if the script uses `accelerator.epochs(n)`, and stays behind with `range(n)`; then training ends for it when
@@ -25,7 +25,7 @@ Threads: the training thread.
 from __future__ import annotations
 
 import logging
-import re
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -33,45 +33,31 @@ from accelerate.utils import send_to_device
 from torch.utils.data import BatchSampler, IterableDataset, RandomSampler, Sampler, SequentialSampler
 
 from ft_accelerate import _compat
-from ft_accelerate.replayable import Replayable
+from ft_accelerate.position import EPOCH, Position
 from ft_core.errors import ConfigError
+from ft_core.loop.sampling import ReplayableSampler, open_at
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping
 
-    from ft_accelerate.run import Run
+    from ft_accelerate.sharing import Sharing
+    from ft_accelerate.uneven import UnevenEnd
+    from ft_accelerate.window import StepWindow
 
 log = logging.getLogger("ft_accelerate")
-EPOCH = 1 << 32
-"""Batches that an epoch may have."""
 _END = object()
+_OWN = ("_bases", "_divided", "_window", "_uneven", "_sharing", "position")
+"""Attributes that a pickled loader has no use for."""
 
 
-class Position:
-    """Where a loader is: the next batch to be handed out, and the epoch it belongs to."""
+@dataclass(frozen=True)
+class LoaderParts:
+    """The parts of a run that a prepared loader asks."""
 
-    def __init__(self) -> None:
-        self.epoch = 0
-        self.batch = 0
-        self.ahead = 0
-        """Epochs that the run is ahead of this replica's script."""
-        self.trained = False
-        """The loader has been read for training."""
-        self.taken_over = False
-        """It came with a peer's state, and nothing was opened there yet."""
-
-    def __repr__(self) -> str:
-        return f"epoch {self.epoch}, batch {self.batch}"
-
-    @property
-    def code(self) -> int:
-        """As one number that grows with progress."""
-        return self.epoch * EPOCH + self.batch
-
-    def moved_to(self, code: int) -> Position:
-        """Go there. Returns itself."""
-        self.epoch, self.batch = divmod(code, EPOCH)
-        return self
+    window: StepWindow
+    uneven: UnevenEnd
+    sharing: Sharing | None
+    """None: each group evaluates all of the data."""
 
 
 class GroupDataLoader(_compat.DataLoaderShard):  # type: ignore[misc]
@@ -80,40 +66,41 @@ class GroupDataLoader(_compat.DataLoaderShard):  # type: ignore[misc]
     Args:
         everybody: as Accelerate prepared it for all processes of all groups.
         inside: for the processes of this group.
-        run: asked for windows.
+        parts: of the run that the loader is read in.
         divided: makes torch's loader of one of so many parts.
     """
 
     plain: type = _compat.DataLoaderShard
     """Accelerate's class, which a pickled one is of."""
 
-    def __init__(self, everybody: Any, inside: Any, run: Run, divided: Callable[[int, int], Any]) -> None:
+    def __init__(self, everybody: Any, inside: Any, parts: LoaderParts, divided: Callable[[int, int], Any]) -> None:
         kept = dict(everybody.__dict__)
         self._bases = [kept.pop("base_dataloader"), inside.base_dataloader]
         """torch's loaders with the division among everybody, and among this group."""
         self.__dict__.update(kept)
-        self._run = run
+        self._window, self._uneven, self._sharing = parts.window, parts.uneven, parts.sharing
         self._divided = divided
         self.position = Position()
         self._first = 0
         """Batch at which each epoch begins (skip_first_batches)."""
         self._trained: bool | None = None
-        """What it was iterated for last."""
-        self._late = run.manager is not None and bool(run.manager.quorum_id)
+        """Whether it was iterated for training last."""
+        manager = parts.window.manager
+        self._late = manager is not None and bool(manager.quorum_id)
         """Prepared after training began: a newcomer has not got that far when it takes over the others' state."""
 
     @property
     def base_dataloader(self) -> Any:
         """torch's loader that is read now: DataLoaderShard's methods take all they need from it."""
         # Before it was iterated: what it would be iterated for now; a script asks for the length of its loaders then.
-        training = self._run.training if self._trained is None else self._trained
+        training = self._window.training if self._trained is None else self._trained
         return self._bases[0 if training else 1]
 
     def __iter__(self) -> Iterator[Any]:
         # What was trained on once may be opened before the loop says model.train() again.
-        known = self.position.trained and torch.is_grad_enabled() and not self._run.aside
-        self._trained = self._run.training or known
-        if self._trained and not self.position.trained and self._late and self._run.groups > 1:
+        known = self.position.trained and torch.is_grad_enabled() and not self._window.aside
+        self._trained = self._window.training or known
+        if self._trained and not self.position.trained and self._late and self._window.groups > 1:
             log.warning(
                 "a data loader that was prepared after training began is trained on: replica groups that come back "
                 "from now on cannot take part; prepare all loaders for training before the first step"
@@ -124,7 +111,7 @@ class GroupDataLoader(_compat.DataLoaderShard):  # type: ignore[misc]
     @property
     def readers(self) -> int:
         """Processes of this group that read, each its own part."""
-        return self._run.ranks
+        return self._window.ranks
 
     @property
     def reads(self) -> int:
@@ -133,14 +120,14 @@ class GroupDataLoader(_compat.DataLoaderShard):  # type: ignore[misc]
 
     def __len__(self) -> int:
         """Batches per epoch on this process; in a shared evaluation those of this loop here."""
-        sharing = self._run.sharing
+        sharing = self._sharing
         if sharing is not None and sharing.loop is not None and sharing.loader is self:
             return sharing.loop.done + len(sharing.loop.agenda)
         return len(self.base_dataloader) - self._first
 
     def __reduce__(self) -> Any:
         """A pickled one is Accelerate's, for all processes of all groups."""
-        kept = {k: v for k, v in self.__dict__.items() if k not in ("_bases", "_divided", "_run", "position")}
+        kept = {name: value for name, value in self.__dict__.items() if name not in _OWN}
         return _rebuild, (self.plain, {**kept, "base_dataloader": self._bases[0]})
 
     def set_epoch(self, epoch: int) -> None:
@@ -183,8 +170,8 @@ class GroupDataLoader(_compat.DataLoaderShard):  # type: ignore[misc]
                 "this group began alone, with an order of its own (use_seedable_sampler=False): groups that join read "
                 "other parts than are left; pass DataLoaderConfiguration(use_seedable_sampler=True)"
             )
-        number, rank = groups * self.readers, self._run.rank % self.readers
-        shard, index = _compat.shard_of(self._bases[0]), self._run.group % groups * self.readers + rank
+        number, rank = groups * self.readers, self._window.rank % self.readers
+        shard, index = _compat.shard_of(self._bases[0]), self._window.group % groups * self.readers + rank
         if shard is not None:
             shard.num_processes, shard.process_index = number, index
         elif number > 1:  # one process alone has read all
@@ -197,16 +184,16 @@ class GroupDataLoader(_compat.DataLoaderShard):  # type: ignore[misc]
     def _train(self) -> Iterator[Any]:
         if self.rng_types is not None:
             _compat.synchronize_rng_states(self.rng_types, self.synchronized_generator)
-        position, run = self.position, self._run
+        position, window, uneven = self.position, self._window, self._uneven
         position.epoch, position.batch, position.taken_over = self.iteration, self._first, False
         self.begin()
-        with run.reading():
+        with window.reading():
             yield from self._batches()
-            run.out.run_out(position)
+            uneven.run_out(position)
             while self._goes_on:  # those who healed this replica when it was out of data are further
                 yield from self._batches()
-                run.out.run_out(position)
-        if not run.stopped:
+                uneven.run_out(position)
+        if not window.stopped:
             self.iteration += 1
         self.end()
 
@@ -221,19 +208,19 @@ class GroupDataLoader(_compat.DataLoaderShard):  # type: ignore[misc]
 
     def _batches(self) -> Iterator[Any]:
         """Those of one epoch, from `position` on."""
-        position, run = self.position, self._run
+        position, window, uneven = self.position, self._window, self._uneven
         source: _Source | None = None
-        run.out.loop_begins()
-        while (source is None or not source.empty) and not run.out.over:
+        uneven.loop_begins()
+        while (source is None or not source.empty) and not uneven.over:
             at = position.code
-            run.before_batch(position)
-            if run.stopped:
+            window.before_batch(position)
+            if window.stopped:
                 break
             if position.batch == 0:  # not `_first`, which may differ on a newcomer
-                run.divide_anew()
+                window.divide_anew()
             if position.code != at or source is None:
                 if source is not None and position.epoch > self.iteration and not self._goes_on:
-                    run.busy("ending the epoch that the others have ended")
+                    window.busy("ending the epoch that the others have ended")
                     break
                 source = self._open()
                 if source.empty:
@@ -249,23 +236,23 @@ class GroupDataLoader(_compat.DataLoaderShard):  # type: ignore[misc]
         super().set_epoch(position.epoch)
         self.end_of_dataloader = False
         if _compat.can_skip(self.base_dataloader):
-            with _compat.open_at(self.base_dataloader, position.batch * self.reads):
-                return _Source(self._handed_out(iter(self.base_dataloader)), self._run)
+            with open_at(self.base_dataloader, position.batch * self.reads):
+                return _Source(self._handed_out(iter(self.base_dataloader)), self._uneven)
         iterator = iter(self.base_dataloader)
-        if position.batch and (self._run.rank == 0 or self.readers > 1):
-            with self._run.pause("reading through the data that the others have read"):
+        if position.batch and (self._window.rank == 0 or self.readers > 1):
+            with self._window.pause("reading through the data that the others have read"):
                 for _ in range(position.batch * self.reads):
                     if next(iterator, _END) is _END:
                         break
-        return _Source(self._handed_out(iterator), self._run)
+        return _Source(self._handed_out(iterator), self._uneven)
 
     def _handed_out(self, iterator: Iterator[Any]) -> Iterator[Any]:
         """The batches of this process, made of what is read."""
         return iterator
 
     def _evaluate(self) -> Iterator[Any]:
-        sharing = self._run.sharing
-        return super().__iter__() if sharing is None else sharing.batches(self, super().__iter__)
+        sharing = self._sharing
+        return super().__iter__() if sharing is None else sharing.batches(self, self._first, super().__iter__)
 
 
 def _rebuild(kind: type, kept: dict[str, Any]) -> Any:
@@ -277,14 +264,14 @@ def _rebuild(kind: type, kept: dict[str, Any]) -> Any:
 class _Source:
     """Batches, one of them read ahead: the last one must be known as such when it is handed out."""
 
-    def __init__(self, iterator: Iterator[Any], run: Run) -> None:
+    def __init__(self, iterator: Iterator[Any], uneven: UnevenEnd) -> None:
         self._iterator = iterator
-        self._run = run
+        self._uneven = uneven
         self._read()
 
     def _read(self) -> None:
         self._next = next(self._iterator, _END)
-        self.empty = self._run.out.ends(self._next is _END)
+        self.empty = self._uneven.ends(self._next is _END)
         """There is no further batch."""
 
     def take(self, loader: GroupDataLoader) -> Any:
@@ -300,19 +287,19 @@ class _Source:
         return batch
 
 
-def divider(accelerator: Any, loader: Any, run: Run, device_placement: bool) -> Callable[..., Any]:
+def divider(accelerator: Any, loader: Any, window: StepWindow, device_placement: bool) -> Callable[..., Any]:
     """What makes Accelerate's loader of one of so many parts of the data: called with number and index.
 
     Args:
         accelerator: whose settings count.
         loader: the user's, or a prepared one.
-        run: of this accelerator.
+        window: of the accelerator's run.
         device_placement: put batches on the accelerator's device.
 
     Raises:
         ConfigError: a batch that cannot be split among all processes.
     """
-    ranks, groups = accelerator.num_processes, run.groups
+    ranks, groups = accelerator.num_processes, window.groups
     everybody = ranks * groups
     if accelerator.split_batches and loader.batch_size is not None and loader.batch_size % everybody:
         raise ConfigError(
@@ -339,7 +326,7 @@ def divider(accelerator: Any, loader: Any, run: Run, device_placement: bool) -> 
             even_batches=settings.even_batches,
             slice_fn_for_dispatch=slice_fn,
             # One group alone has nobody to share an order with: it keeps the one that the user asked for.
-            use_seedable_sampler=seedable or run.groups > 1,
+            use_seedable_sampler=seedable or window.groups > 1,
             data_seed=settings.data_seed,
             non_blocking=settings.non_blocking,
             use_stateful_dataloader=stateful,
@@ -348,17 +335,17 @@ def divider(accelerator: Any, loader: Any, run: Run, device_placement: bool) -> 
     return divided
 
 
-def prepare(accelerator: Any, divided: Callable[..., Any], run: Run) -> GroupDataLoader:
+def prepare(accelerator: Any, divided: Callable[..., Any], parts: LoaderParts) -> GroupDataLoader:
     """A loader whose data each process of all groups reads a part of.
 
     Args:
         accelerator: whose settings count.
-        divided: `divider`'s.
-        run: of this accelerator.
+        divided: made by `divider`.
+        parts: of the accelerator's run.
     """
-    ranks, rank, groups = accelerator.num_processes, accelerator.process_index, run.groups
-    whole = divided(ranks * groups, run.group % groups * ranks + rank)
-    return GroupDataLoader(whole, divided(ranks, rank), run, divided)
+    ranks, rank, groups = accelerator.num_processes, accelerator.process_index, parts.window.groups
+    whole = divided(ranks * groups, parts.window.group % groups * ranks + rank)
+    return GroupDataLoader(whole, divided(ranks, rank), parts, divided)
 
 
 def _make_replayable(loader: Any, seed: int | None) -> None:
@@ -372,15 +359,4 @@ def _make_replayable(loader: Any, seed: int | None) -> None:
     sampler = batches.sampler
     known = isinstance(sampler, SequentialSampler | RandomSampler) or hasattr(sampler, "set_epoch")
     if isinstance(sampler, Sampler) and not known:
-        batches.sampler = Replayable(sampler, seed or 0)
-
-
-def groups_needed(groups: int, members: Iterable[str]) -> int:
-    """By how many the data must be divided so that each member has a part: groups that joined later have high numbers.
-
-    Args:
-        groups: by how many it is divided now.
-        members: names of the members of a quorum, as `replica-3:1f2e3d4c`; others do not count.
-    """
-    numbers = (re.fullmatch(r".*-(\d{1,6})(:\w+)?", name) for name in members)
-    return max([groups, *(int(found[1]) + 1 for found in numbers if found)])
+        batches.sampler = ReplayableSampler(sampler, seed or 0)

@@ -1,0 +1,386 @@
+"""`StepWindow`: when the quorums of a run open, close and are lost, and whether its steps are everybody's.
+
+How it works. A *window* begins where a quorum opens and ends with the vote of an optimizer step; with accumulation it
+is several batches long. It opens before a prepared training loader hands out a batch (`before_batch`), so that a
+newcomer takes over the position before anything is read; a loop without such a loader opens it in the first forward
+that records gradients (`before_forward`). State is collected and loaded there and nowhere else, so never between
+forward and backward.
+
+- Every optimizer step after a reduced backward is voted on; further optimizers that step on the same gradients share
+  that vote. There may be several votes before the next batch (GANs); they use the quorum that is open.
+- If the quorum broke, nothing is communicated before the next window opens: backward accumulates locally, steps are
+  vetoed, gradients dropped. The same after everybody agreed to stop.
+- In each new quorum all members agree on one position in the data, the furthest: of two survivors one may have vetoed a
+  batch that the other had not begun.
+- In a group of several ranks each rank reduces with its peers in the other groups; `settle_gradients` then averages
+  inside the group.
+
+Invariants: all replicas open windows and vote at the same places of the script. All ranks of a group make the same
+calls in the same order; `lost` and `stopped` are equal on them. Threads: the training thread.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeVar
+
+import torch
+from torch.distributed import ReduceOp
+
+from ft_accelerate.inside_group import InsideGroup
+from ft_core.errors import JobFinishedError, UsageError
+from ft_core.loop.quorum_wait import patiently
+from ft_core.loop.sampling import groups_needed
+
+if TYPE_CHECKING:
+    import weakref
+    from collections.abc import Callable, Iterator
+
+    from ft_accelerate.model import WrappedModel
+    from ft_accelerate.position import Position
+    from ft_core import Manager
+
+T = TypeVar("T")
+log = logging.getLogger("ft_accelerate")
+PAUSE_S = 3600.0
+"""Announced to the peers for what one replica does for itself: saving, reading through a stream, ending an epoch."""
+VOTES_PER_BATCH = 64
+"""After so many, a loader that is open but not read (one batch is trained on again and again) opens no windows."""
+
+
+@dataclass(frozen=True)
+class GroupPlace:
+    """Where this process is in the job."""
+
+    group: int
+    """Number of this replica group."""
+    groups: int
+    """Replica groups of the complete job."""
+    ranks: int
+    """Processes of this replica group."""
+    rank: int
+    """Number of this process in its group."""
+    lighthouse: str
+    """host:port of the lighthouse; "" if nobody said."""
+
+
+def nothing_left(error: JobFinishedError) -> SystemExit:
+    """What ends a replica that came after the others had finished: its work is done as well."""
+    log.warning("nothing left to train: %s", str(error).partition(";")[0])  # the rest is for who starts lighthouses
+    return SystemExit(0)
+
+
+class StepWindow:
+    """The windows of one run after the other, on one rank.
+
+    Args:
+        place: of this process.
+        start_manager: makes the run's Manager, if there is none yet.
+        opened: called after each quorum was opened.
+        divide: called with the number of groups by which the data is to be divided; False: it cannot be.
+    """
+
+    def __init__(
+        self,
+        place: GroupPlace,
+        start_manager: Callable[[], Manager],
+        opened: Callable[[], None],
+        divide: Callable[[int], bool],
+    ) -> None:
+        self.group, self.groups, self.ranks, self.rank = place.group, place.groups, place.ranks, place.rank
+        """`groups`: by how many the data is divided, and the schedules are advanced; equal on all members."""
+        self.address = place.lighthouse
+        self.start_manager = start_manager
+        self._opened = opened
+        self._divide = divide
+        self._pauses = contextlib.ExitStack()
+        self.on_unread: Callable[[], None] = _nothing
+        """Called before a window opens outside of the loops over prepared loaders."""
+        self.on_vote: Callable[[Manager], None] = _ignore
+        """Called after each vote that all took part in."""
+        self.after_vote: Callable[[], None] | None = None
+        """Set while something waits for what a vote, or the end, shows."""
+        self.begin()
+
+    def begin(self) -> None:
+        """Another run begins."""
+        self.manager: Manager | None = None
+        self.inside = InsideGroup(self.ranks)
+        self._models: list[weakref.ref[WrappedModel]] = []
+        self.lost = False
+        """The quorum broke in this window: nothing is communicated before the next one."""
+        self.aside = False
+        """This group does something for itself, as an evaluation: the others need not do the same at the same time."""
+        self.stopped = False
+        """Everybody has agreed to end the training."""
+        self.ended = ""
+        """Why this run is over; "" while it is not."""
+        self.left = False
+        """This replica has left the others, which go on."""
+        self.committed_steps = 0
+        self.vetoed_steps = 0
+        self._open = False
+        self._division_due = False
+        """A window was opened, and no epoch has begun in it."""
+        self._reading = 0
+        """Training loaders that are being read."""
+        self._votes = 0
+        """Votes since the window was opened."""
+        self._verdict: bool | None = None
+        """The last verdict of this window."""
+        self._agreed_in = 0
+        """Quorum in which the position was agreed on."""
+        self.after_vote = None
+
+    def __repr__(self) -> str:
+        state = "stopped" if self.stopped else "lost" if self.lost else "open" if self._open else "between steps"
+        return f"StepWindow(group {self.group} of {self.groups}, {state}, {self.committed_steps} steps)"
+
+    # ------------------------------------------------------------ what can be done now
+
+    @property
+    def models(self) -> list[WrappedModel]:
+        """The models that this run trains. The Accelerator keeps them alive."""
+        return [model for known in self._models if (model := known()) is not None]
+
+    def trains(self, model: weakref.ref[WrappedModel]) -> None:
+        """Count a model among those of this run."""
+        self._models.append(model)
+
+    @property
+    def training(self) -> bool:
+        """The script is in a training loop, as far as one can tell: models are in training mode, gradients recorded."""
+        return not self.aside and torch.is_grad_enabled() and any(model.in_training_mode for model in self.models)
+
+    @property
+    def silent(self) -> bool:
+        """Nothing may be communicated with the other groups before the next window, or the end of what is aside."""
+        return self.lost or self.stopped or bool(self.ended) or self.aside
+
+    @property
+    def quorum(self) -> Manager | None:
+        """The Manager, if its quorum can be used for collectives now."""
+        manager = self.manager
+        return None if manager is None or self.silent or not manager.quorum_id else manager
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the models."""
+        return next(self.models[0].parameters()).device
+
+    # ------------------------------------------------------------ windows
+
+    def before_batch(self, position: Position) -> None:
+        """A training loader is about to read the batch at `position`: open the quorum, unless a window is under way."""
+        if self.manager is not None and not (self._open or self.stopped or self.ended or self.aside):
+            self._start(position)
+
+    def before_forward(self) -> None:
+        """A forward that records gradients. This opens a window, unless a loader that is being read will do it."""
+        if self._open or self.stopped or self.ended or self.aside:
+            return
+        if not self._reading:
+            self.on_unread()
+        if self._verdict is None or not self._reading or self._votes > VOTES_PER_BATCH:
+            self._start(None)
+
+    @contextlib.contextmanager
+    def reading(self) -> Iterator[None]:
+        """Inside, a training loader is being read: windows open between its batches."""
+        self._reading += 1
+        try:
+            yield
+        finally:
+            self._reading -= 1
+
+    def _start(self, position: Position | None) -> None:
+        manager = self.start_manager()
+        self.end_pauses()
+        self.wait_for(manager.start_quorum)
+        self.entered(position)
+
+    def wait_for(self, start: Callable[[], T]) -> T:
+        """What starts a quorum, for as long as the others are paused. Returns what it returns.
+
+        Raises:
+            QuorumTimeoutError: and nobody is paused.
+            SystemExit: (0) the others have finished, or this replica was asked to drain.
+        """
+        manager = self.start_manager()
+        try:
+            return patiently(manager, self.address, start)
+        except JobFinishedError as error:
+            manager.shutdown(wait=False)
+            raise nothing_left(error) from error
+
+    def entered(self, position: Position | None) -> None:
+        """The quorum is there: a window begins. `position`: of the loader that is read, or was."""
+        self._open, self.lost, self._verdict, self._votes = True, False, None, 0
+        self._division_due = True
+        self.agree_on(position)
+        self._opened()
+
+    def agree_on(self, position: Position | None) -> None:
+        """In a new quorum the furthest position is everybody's. An error vetoes the step; the next quorum tries again.
+
+        Args:
+            position: of the loader that is read, or was; moved to the others'. None: there is no such loader.
+        """
+        manager = self.start_manager()
+        if manager.quorum_id == self._agreed_in:
+            return
+        code = torch.tensor([0 if position is None else position.code], dtype=torch.int64)
+        manager.allreduce(code, reduce_op=ReduceOp.MAX).wait()
+        found = int(code) if manager.errored() is None else -1
+        if self.ranks > 1:  # each rank has asked on its own ring: all of them know, or none
+            found = self.inside.minimum(found, self.device)
+        if found >= 0:
+            self._agreed_in = manager.quorum_id
+            if position is not None and found > position.code:
+                log.info("%s: goes on at %s, as others do", manager.replica_id, position.moved_to(found))
+
+    def divide(self, groups: int) -> None:
+        """From the next epoch on, or for a newcomer from now on: everybody does, or lengths differ."""
+        if groups != self.groups and self._divide(groups):
+            log.info("the training data is divided among %d replica groups, not %d any more", groups, self.groups)
+            self.groups = groups
+
+    def divide_anew(self) -> None:
+        """An epoch begins: groups that joined with a higher number than there were are counted from here on."""
+        manager = self.quorum
+        if manager is not None and self._division_due:
+            self._division_due = False
+            self.divide(groups_needed(self.groups, manager.members))
+
+    # ------------------------------------------------------------ pauses
+
+    def busy(self, reason: str) -> None:
+        """Announce to the peers that they need not wait for this replica until it opens its next window."""
+        if self.manager is not None:
+            self._pauses.enter_context(self.manager.pause(reason, PAUSE_S))
+
+    def end_pauses(self) -> None:
+        """This replica takes part again."""
+        self._pauses.close()
+
+    @contextlib.contextmanager
+    def pause(self, reason: str) -> Iterator[None]:
+        """Inside, the peers need not wait for this replica."""
+        with contextlib.ExitStack() as stack:
+            if self.manager is not None and not self.ended:
+                stack.enter_context(self.manager.pause(reason, PAUSE_S))
+            yield
+
+    @contextlib.contextmanager
+    def by_itself(self, reason: str) -> Iterator[None]:
+        """Inside, the peers need not wait, and nothing is communicated with them: any of them may be lost meanwhile."""
+        before, self.aside = self.aside, True
+        try:
+            with self.pause(reason):
+                yield
+        finally:
+            self.aside = before
+
+    # ------------------------------------------------------------ the vote
+
+    @property
+    def unsettled(self) -> bool:
+        """Gradients were reduced, or are being reduced, since the last vote."""
+        return any(model.carrier.unsettled for model in self.models)
+
+    @property
+    def voted(self) -> bool:
+        """There was a vote in this window."""
+        return self._verdict is not None
+
+    def passes(self, synchronized: bool) -> None:
+        """A forward or backward pass was made; `synchronized`: its gradients are to be."""
+        self.inside.passes += synchronized
+
+    def settle_gradients(self) -> None:
+        """Make the reduced gradients final, before they are clipped, unscaled or used: the same on all ranks."""
+        if self.manager is not None and not self.silent:
+            self.inside.settle(self.manager.current_attempt(), self.models)
+
+    def vote(self) -> bool:
+        """Whether the optimizer step that is about to be made is everybody's. False: gradients have been dropped.
+
+        Raises:
+            UsageError: the run has ended.
+        """
+        manager = self.manager
+        if manager is None or not self.models:
+            return True  # nothing that was prepared is trained across groups
+        if self.ended:
+            raise UsageError(f"optimizer.step(), but {self.ended}: the replicas would part here")
+        if self._verdict is None and not self._open and not self.stopped:
+            self._start(None)  # a step without a forward in training mode
+        self._open = False
+        self._votes += 1
+        if self._verdict is not None and not self.unsettled:
+            return self._verdict  # another optimizer, on gradients that were voted on
+        self._verdict = not self.silent and self._ask_all(manager)
+        if self._verdict:
+            self.committed_steps += 1
+            self.inside.share_buffers(self.models)
+        else:
+            self.vetoed_steps += 1
+            self.drop_gradients()
+        if self.after_vote is not None:
+            self.after_vote()
+        return self._verdict
+
+    def _ask_all(self, manager: Manager) -> bool:
+        for model in self.models:
+            if not model.carrier.unsettled:
+                model.carrier.flush(with_accumulated=True)
+        self.settle_gradients()
+        commits = manager.should_commit()
+        self.concluded(manager)
+        self.on_vote(manager)
+        return commits
+
+    def concluded(self, manager: Manager) -> None:
+        """An attempt has ended."""
+        self._open = False
+        self.lost, self.stopped = manager.quorum_lost, manager.stop_agreed
+        for model in self.models if self.silent else ():
+            model.carrier.before_backward(sync=False)
+
+    def drop_gradients(self) -> None:
+        """The step is not made."""
+        for model in self.models:
+            for parameter in model.parameters():
+                parameter.grad = None
+
+    def close(self) -> None:
+        """A backward that no step follows any more is voted on all the same, as the others do."""
+        self.end_pauses()
+        if self._open and self.unsettled:
+            self.vote()
+
+    def torn(self, error: BaseException) -> None:
+        """An optimizer failed after the vote: the others have the new state, this replica may have half of it."""
+        if self.manager is not None and not self.ended:
+            self.manager.report_torn_state(error)
+
+    # ------------------------------------------------------------ other agreements
+
+    def any_group(self, here: bool) -> bool | None:
+        """Whether it is so on any replica; None if that cannot be known now. Everybody asks at the same place."""
+        manager = self.quorum
+        if manager is None:
+            return None
+        count = torch.tensor([int(here)], dtype=torch.int64)
+        manager.allreduce(count, reduce_op=ReduceOp.SUM).wait()
+        return None if manager.errored() is not None else bool(int(count))
+
+
+def _nothing() -> None:
+    """The default: nobody waits for it."""
+
+
+def _ignore(_: Manager) -> None:
+    """The default: nobody waits for it."""
