@@ -8,14 +8,14 @@ The strategy is there by name once this package is installed; nothing has to be 
 
 Lightning exists as `lightning` and as `pytorch_lightning`, two packages that know nothing of each other.
 `ft_lightning.FaultTolerantStrategy` belongs to the one that is imported; if both are, to `lightning`, and
-`ft_lightning.strategy.strategy_class("pytorch_lightning")` is the other one. For Fabric: `ft_lightning.fabric`.
+`ft_lightning.classes.strategy_class("pytorch_lightning")` is the other one. For Fabric: `ft_lightning.fabric`.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ft_lightning import _autoload
+from ft_lightning import registration
 
 if TYPE_CHECKING:
     FaultToleranceMonitor: Any
@@ -23,16 +23,17 @@ if TYPE_CHECKING:
 
 __all__ = ["FaultToleranceMonitor", "FaultTolerantStrategy"]
 
-_autoload.install()
+registration.install()
 
 
 def __getattr__(name: str) -> Any:
     if name == "FaultTolerantStrategy":
-        from ft_lightning import _compat, strategy
+        from ft_lightning import _compat
+        from ft_lightning.classes import strategy_class
 
-        return strategy.strategy_class(_compat.imported(_compat.TREES))
+        return strategy_class(_compat.imported(_compat.TREES))
     if name == "FaultToleranceMonitor":
-        from ft_lightning import monitor
+        from ft_lightning.trainer import monitor
 
         return monitor.monitor_class()
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,4 +1,4 @@
-"""What a user may say to `FaultTolerantStrategy`, for the Trainer and for Fabric: checked, and passed on.
+"""The arguments of `FaultTolerantStrategy`, for the Trainer and for Fabric: checked, and passed on.
 
 How it works. `Arguments` is made in the strategy's constructor, so a mistake is reported before anything is started;
 `for_manager` gives what every rank's Manager is told, `for_ftrun` what ftrun is told where the strategy starts it.
@@ -115,11 +115,11 @@ class Arguments:
 
     @property
     def timeout_s(self) -> float | None:
-        """In seconds."""
+        """`timeout` in seconds."""
         return self.timeout.total_seconds() if isinstance(self.timeout, timedelta) else self.timeout
 
     def for_manager(self) -> dict[str, Any]:
-        """Keyword arguments of ft_core.Manager."""
+        """The keyword arguments of ft_core.Manager that follow from these."""
         seconds = self.timeout_s
         return {
             **self.manager_kwargs,
@@ -131,7 +131,7 @@ class Arguments:
         }
 
     def for_ftrun(self) -> list[str]:
-        """Options of ftrun."""
+        """The options of ftrun that follow from these."""
         options = [] if self.min_replicas is None else ["--min-replicas", str(self.min_replicas)]
         options += [] if self.timeout_s is None else ["--timeout", f"{self.timeout_s:g}"]
         options += ["--from-scratch"] if self.from_scratch else []
@@ -188,7 +188,7 @@ class DataArguments:
 
     @property
     def scaling(self) -> LearningRateScaling | None:
-        """What learning rates follow.
+        """The rule by which learning rates follow the samples of each step; None: they do not.
 
         Raises:
             ConfigError: one of the two arguments cannot work.

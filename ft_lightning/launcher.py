@@ -21,13 +21,13 @@ import threading
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from ft_core.errors import ConfigError
-from ft_lightning import _autoload, _compat
-from ft_lightning.placement import CHILD
+from ft_lightning import _compat, names
+from ft_lightning import placement as _placement
+from ft_lightning.arguments import check_surroundings
+from ft_lightning.placement import CHILD, Placed
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
-
-    from ft_lightning.placement import Placed
 
 CANNOT = "strategy='fault_tolerant' cannot start replica groups"
 ELSEWHERE = (
@@ -39,7 +39,7 @@ PARTS = ("FT_REPLICA_GROUP", "FT_NUM_REPLICA_GROUPS", "FT_REPLICA_ID")
 
 
 class GroupLauncher:
-    """What is added to Lightning's launcher class of one tree."""
+    """The launcher, to be mixed with Lightning's class of one tree."""
 
     def __init__(self, strategy: Placed) -> None:
         super().__init__()
@@ -47,7 +47,7 @@ class GroupLauncher:
 
     @property
     def is_interactive_compatible(self) -> bool:
-        """Everything but training is; that is refused in our own words."""
+        """True: everything but training works in Jupyter, and training is refused with a reason."""
         return True
 
     def launch(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -70,6 +70,18 @@ class GroupLauncher:
 def launcher(tree: str, strategy: Placed) -> Any:
     """A GroupLauncher that is a launcher of `tree`."""
     return type("GroupLauncher", (GroupLauncher, _compat.launcher_base(tree)), {"__module__": __name__})(strategy)
+
+
+class StartsGroups(Placed):
+    """The part of a strategy of either kind that starts replica groups, where nobody has launched this process."""
+
+    def _configure_launcher(self) -> None:
+        """Called by Lightning once devices and nodes are known."""
+        host = "Fabric" if self._tree in _compat.FABRICS else "Trainer"
+        this: Any = self
+        check_surroundings(this.accelerator, this.precision if host == "Fabric" else this.precision_plugin)
+        _placement.check(self.place, self.wanted_devices, this._num_nodes, host)
+        self._launcher = None if self.place.launched else launcher(self._tree, self)
 
 
 def check(environ: Mapping[str, str], devices: int, nodes: int) -> None:
@@ -135,6 +147,6 @@ def supervise(groups: int, command: list[str], options: list[str]) -> NoReturn:
 
     run_id = secrets.token_hex(4)
     os.environ[CHILD] = f"{run_id}:{groups}"
-    if _autoload.STARTED_IN:
-        os.chdir(_autoload.STARTED_IN)  # the command line was meant for there
+    if names.STARTED_IN:
+        os.chdir(names.STARTED_IN)  # the command line was meant for there
     sys.exit(main(["--replicas", str(groups), "--run-id", run_id, "--gpus", "all", *options, *command]))

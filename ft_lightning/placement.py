@@ -23,7 +23,6 @@ from ft_core.network import advertised_host
 from ft_core.process_group import open_store
 from ft_core.settings import Environment, parse_address
 from ft_lightning import _compat
-from ft_lightning.arguments import check_surroundings
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -38,7 +37,7 @@ CHILD = "FTRUN_LIGHTNING"
 
 @dataclass(frozen=True)
 class Place:
-    """What the environment says about this process."""
+    """The place of this process in its group and the job, as the environment has it."""
 
     launched: bool
     """This process is a rank of a replica group already."""
@@ -46,7 +45,7 @@ class Place:
     """In a process of our own launcher: how many groups it has started; else 0."""
     group: int = 0
     total: int = 1
-    """Groups of the job."""
+    """The number of groups in the job."""
     rank: int = 0
     local_rank: int = 0
     world_size: int = 1
@@ -82,7 +81,7 @@ def _whole(environ: Mapping[str, str], name: str, default: int) -> int:
 
 
 def keep(devices: Sequence[Any] | None, place: Place) -> list[Any] | None:
-    """Of the devices that Lightning found: those of this process's group."""
+    """Choose from the devices that Lightning found those of this process's group."""
     if not devices or (place.launched and not place.groups):
         return None if devices is None else list(devices)
     return [devices[place.group % len(devices)]]
@@ -121,7 +120,7 @@ def _count(number: int, noun: str) -> str:
 
 
 STORES: list[TCPStore] = []
-"""Of this process. Lightning leaves the port in MASTER_PORT, where later Trainers find it, when the first is gone."""
+"""Stores of this process, kept: Lightning leaves the port in MASTER_PORT, where later Trainers find it."""
 
 
 class GroupEnvironment:
@@ -143,7 +142,7 @@ class GroupEnvironment:
 
     @property
     def main_address(self) -> str:
-        """Of the group's store. The Manager tells it to the other groups, so it must lead here from there."""
+        """The address of the group's store. The other groups are sent it, so it must lead here from there."""
         if self._place.launched and "MASTER_ADDR" in os.environ:
             return os.environ["MASTER_ADDR"]
         if not self._place.launched:
@@ -155,7 +154,7 @@ class GroupEnvironment:
 
     @property
     def main_port(self) -> int:
-        """Of the group's store; a free one where nobody said."""
+        """The port of the group's store; a free one where none is given."""
         if self._place.launched and "MASTER_PORT" in os.environ:
             return int(os.environ["MASTER_PORT"])
         if self._store is None:
@@ -171,25 +170,25 @@ class GroupEnvironment:
         return False
 
     def world_size(self) -> int:
-        """Ranks of the group."""
+        """The number of ranks of the group."""
         return self._place.world_size
 
     def set_world_size(self, size: int) -> None:
-        """The launcher has the last word."""
+        """Ignored: the launcher decides."""
 
     def global_rank(self) -> int:
-        """In the group."""
+        """The number of this rank in its group."""
         return self._place.rank
 
     def set_global_rank(self, rank: int) -> None:
-        """The launcher has the last word."""
+        """Ignored: the launcher decides."""
 
     def local_rank(self) -> int:
-        """Among the group's ranks on this machine."""
+        """The number of this rank among the group's ranks on this machine."""
         return self._place.local_rank
 
     def node_rank(self) -> int:
-        """Of this machine in the group."""
+        """The number of this machine in the group."""
         return self._place.node
 
 
@@ -201,7 +200,7 @@ def environment(tree: str, place: Place, lighthouse: str | None) -> Any:
 
 
 class Placed:
-    """What a strategy of either kind adds to Lightning's DDPStrategy for the above. Set `_tree` on the class."""
+    """The part of a strategy of either kind that knows its place. Set `_tree` on the class."""
 
     _tree = ""
     _arguments: Arguments
@@ -212,7 +211,7 @@ class Placed:
 
     @property
     def place(self) -> Place:
-        """Of this process; the same for the strategy's whole life."""
+        """The place of this process; the same for the strategy's whole life."""
         if self._place is None:
             self._place = look(os.environ, self._arguments.lighthouse)
         return self._place
@@ -239,12 +238,12 @@ class Placed:
 
     @property
     def wanted_devices(self) -> int:
-        """As many as the user asked for: ranks of this group under a launcher, otherwise replica groups."""
+        """The number of devices that the user asked for: ranks of this group under a launcher, else replica groups."""
         return len(self._all_devices or ())
 
     @property
     def cluster_environment(self) -> Any:
-        """Ours, always."""
+        """The environment of the replica group, whatever Lightning would choose."""
         if self._environment is None:
             self._environment = environment(self._tree, self.place, self._arguments.lighthouse)
         return self._environment
@@ -256,13 +255,3 @@ class Placed:
                 f"cluster_environment={type(value).__name__} cannot be used with strategy='fault_tolerant': a replica "
                 "group's processes are started by ftrun, torchrun or the Trainer itself"
             )
-
-    def _configure_launcher(self) -> None:
-        """Called by Lightning once devices and nodes are known."""
-        from ft_lightning.launcher import launcher
-
-        host = "Fabric" if self._tree in _compat.FABRICS else "Trainer"
-        this: Any = self
-        check_surroundings(this.accelerator, this.precision if host == "Fabric" else this.precision_plugin)
-        check(self.place, self.wanted_devices, this._num_nodes, host)
-        self._launcher = None if self.place.launched else launcher(self._tree, self)

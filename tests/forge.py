@@ -239,7 +239,7 @@ def work(streams: list[int], order: dict[str, Any], before: dict[str, str]) -> N
         if order["launches"]:
             stack.enter_context(Forge(forked=True).serves_ftrun())
         worker.become({"env": order["env"], "cwd": order["cwd"], "argv": script[module:]}, before)
-        if ours := sys.modules.get("ft_lightning._autoload"):
+        if ours := sys.modules.get("ft_lightning.names"):
             ours.STARTED_IN = os.getcwd()  # type: ignore[attr-defined]  # noted when it was imported
         leave(run(os.path.abspath(script[0]), script[1] if module else None))
 

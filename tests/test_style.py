@@ -43,15 +43,6 @@ CIRCLES: tuple[frozenset[str], ...] = (
             "ft_core.runtime.step_attempt",
         }
     ),
-    frozenset(
-        {
-            "ft_lightning._autoload",
-            "ft_lightning.fabric",
-            "ft_lightning.launcher",
-            "ft_lightning.placement",
-            "ft_lightning.strategy",
-        }
-    ),
 )
 """Modules that import each other, also for annotations only, until they are taken apart."""
 

@@ -7,5 +7,6 @@ from tests.forge import Forge, Forged
 __all__ = ["IMPORTS", "Forge", "Forged"]
 IMPORTS = (
     "lightning", "lightning.pytorch.loggers", "lightning.pytorch.callbacks", "lightning.pytorch.cli",
-    "ft_lightning.strategy", "ft_lightning.fabric", "ft_lightning.monitor", "ft_lightning._compat_writers",
+    "ft_lightning.trainer.strategy", "ft_lightning.fabric.strategy", "ft_lightning.trainer.monitor",
+    "ft_lightning._compat.writers",
 )  # fmt: skip

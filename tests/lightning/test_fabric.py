@@ -16,7 +16,7 @@ from torch import nn
 
 from ft_core.control.lighthouse.server import LighthouseServer
 from ft_core.errors import ConfigError, UsageError
-from ft_lightning.fabric import FabricFaultTolerance, strategy_class
+from ft_lightning.fabric.strategy import FabricFaultTolerance, strategy_class
 from tests.launch.job import Job, job
 from tests.lightning.fabric_job import build, loss_of, set_up
 

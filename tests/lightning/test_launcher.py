@@ -23,8 +23,8 @@ from lightning.pytorch.tuner import Tuner
 
 from ft_core.errors import ConfigError
 from ft_lightning import launcher
+from ft_lightning.classes import strategy_class
 from ft_lightning.placement import CHILD, GroupEnvironment, Place, check, keep, look
-from ft_lightning.strategy import strategy_class
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

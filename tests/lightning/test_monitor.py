@@ -15,7 +15,7 @@ from torch import nn
 
 import ft_lightning
 from ft_core.control.lighthouse.server import LighthouseServer
-from ft_lightning import monitor
+from ft_lightning.trainer import monitor
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

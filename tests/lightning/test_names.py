@@ -19,9 +19,9 @@ from lightning.fabric.accelerators import XLAAccelerator
 
 import ft_lightning
 from ft_core.errors import ConfigError
-from ft_lightning import _autoload, _compat
+from ft_lightning import _compat, registration
 from ft_lightning.arguments import DDP_ONLY, OUR_OPTIONS, OURS, check_surroundings
-from ft_lightning.strategy import strategy_class
+from ft_lightning.classes import strategy_class
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*srun:UserWarning")  # Lightning's, where Slurm is installed
 TREES = [tree for tree in (*_compat.TREES, *_compat.FABRICS) if importlib.util.find_spec(tree.partition(".")[0])]
@@ -32,7 +32,7 @@ found = {}
 for name in sys.argv[1:]:
     module = importlib.import_module(name)
     Host = getattr(module, "Trainer", None) or module.Fabric
-    assert not {"ft_core", "ft_lightning.strategy"} & set(sys.modules) or found
+    assert not {"ft_core", "ft_lightning.trainer.strategy"} & set(sys.modules) or found
     host = Host(strategy="Fault_Tolerant" if found else "fault_tolerant", accelerator="cpu", devices=2)
     found[name] = [base.__module__ for base in type(host.strategy).__mro__]
 print(json.dumps(found))
@@ -82,7 +82,7 @@ def package(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
     def make(name: str, source: str) -> str:
         (tmp_path / f"{name}.py").write_text(source)
-        monkeypatch.setitem(_autoload.REGISTRIES, name, "REGISTRY")
+        monkeypatch.setitem(registration.REGISTRIES, name, "REGISTRY")
         monkeypatch.delitem(sys.modules, name, raising=False)
         return name
 
@@ -98,7 +98,7 @@ REGISTRY = R()
 
 
 def test_a_registry_is_filled_when_its_module_is_imported(package: Any) -> None:
-    _autoload.install()
+    registration.install()
     module = importlib.import_module(package("ft_registry_a", REGISTRY))
     assert list(module.REGISTRY) == ["fault_tolerant"]
     importlib.reload(module)
@@ -109,13 +109,13 @@ def test_a_registry_that_is_loaded_already_is_filled_at_once(package: Any, monke
     monkeypatch.setattr(sys, "meta_path", [f for f in sys.meta_path if not getattr(f, "ft_lightning", False)])
     module = importlib.import_module(package("ft_registry_b", REGISTRY))
     assert not module.REGISTRY
-    _autoload.install()
+    registration.install()
     assert list(module.REGISTRY) == ["fault_tolerant"]
 
 
 def test_installing_again_changes_nothing(package: Any) -> None:
-    _autoload.install()
-    _autoload.install()
+    registration.install()
+    registration.install()
     assert sum(getattr(finder, "ft_lightning", False) for finder in sys.meta_path) == 1
     assert "fault_tolerant" in importlib.import_module(package("ft_registry_c", REGISTRY)).REGISTRY
 
@@ -125,13 +125,13 @@ UNABLE = "class R:\n    def __contains__(self, x): raise OSError\nREGISTRY = R()
 
 @pytest.mark.parametrize("source", ["", "REGISTRY = 3", UNABLE])
 def test_whatever_a_registry_has_become_importing_it_works(package: Any, source: str) -> None:
-    _autoload.install()
+    registration.install()
     importlib.import_module(package("ft_registry_d", source))
-    _autoload.install()
+    registration.install()
 
 
 def test_a_module_that_cannot_be_imported_fails_in_its_own_words(package: Any) -> None:
-    _autoload.install()
+    registration.install()
     name = package("ft_registry_e", "raise ValueError('mine')")
     for _ in range(2):
         with pytest.raises(ValueError, match="mine"):
@@ -146,11 +146,11 @@ def test_a_broken_finder_of_somebody_else_is_not_our_affair(package: Any, monkey
             if name == "ft_registry_g":
                 raise RuntimeError("theirs")
 
-    _autoload.install()
+    registration.install()
     sys.meta_path.insert(1, Broken())
     with pytest.raises(RuntimeError, match="theirs"):
         importlib.import_module(package("ft_registry_g", REGISTRY))
-    _autoload.register(ModuleType("unknown"))
+    registration.register(ModuleType("unknown"))
 
 
 # ---------------------------------------------------------------- classes and arguments
@@ -166,7 +166,7 @@ def test_one_class_per_tree(tree: str) -> None:
     others = {strategy_class(other) for other in TREES if other != tree}
     assert not any(issubclass(cls, other) or issubclass(other, cls) for other in others)
     strategies = importlib.import_module(f"{tree}.strategies")
-    registry = getattr(strategies, _autoload.REGISTRIES[f"{tree}.strategies"])
+    registry = getattr(strategies, registration.REGISTRIES[f"{tree}.strategies"])
     assert type(registry.get("fault_tolerant")) is cls
 
 

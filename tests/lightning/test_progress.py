@@ -10,7 +10,7 @@ import pytest
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import RichProgressBar, TQDMProgressBar
 
-from ft_lightning import _compat_writers as writers
+from ft_lightning._compat import writers
 
 TREE = "lightning.pytorch"
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from torchmetrics.classification import BinaryAUROC, MulticlassAccuracy, MulticlassF1Score, MulticlassRecall
 
 from ft_core.checkpointing.packing import pack, unpack
-from ft_lightning import _compat_evaluation as compat
+from ft_lightning._compat import evaluation as compat
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

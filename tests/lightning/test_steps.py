@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from ft_core.control.lighthouse.server import LighthouseServer
 from ft_core.errors import ConfigError
 from ft_lightning import FaultTolerantStrategy
-from ft_lightning.modes import Modes
+from ft_lightning.trainer.optimizer_steps import OptimizerSteps
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -210,7 +210,7 @@ def test_rings_with_different_divisors_are_corrected_before_they_are_mixed() -> 
     carrier = types.SimpleNamespace(
         rescale=lambda factor: done.append(factor), average_inside=lambda _reduce, ranks: done.append(ranks)
     )
-    modes: Any = Modes()
+    modes: Any = OptimizerSteps()
     modes.world_size, modes.model = 2, types.SimpleNamespace(carrier=carrier)
     modes.manager = types.SimpleNamespace(current_attempt=lambda: attempt)
     modes._average_inside()

@@ -1,7 +1,7 @@
 """The part of `_compat` about the position of a run: loops, loaders, samplers, logged values.
 
 How it works. As `_compat`: functions that read, call and correct what is private to Lightning; each says what it relies
-on. They know how Lightning does things; `adoption` and `data` know what for.
+on. They know how Lightning does things; `trainer.takeover` and `trainer.sharding` know what for.
 
 Threads: the training thread.
 """
@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 from ft_core.data import ElasticDataLoader
 from ft_core.errors import ConfigError
-from ft_lightning import _compat_callbacks, data
+from ft_core.loop.sampling import can_skip, open_at
 from ft_lightning._compat import FABRICS, TREES, part, tree_of
+from ft_lightning._compat import callbacks as _callbacks
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -35,8 +36,8 @@ def restore(trainer: Trainer, state: Mapping[str, Any], hidden: Mapping[str, Any
     """
     fit, before = trainer.fit_loop, epoch_and_batch(trainer)[0]
     connector = trainer._checkpoint_connector
-    _compat_callbacks.prune_likewise(trainer.lightning_module, state[_compat_callbacks.WEIGHTS])
-    connector._loaded_checkpoint = _compat_callbacks.apart(trainer, state)
+    _callbacks.prune_likewise(trainer.lightning_module, state[_callbacks.WEIGHTS])
+    connector._loaded_checkpoint = _callbacks.apart(trainer, state)
     try:
         connector.restore_datamodule()
         connector.restore_model()
@@ -55,7 +56,7 @@ def restore(trainer: Trainer, state: Mapping[str, Any], hidden: Mapping[str, Any
             part(tree_of(trainer), "trainer.call._call_lightning_module_hook")(trainer, "on_train_epoch_start")
             again = part(tree_of(trainer), "trainer.call._call_callbacks_load_state_dict")
             again(trainer, connector._loaded_checkpoint)
-        _compat_callbacks.load_hidden(trainer, hidden)
+        _callbacks.load_hidden(trainer, hidden)
         connector.restore_optimizers_and_schedulers()
     finally:
         connector._loaded_checkpoint = {}
@@ -85,7 +86,7 @@ def around_each_batch(trainer: Trainer, before: Callable[[], None], after: Calla
 
 
 def no_longer_around_batches(trainer: Trainer) -> None:
-    """Take `around_each_batch` back."""
+    """Undo what `around_each_batch` did to the loop."""
     vars(trainer.fit_loop.epoch_loop).pop("advance", None)
 
 
@@ -119,7 +120,7 @@ def follow_micro_batches(trainer: Trainer, first: Callable[[], bool], last: Call
 
         @classmethod
         def from_training_step_output(cls, output: Any, normalize: int = 1) -> Any:
-            """As Lightning's, without the division."""
+            """Build the result as Lightning does, without the division by micro-batches."""
             del normalize
             return super().from_training_step_output(output, 1)
 
@@ -129,7 +130,7 @@ def follow_micro_batches(trainer: Trainer, first: Callable[[], bool], last: Call
 
 
 def no_longer_follow(trainer: Trainer) -> None:
-    """Take `follow_micro_batches` back."""
+    """Undo what `follow_micro_batches` did to the loop."""
     loop = trainer.fit_loop.epoch_loop
     vars(loop).pop("_accumulated_batches_reached", None)
     for name in ("output_result_cls", "_make_zero_grad_fn"):
@@ -163,12 +164,12 @@ def end_epoch(trainer: Trainer) -> None:
 
 
 def lengths(trainer: Trainer) -> tuple[Any, Any]:
-    """What `tell_length` changes for longer than an epoch."""
+    """The lengths that `tell_length` changes for longer than an epoch."""
     return trainer.fit_loop.max_batches, trainer.val_check_batch
 
 
 def set_lengths(trainer: Trainer, before: tuple[Any, Any]) -> None:
-    """Take that back."""
+    """Put back the lengths that `lengths` returned."""
     trainer.fit_loop.max_batches, trainer.val_check_batch = before
 
 
@@ -256,7 +257,7 @@ def was_last(trainer: Trainer) -> bool:
 
 
 def divides_data(trainer: Trainer) -> bool:
-    """`Trainer(use_distributed_sampler)`."""
+    """Whether Lightning divides the data (`Trainer(use_distributed_sampler)`)."""
     return bool(trainer._accelerator_connector.use_distributed_sampler)
 
 
@@ -278,7 +279,7 @@ def _prepare_around(connector: Any, exchange: Any, around: Any, dataloader: Any,
 
 
 def worker_seeder(tree: str) -> Callable[..., None]:
-    """`pl_worker_init_function(worker_id, rank)`."""
+    """Lightning's function `pl_worker_init_function(worker_id, rank)`."""
     fabric = FABRICS[TREES.index(tree)]
     return part(fabric, "utilities.seed.pl_worker_init_function")  # type: ignore[no-any-return]
 
@@ -320,7 +321,7 @@ def place_data(trainer: Trainer, states: list[dict[str, Any]]) -> None:
         set_epoch(loader, epoch)
     cycles = combined._mode == "max_size_cycle"
     stateful = [hasattr(x, "state_dict") and hasattr(x, "load_state_dict") for x in loaders]
-    known = all(s or data.can_skip(x) for s, x in zip(stateful, loaders, strict=True))
+    known = all(s or can_skip(x) for s, x in zip(stateful, loaders, strict=True))
     if any(isinstance(loader, ElasticDataLoader) for loader in loaders):
         pass  # the only one, and its cursor is the Manager's affair
     elif stateful and states and len(states) == sum(stateful):
@@ -328,12 +329,12 @@ def place_data(trainer: Trainer, states: list[dict[str, Any]]) -> None:
     else:
         known = known and not any(stateful)
     # With max_size_cycle a loader that has ended began again: `consumed` since the read that found its end.
-    lengths = [len(x) if cycles and known and data.can_skip(x) else 0 for x in loaders]
+    lengths = [len(x) if cycles and known and can_skip(x) else 0 for x in loaders]
     consumed = [0 < n < batch for n in lengths]
     with contextlib.ExitStack() as stack:
         for loader, own, n in zip(loaders, stateful, lengths, strict=True):
             if known and not own:
-                stack.enter_context(data.open_at(loader, (batch - 1) % n + 1 if 0 < n < batch else batch))
+                stack.enter_context(open_at(loader, (batch - 1) % n + 1 if 0 < n < batch else batch))
         iter(combined)
     if known:
         combined._iterator._idx = batch
@@ -393,7 +394,7 @@ METADATA = (
 
 
 def metrics(trainer: Trainer) -> dict[str, Any]:
-    """What was logged so far: the values that callbacks monitor, and the sums of this epoch's means.
+    """The metrics logged so far: the values that callbacks monitor, and the sums of this epoch's means.
 
     Without them a newcomer's EarlyStopping, ModelCheckpoint or ReduceLROnPlateau would fail on a key that it has not
     seen yet. Relies on `_LoggerConnector` and on `_ResultCollection` of the epoch loop. Logged `torchmetrics.Metric`s

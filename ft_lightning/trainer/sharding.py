@@ -3,8 +3,7 @@
 How it works. While the Trainer prepares a loader, `Sharding` knows for which stage: a training loader's sampler divides
 the data among all ranks of all groups, an evaluation loader's among the ranks of its group. The division is by the
 *maximum* number of groups, so that shards do not move when one fails; a group that joins with a higher number than that
-gets its own part when the next epoch begins. `open_at` opens a loader at a batch: it skips in the sampler, so the
-dataset is not asked for what is skipped. `Unseen` counts what groups that were away have left unread.
+gets its own part when the next epoch begins. `Unseen` counts what groups that were away have left unread.
 
 Order. With Lightning's distributed sampler the order follows from seed, epoch and rank, so a restarted group goes on
 exactly where it would have been. A sampler of the user's that Lightning divides (weighted, subset, ...) draws from
@@ -24,26 +23,20 @@ Threads: the training thread.
 from __future__ import annotations
 
 import contextlib
-import itertools
 import logging
 import os
-import random
-import re
-import sys
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Sampler
 
 from ft_core.errors import ConfigError
+from ft_core.loop.sampling import ReplayableSampler
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping
 
 log = logging.getLogger("ft_lightning")
-__all__ = ["Replayable", "Sharding", "Unseen", "can_skip", "groups_needed", "open_at"]
-
 TRAIN = "train"
 
 
@@ -158,124 +151,11 @@ class Sharding:
             log.warning("%s", text)
 
 
-class Replayable(Sampler[Any]):
-    """A sampler whose order follows from (seed, epoch) alone, so that every replica and every restart draws it alike.
-
-    Its random numbers come from torch's, Python's and numpy's global generators and from its own `generator`; all are
-    set for the time it draws and put back afterwards.
-    """
-
-    def __init__(self, sampler: Sampler[Any], seed: int) -> None:
-        self.sampler = sampler
-        self.seed = seed
-        self.epoch = 0
-
-    def __repr__(self) -> str:
-        return f"Replayable({type(self.sampler).__name__}, seed={self.seed}, epoch={self.epoch})"
+class Replayable(ReplayableSampler):
+    """A sampler that draws the same order everywhere, and has the attributes of the user's inside it."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["sampler"], name)
-
-    def set_epoch(self, epoch: int) -> None:
-        """Called by the Trainer before each epoch."""
-        self.epoch = epoch
-
-    def __len__(self) -> int:
-        return len(self.sampler)  # type: ignore[arg-type]
-
-    def __iter__(self) -> Iterator[Any]:
-        own = getattr(self.sampler, "generator", None)
-        seed = (self.seed + 1_000_003 * self.epoch) % (1 << 32)
-        numpy = sys.modules.get("numpy.random")
-        python_state, numpy_state = random.getstate(), numpy.get_state() if numpy is not None else None
-        own_state = own.get_state() if isinstance(own, torch.Generator) else None
-        with torch.random.fork_rng(devices=[]):
-            try:
-                torch.manual_seed(seed)
-                random.seed(seed)
-                if numpy is not None:
-                    numpy.seed(seed)
-                if own is not None and own_state is not None:
-                    own.manual_seed((own.initial_seed() + 1_000_003 * self.epoch) % (1 << 63))
-                return iter(list(self.sampler))  # in full: a sampler may draw while it is iterated
-            finally:
-                random.setstate(python_state)
-                if numpy is not None:
-                    numpy.set_state(numpy_state)
-                if own is not None and own_state is not None:
-                    own.set_state(own_state)
-
-
-class _From:
-    """A sampler that skips its first `skip` items."""
-
-    def __init__(self, sampler: Any, skip: int) -> None:
-        self._sampler = sampler
-        self.skip = skip
-
-    def __iter__(self) -> Iterator[Any]:
-        return itertools.islice(self._sampler, self.skip, None)
-
-    def __len__(self) -> int:
-        return len(self._sampler)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.__dict__["_sampler"], name)
-
-
-def can_skip(loader: object) -> bool:
-    """`open_at` can open this loader at any batch without reading: a map-style DataLoader with a length."""
-    if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
-        return False
-    try:
-        len(loader)
-    except (TypeError, NotImplementedError):
-        return False
-    return type(loader).__iter__ is DataLoader.__iter__
-
-
-@contextlib.contextmanager
-def open_at(loader: DataLoader[Any], batch: int) -> Iterator[None]:
-    """Inside, the next `iter(loader)` begins at `batch`; new or persistent workers get nothing from before it."""
-    skipping = _From(loader.batch_sampler if loader.batch_sampler is not None else loader.sampler, batch)
-    with reading(loader, skipping):
-        try:
-            yield
-        finally:
-            skipping.skip = 0  # an iterator with workers made two iterators of it, and may make a third
-
-
-@contextlib.contextmanager
-def reading(loader: DataLoader[Any], order: Any) -> Iterator[None]:
-    """Inside, `loader` reads what `order` gives instead of its batch sampler (its sampler, without batching).
-
-    Relies on DataLoader taking its indices from the attribute `batch_sampler` (or `sampler`, without batching), a
-    persistent one from the attribute of the same purpose of its iterator.
-    """
-    attribute = "batch_sampler" if loader.batch_sampler is not None else "sampler"
-    original = getattr(loader, attribute)
-    persistent = getattr(loader, "_iterator", None)
-    vars(loader)[attribute] = order  # DataLoader refuses plain assignment
-    if persistent is not None:
-        persistent._index_sampler = order
-    try:
-        yield
-    finally:
-        vars(loader)[attribute] = original
-        for iterator in (persistent, getattr(loader, "_iterator", None)):
-            if iterator is not None:
-                iterator._index_sampler = original
-
-
-def groups_needed(groups: int, members: Iterable[str]) -> int:
-    """By how many the data must be divided so that each member has a part: groups that joined later have high numbers.
-
-    Args:
-        groups: by how many it is divided now.
-        members: names of the members of a quorum, as `replica-3:1f2e3d4c`; others do not count.
-    """
-    numbers = (re.fullmatch(r".*-(\d{1,6})(:\w+)?", name) for name in members)
-    return max([groups, *(int(found[1]) + 1 for found in numbers if found)])
 
 
 class Unseen:
@@ -294,7 +174,7 @@ class Unseen:
         self.read += participants
 
     def epoch_ended(self, epoch: int) -> str:
-        """What to tell, "" if nothing was missed; counts from zero again."""
+        """A warning about what was missed, "" for nothing; counts from zero again."""
         missed, shares = self.shares - self.read, self.shares
         self.shares = self.read = 0
         if not missed:

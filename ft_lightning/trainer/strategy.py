@@ -2,7 +2,7 @@
 
 How it works. Inside its group this is DDPStrategy. Across the groups a `ft_core.Manager` drives the steps:
 before each batch is fetched the quorum is opened (and, on a newcomer or a replica that fell behind, the others' whole
-run adopted: `adoption`); the model is wrapped in ft_core's DistributedDataParallel, so gradients are
+run taken over: `takeover`); the model is wrapped in ft_core's DistributedDataParallel, so gradients are
 averaged over the groups while backward runs; the closure that Lightning hands to the optimizer votes at its end, before
 gradients are clipped. A veto unwinds the closure with a private exception: parameters, optimizer, scaler, counters and
 schedulers stay as they were.
@@ -20,18 +20,20 @@ from typing import TYPE_CHECKING, Any
 from ft_core import DistributedDataParallel, Manager, ProcessGroupGloo
 from ft_core.errors import ConfigError, LighthouseError, QuorumTimeoutError
 from ft_core.reduction.ddp_arguments import check_arguments
-from ft_lightning import _autoload, _compat, _compat_callbacks
-from ft_lightning import _compat_position as _position
-from ft_lightning.adoption import Adoption
+from ft_lightning import _compat
+from ft_lightning._compat import callbacks as _callbacks
+from ft_lightning._compat import position as _position
 from ft_lightning.arguments import Arguments, DataArguments, check_kwargs
-from ft_lightning.data import Sharding
-from ft_lightning.elastic import ElasticData
-from ft_lightning.modes import Modes
-from ft_lightning.placement import Placed
-from ft_lightning.rooms import RUNS
-from ft_lightning.running_out import RunningOut
-from ft_lightning.shared_evaluation import SharedEvaluation
-from ft_lightning.writing import Writing
+from ft_lightning.launcher import StartsGroups
+from ft_lightning.names import NAME
+from ft_lightning.runs import RUNS
+from ft_lightning.trainer.checkpoints import Checkpoints
+from ft_lightning.trainer.elastic import ElasticData
+from ft_lightning.trainer.optimizer_steps import OptimizerSteps
+from ft_lightning.trainer.sharding import Sharding
+from ft_lightning.trainer.shared_evaluation import SharedEvaluation
+from ft_lightning.trainer.takeover import Takeover
+from ft_lightning.trainer.uneven import UnevenEnd
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -41,11 +43,10 @@ if TYPE_CHECKING:
     from torch import nn
 
 log = logging.getLogger("ft_lightning")
-NAME = _autoload.NAME
 
 
-class FaultTolerance(Modes, Writing, Placed):
-    """What is added to DDPStrategy; `strategy_class` mixes the two for one of Lightning's two class trees.
+class FaultTolerance(OptimizerSteps, Checkpoints, StartsGroups):
+    """The fault tolerance of DDPStrategy; `strategy_class` mixes the two for one of Lightning's two class trees.
 
     Args:
         min_replicas: smallest quorum; None: FT_MIN_REPLICAS, else 1.
@@ -122,16 +123,16 @@ class FaultTolerance(Modes, Writing, Placed):
         super().__init__(process_group_backend=process_group_backend, **kwargs)
         check_arguments(self._ddp_kwargs)  # type: ignore[attr-defined]
         self.manager: Manager | None = None
-        """Of this rank, while `fit` runs."""
+        """The Manager of this rank, while `fit` runs."""
         self._trainer: Any = None
         seeder = _position.worker_seeder(self._tree)
         self._sharding = Sharding(self.replica_group, self.num_replica_groups, seeder)
         self.elastic = ElasticData(self._data_arguments, seeder)
         """The training data, if it is elastic."""
-        self.running_out = RunningOut(self, on_exhausted)
-        """What happens when this replica's loader ends before the others'."""
+        self.uneven = UnevenEnd(self, on_exhausted)
+        """The end of this replica's loader, which may come before the others'."""
         self._shared: SharedEvaluation | None = None
-        self._adoption: Adoption | None = None
+        self._takeover: Takeover | None = None
         """Position in the run that all replicas share, while `fit` runs."""
         self._pause: Any = None
 
@@ -171,11 +172,11 @@ class FaultTolerance(Modes, Writing, Placed):
         """Build the Manager before the model is wrapped; only `fit` needs one."""
         self._trainer = trainer
         if self._trains:
-            self._adoption = Adoption(trainer, self._sharding, self.elastic)
+            self._takeover = Takeover(trainer, self._sharding, self.elastic)
             self.manager = self._new_manager(
                 pg=ProcessGroupGloo(),
                 load_state_dict=self._load_state,
-                state_dict=self._adoption.state,
+                state_dict=self._takeover.state,
                 use_async_quorum=False,  # a replica that is behind must know the others' position before it trains
                 quorum_in_commit=False,  # between two batches only is all state of one moment
                 rank=self.global_rank,  # type: ignore[attr-defined]
@@ -190,28 +191,28 @@ class FaultTolerance(Modes, Writing, Placed):
             if self.manager is not None:
                 self._shared.train_with(self.manager)
         super().setup(trainer)  # type: ignore[misc]
-        if self.manager is not None and self._adoption is not None:
-            uneven = self.running_out.policy is not None
-            self._adoption.start(self.open_quorum, self.running_out.run_out, uneven=uneven)
+        if self.manager is not None and self._takeover is not None:
+            uneven = self.uneven.policy is not None
+            self._takeover.start(self.open_quorum, self.uneven.run_out, uneven=uneven)
             self.start_voting()
 
     def _setup_model(self, model: nn.Module) -> nn.Module:
         if self.manager is None:
             return super()._setup_model(model)  # type: ignore[misc,no-any-return]
         options = self.wrapper_options(model, self._ddp_kwargs)  # type: ignore[attr-defined]
-        if _compat_callbacks.thaws(self._trainer):  # what is frozen now counts as unused until it is not
+        if _callbacks.thaws(self._trainer):  # what is frozen now counts as unused until it is not
             options["find_unused_parameters"] = True
-            with _compat_callbacks.all_thawed(model):
+            with _callbacks.all_thawed(model):
                 return DistributedDataParallel(self.manager, model, **options)
         return DistributedDataParallel(self.manager, model, **options)
 
     def _register_ddp_hooks(self) -> None:
-        """Communication is the Manager's."""
+        """Refuse DDP's hooks: the Manager communicates."""
         if getattr(self, "_ddp_comm_hook", None) is not None:
             raise ConfigError("ddp_comm_hook cannot be used with strategy='fault_tolerant': the Manager communicates")
 
     def on_train_end(self) -> None:
-        """Training is over: the room closes behind us."""
+        """Training is over: all stop together, and the room is closed to latecomers."""
         if self.manager is not None:
             self.close_quorum()
             self._finish()
@@ -220,8 +221,8 @@ class FaultTolerance(Modes, Writing, Placed):
         """Leave, if `fit` did not come to its end, and stop all threads."""
         if self._shared is not None:
             self._shared.end()
-        if self._adoption is not None:
-            self._adoption.stop()
+        if self._takeover is not None:
+            self._takeover.stop()
         self.end_voting()
         self.elastic.end()
         manager, self.manager = self.manager, None
@@ -238,9 +239,9 @@ class FaultTolerance(Modes, Writing, Placed):
 
     def _load_state(self, state: Mapping[str, Any]) -> None:
         """The Manager's load function, called inside `start_quorum`: a peer's state at this very point."""
-        assert self._adoption is not None
-        self._heard(state)
-        self._adoption.load(state)
+        assert self._takeover is not None
+        self.leader.before_adopting(state)
+        self._takeover.load(state)
 
     # ------------------------------------------------------------ evaluation
 
@@ -274,12 +275,12 @@ class FaultTolerance(Modes, Writing, Placed):
     def on_validation_start(self) -> None:
         """The others wait for a replica that validates."""
         super().on_validation_start()  # type: ignore[misc]
-        if self.manager is not None and self._trainer.validating and not self.running_out.left:
+        if self.manager is not None and self._trainer.validating and not self.uneven.left:
             self._pause = self.manager.pause("validation", max_s=3600.0)
             self._pause.__enter__()
 
     def on_validation_end(self) -> None:
-        """Back."""
+        """The others need not wait any more."""
         if self._pause is not None:
             pause, self._pause = self._pause, None
             pause.__exit__(None, None, None)
@@ -290,15 +291,7 @@ _classes: dict[str, type] = {}
 
 
 def strategy_class(tree: str = "lightning.pytorch") -> type:
-    """FaultTolerantStrategy for `lightning.pytorch`, `pytorch_lightning`, `lightning.fabric` or `lightning_fabric`."""
-    if tree in _compat.FABRICS:
-        from ft_lightning import fabric
-
-        return fabric.strategy_class(tree)
-    if tree == "lightning":
-        tree = "lightning.pytorch"
-    if tree not in _compat.TREES:
-        raise ConfigError(f"strategy_class({tree!r}): known are {', '.join((*_compat.TREES, *_compat.FABRICS))}")
+    """FaultTolerantStrategy for `lightning.pytorch` or `pytorch_lightning`."""
     if tree not in _classes:
         base = _compat.part(tree, "strategies.DDPStrategy")
         _classes[tree] = type("FaultTolerantStrategy", (FaultTolerance, base), {

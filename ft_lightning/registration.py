@@ -13,17 +13,16 @@ Invariants: only the standard library is imported here, and nothing is ever rais
 from __future__ import annotations
 
 import contextlib
-import os
 import sys
 from typing import TYPE_CHECKING, Any
+
+from ft_lightning.names import DESCRIPTION, NAME
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from importlib.machinery import ModuleSpec
     from types import ModuleType
 
-NAME = "fault_tolerant"
-DESCRIPTION = "Data parallel over replica groups, any of which may fail and come back (ft_lightning)"
 REGISTRIES = {
     "lightning.pytorch.strategies": "StrategyRegistry",
     "pytorch_lightning.strategies": "StrategyRegistry",
@@ -31,16 +30,6 @@ REGISTRIES = {
     "lightning_fabric.strategies": "STRATEGY_REGISTRY",
 }
 """Module -> its attribute that is the registry."""
-
-
-def _working_directory() -> str:
-    with contextlib.suppress(OSError):
-        return os.getcwd()
-    return ""
-
-
-STARTED_IN = _working_directory()
-"""Where the process was when torch was imported: a script may go elsewhere, its command line was written for here."""
 
 
 class Finder:
@@ -51,7 +40,7 @@ class Finder:
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """What Python asks for every module that it imports."""
+        """Find a module; Python calls this for every one that it imports."""
         if fullname not in REGISTRIES:
             return None
         try:
@@ -86,7 +75,7 @@ def register(module: ModuleType) -> None:
 
 def _factory(tree: str) -> Callable[..., Any]:
     def fault_tolerant(**kwargs: Any) -> Any:
-        from ft_lightning.strategy import strategy_class
+        from ft_lightning.classes import strategy_class
 
         return strategy_class(tree)(**kwargs)
 

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     State = dict[str, Any]
 
 REDUCTIONS = ("mean", "sum", "max", "min")
-"""Of `self.log(reduce_fx=)`, by the name of torch's function."""
+"""The reductions of `self.log(reduce_fx=)`, by the name of torch's function."""
 LOGGED, METRIC, SHOWN = "logged", "metric", "shown"
 """A value that was logged; a metric of the module; that such a metric was logged."""
 
@@ -97,7 +97,7 @@ def at_end_of_predictions(loop: Any, end: Callable[[], None]) -> None:
 
 
 def as_it_was(loop: Any) -> None:
-    """Take the above back."""
+    """Undo what was put around the loop."""
     for name in ("run", "reset", "on_run_start", "_store_dataloader_outputs", "on_run_end"):
         vars(loop).pop(name, None)
 
@@ -131,7 +131,7 @@ def set_epoch(loop: Any) -> None:
 
 
 def loaders(loop: Any) -> list[Any]:
-    """Of a loop, in order."""
+    """The loaders of a loop, in order."""
     return list(loop._combined_loader.flattened)
 
 
@@ -146,13 +146,13 @@ def set_lengths(loop: Any, batches: Sequence[float]) -> None:
 
 
 def evaluate_batch(loop: Any, batch: Any, index: int, loader: int) -> None:
-    """As the loop does with each batch, with all hooks. Relies on `_evaluation_step` and `_predict_step`."""
+    """Evaluate a batch as the loop does, with all hooks. Relies on `_evaluation_step` and `_predict_step`."""
     step = loop._evaluation_step if hasattr(loop, "_evaluation_step") else loop._predict_step
     step(batch, index, loader, None)
 
 
 def predictions(loop: Any, loader: int) -> list[Any]:
-    """What `predict_step` returned, batch by batch: the list itself."""
+    """The list of what `predict_step` returned, batch by batch."""
     return loop._predictions[loader]  # type: ignore[no-any-return]
 
 
@@ -165,7 +165,7 @@ def indices(loop: Any, loader: int) -> list[Any]:
 
 
 def _kind(loop: Any) -> Any:
-    """TorchMetrics' Metric."""
+    """The class Metric of TorchMetrics."""
     return part(tree_of(loop.trainer), "trainer.connectors.logger_connector.result").Metric
 
 
@@ -191,7 +191,7 @@ def _touched(name: str, metric: Any) -> bool:
 
 
 def states(loop: Any) -> dict[str, State]:
-    """What was added since `clear`, or before it. What nothing was added to is not in it.
+    """The metrics that something was added to since `clear`, or before it.
 
     Relies on `Metric._defaults` (the names of its states) and `_update_count`; on `_ResultMetric.has_reset`.
     """
@@ -274,7 +274,7 @@ def merge(loop: Any, several: Sequence[Mapping[str, State]]) -> dict[str, State]
 
 
 def _reduction(name: str, attr: str, about: Mapping[str, Any], metric: Any) -> Callable[[Tensor], Any] | None:
-    """Of a stack of tensors (dimension 0), or None where they are to be kept apart. A mean counts by updates."""
+    """The reduction of stacked tensors (dimension 0), or None where they are kept apart. A mean counts by updates."""
     if name.startswith(METRIC):
         return metric._reductions[attr]  # type: ignore[no-any-return]
     reduce = about["reduce_fx"]
@@ -307,7 +307,7 @@ def _to(value: Any, device: torch.device) -> Any:
 
 
 def _about(name: str, metric: Any) -> dict[str, Any]:
-    """What it takes to register a value that was logged elsewhere only."""
+    """The facts with which another group can register a value that was logged here only."""
     if not name.startswith(LOGGED):
         return {}
     meta = metric.meta
@@ -321,7 +321,7 @@ def _about(name: str, metric: Any) -> dict[str, Any]:
 
 
 def _register(loop: Any, key: str, about: Mapping[str, Any], *, is_tensor: bool = True) -> Any:
-    """As `_ResultCollection.log` does with a key that it does not know."""
+    """Register a key, as `_ResultCollection.log` does with one that it does not know."""
     result = part(tree_of(loop.trainer), "trainer.connectors.logger_connector.result")
     fields = {name: value for name, value in about.items() if name != "sync"}
     meta = result._Metadata(**fields)

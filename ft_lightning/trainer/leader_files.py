@@ -1,14 +1,14 @@
 """Who writes: one replica, the leader, saves checkpoints, feeds the loggers, draws the progress bar and config.yaml.
 
-How it works. The leader is rank 0 of the first participant of the quorum, so all members know it without a word.
+How it works. The leader is rank 0 of the first participant of the quorum, so all members know it without a message.
 `is_global_zero` and `rank_zero_only` follow it. Before the first quorum a provisional leader does what Lightning writes
-at the start: the group with the lowest number, unless the lighthouse says that a quorum trains already.
+at the start: the group with the lowest number, unless a quorum trains already, as the lighthouse knows.
 
-After a change the new leader goes on with what is there. For that all replicas carry the leader's *word*: the versions
-of the loggers' runs, the states of all ModelCheckpoints, and which checkpoint files exist. The leader tells it in every
-new quorum and every `WORD_EVERY` steps, in one small collective that all members take part in at the same point; who
-adopts another's state receives it with that. `ModelCheckpoint.file_exists` is answered from this list, not from the
-disk, so names with a version suffix come out alike on all replicas.
+After a change the new leader goes on with what is there. For that all replicas carry the `LeaderState`: the versions of
+the loggers' runs, the states of all ModelCheckpoints, and which checkpoint files exist. The leader broadcasts it in
+every new quorum and every `BROADCAST_EVERY` steps, in one small collective that all members take part in at the same
+point; who adopts another's state receives it with that. `ModelCheckpoint.file_exists` is answered from this list, not
+from the disk, so names with a version suffix come out alike on all replicas.
 
 A leader may die while it saves. So each replica keeps what it would have written since the last commit (references: the
 state changes with the next commit only), and a new leader writes it again before it goes on. If the write itself fails,
@@ -33,8 +33,8 @@ import torch
 from torch.distributed import ReduceOp
 
 from ft_core.runtime import notices
-from ft_lightning import _compat_writers as writers
-from ft_lightning.rooms import RUNS
+from ft_lightning._compat import writers
+from ft_lightning.runs import RUNS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -43,19 +43,40 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("ft_lightning")
 KEY = "ft_leader"
-"""Of the word in the state that donors hand out."""
-WORD_EVERY = 50
-"""Steps between two words in one quorum: what a ModelCheckpoint does on the leader alone is known after that many."""
+"""The name of the LeaderState in what donors hand out."""
+BROADCAST_EVERY = 50
+"""Steps between two broadcasts in a quorum, after which all know what a ModelCheckpoint did on the leader alone."""
 HEAD = 4096
-"""Bytes of the first collective of a word; a longer one needs a second."""
+"""Bytes of the first collective of a broadcast; a longer LeaderState needs a second."""
 LENGTH = 8
-"""Bytes of HEAD that say how long the word is."""
+"""Bytes of HEAD that hold the length of the LeaderState."""
 MAX_FILES = 10_000
-"""Names of existing checkpoint files that a word carries."""
+"""Names of existing checkpoint files that a LeaderState carries."""
 MAX_MISSED = 64
-"""Writes kept since the last commit; more are not made good after the leader's death."""
+"""Writes kept since the last commit; more are not redone after the leader's death."""
 SAVE_MAX_S = 3600.0
 """Announced to the peers for a save."""
+
+
+@dataclass(frozen=True)
+class LeaderState:
+    """The files of the run, as the leader has them and all replicas carry them."""
+
+    loggers: list[int | str | None]
+    """The version of each logger's run."""
+    checkpoints: dict[str, Any]
+    """The state of each ModelCheckpoint, by its state key."""
+    existing: list[str] | None
+    """Checkpoint files, at most MAX_FILES; None before the first quorum."""
+
+    def encoded(self) -> str:
+        """The state as JSON."""
+        return json.dumps(vars(self))
+
+    @staticmethod
+    def decoded(text: str) -> LeaderState:
+        """The state that `encoded` was called on."""
+        return LeaderState(**json.loads(text))
 
 
 @dataclass(frozen=True)
@@ -67,10 +88,10 @@ class Missed:
 
 
 class Leadership:
-    """Of one strategy. `strategy` has: manager, global_rank, replica_group, `_tree`.
+    """Whether this process writes, and what the leader has written; one per strategy.
 
     Args:
-        strategy: whose.
+        strategy: has manager, global_rank, replica_group, `_tree`.
     """
 
     def __init__(self, strategy: Any) -> None:
@@ -80,20 +101,20 @@ class Leadership:
         """This process writes (for `is_global_zero`)."""
         self._fits = False
         """Between `fit`'s set-up and its end."""
-        self._told_in = 0
-        """Quorum in which the word was told last."""
+        self._broadcast_in = 0
+        """Quorum in which the LeaderState was broadcast last."""
         self._existing: set[str] | None = None
-        """Checkpoint files in the ModelCheckpoints' folders; None before the first word."""
+        """Checkpoint files in the ModelCheckpoints' folders; None before the first broadcast."""
         self._missed: list[Missed] = []
-        """Since the last commit; at most MAX_MISSED."""
+        """Writes of the leader since the last commit; at most MAX_MISSED."""
 
     def __repr__(self) -> str:
-        return f"Leadership(leads={self.leads}, told in {self._told_in:#x}, {len(self._missed)} writes missed)"
+        return f"Leadership(leads={self.leads}, state of {self._broadcast_in:#x}, {len(self._missed)} writes missed)"
 
     # ------------------------------------------------------------ before the first quorum
 
     def without_quorum(self) -> None:
-        """As long as nothing is known (and for test, validate and predict without fit): the first group writes."""
+        """The first group writes as long as nothing is known, and in test, validate and predict without fit."""
         if self._trainer is None:
             self._set(self._strategy.replica_group == 0)
         else:
@@ -106,7 +127,7 @@ class Leadership:
     def start(self, trainer: Any) -> None:
         """`fit` begins: become the provisional leader, or not. Nothing was written yet."""
         self._trainer, self._fits = trainer, True
-        self._told_in, self._existing, self._missed = 0, None, []
+        self._broadcast_in, self._existing, self._missed = 0, None, []
         again = _attempt() > 0
         self._set(self._strategy.replica_group == 0 and not self._trains_already(again))
         if again:
@@ -128,7 +149,7 @@ class Leadership:
 
     def attach(self, manager: Manager) -> None:
         """The Manager is there, and the callbacks know their folders."""
-        manager.register_state_dict_fn(KEY, self._hear, self._word)
+        manager.register_state_dict_fn(KEY, self._receive, self._state)
         for callback in self._checkpoints():
             callback.file_exists = partial(self._exists, callback, callback.file_exists)
 
@@ -141,22 +162,22 @@ class Leadership:
     # ------------------------------------------------------------ in a quorum
 
     def opened(self) -> None:
-        """Right after every `start_quorum` of this Trainer, on every replica: elect, tell, make good."""
+        """Right after every `start_quorum` of this Trainer, on every replica: elect, broadcast, redo."""
         manager: Manager = self._strategy.manager
         first = manager.participating_rank() == 0
         leads = first and self._strategy.global_rank == 0
         changed = leads != self.leads
         if changed and not leads:
-            self._let_go()
+            self._close_writers()
         self._set(leads)
-        if manager.quorum_id != self._told_in or manager.current_step() % WORD_EVERY == 0:
-            self._tell(manager, first)
+        if manager.quorum_id != self._broadcast_in or manager.current_step() % BROADCAST_EVERY == 0:
+            self._broadcast(manager, first)
         if changed and leads:
             self._take_over(manager)
         for callback in self._checkpoints():
             writers.clock(callback, runs=leads)
         if leads and self._missed:
-            self._make_good(manager)
+            self._redo_missed_writes(manager)
 
     def committed(self) -> None:
         """The state is about to change: what the leader had to write of the one before, it has written."""
@@ -175,13 +196,13 @@ class Leadership:
         self.leads = leads and rank == 0
         writers.set_rank_zero(self._strategy._tree, 0 if self.leads else max(1, rank))
 
-    def resign(self) -> None:
+    def step_down(self) -> None:
         """This replica has left the job: it writes nothing more."""
         if self.leads:
-            self._let_go()
+            self._close_writers()
         self._set(False)
 
-    def _let_go(self) -> None:
+    def _close_writers(self) -> None:
         for logger in self._trainer.loggers:
             writers.close_logger(logger)
         writers.progress_bar(self._trainer, shown=False)
@@ -190,12 +211,12 @@ class Leadership:
         tree, trainer = self._strategy._tree, self._trainer
         for logger in trainer.loggers:
             writers.continue_logger(tree, logger)
-        writers.first_words(tree, trainer)
+        writers.write_beginning(tree, trainer)
         writers.progress_bar(trainer, shown=True)
         step = manager.current_step()
         notices.say(f"{manager.replica_id} writes checkpoints and logs from step {step} on", quiet=step <= 0)
 
-    def _make_good(self, manager: Manager) -> None:
+    def _redo_missed_writes(self, manager: Manager) -> None:
         missed, self._missed = self._missed, []
         made: list[str] = []
         with manager.pause("saving what the former leader may not have saved", SAVE_MAX_S):
@@ -210,46 +231,43 @@ class Leadership:
             paths = ", ".join(made)
             log.info("%s wrote or removed again, as the former leader may not have: %s", manager.replica_id, paths)
 
-    # ------------------------------------------------------------ the word
+    # ------------------------------------------------------------ the state that all carry
 
-    def _word(self) -> str:
+    def _state(self) -> str:
         existing = self._existing
         states: dict[str, Any] = {}
         for callback in self._checkpoints():
             with contextlib.suppress(TypeError):  # a subclass with a state of its own: each replica keeps its own
                 states[callback.state_key] = _plain(writers.checkpoint_state(callback))
-        return json.dumps({
-            "loggers": [writers.logger_version(logger) for logger in self._trainer.loggers],
-            "checkpoints": states,
-            "existing": None if existing is None else sorted(existing)[:MAX_FILES],
-        })  # fmt: skip
+        versions = [writers.logger_version(logger) for logger in self._trainer.loggers]
+        return LeaderState(versions, states, None if existing is None else sorted(existing)[:MAX_FILES]).encoded()
 
-    def _hear(self, word: str) -> None:
-        said = json.loads(word)
-        for logger, version in zip(self._trainer.loggers, said["loggers"], strict=False):
+    def _receive(self, text: str) -> None:
+        state = LeaderState.decoded(text)
+        for logger, version in zip(self._trainer.loggers, state.loggers, strict=False):
             if version is not None:
                 writers.set_logger_version(logger, version)
         for callback in self._checkpoints():
-            if callback.state_key in said["checkpoints"]:
-                writers.set_checkpoint_state(callback, _tensors(said["checkpoints"][callback.state_key]))
-        if said["existing"] is not None:
-            self._existing = set(said["existing"])
+            if callback.state_key in state.checkpoints:
+                writers.set_checkpoint_state(callback, _tensors(state.checkpoints[callback.state_key]))
+        if state.existing is not None:
+            self._existing = set(state.existing)
 
-    def _tell(self, manager: Manager, speaks: bool) -> None:
-        """A broadcast as a sum with zeros. An error vetoes the step, and it is told again in the next quorum."""
-        if speaks and self._existing is None:
+    def _broadcast(self, manager: Manager, sends: bool) -> None:
+        """A broadcast as a sum with zeros. An error vetoes the step, and it is sent again in the next quorum."""
+        if sends and self._existing is None:
             self._existing = {path for callback in self._checkpoints() for path in writers.listing(callback)}
-        said = self._word().encode() if speaks else b""
-        head = len(said).to_bytes(LENGTH, "little") + said[: HEAD - LENGTH]
-        heard = self._sum(manager, head.ljust(HEAD, b"\0"), HEAD)
-        length = int.from_bytes(heard[:LENGTH], "little")
+        mine = self._state().encode() if sends else b""
+        head = len(mine).to_bytes(LENGTH, "little") + mine[: HEAD - LENGTH]
+        received = self._sum(manager, head.ljust(HEAD, b"\0"), HEAD)
+        length = int.from_bytes(received[:LENGTH], "little")
         if length > HEAD - LENGTH:
-            heard = heard[:HEAD] + self._sum(manager, said[HEAD - LENGTH :], length - HEAD + LENGTH)
+            received = received[:HEAD] + self._sum(manager, mine[HEAD - LENGTH :], length - HEAD + LENGTH)
         if manager.errored() is not None:
             return
-        self._told_in = manager.quorum_id
-        if not speaks and length:
-            self._hear(heard[LENGTH : LENGTH + length].decode())
+        self._broadcast_in = manager.quorum_id
+        if not sends and length:
+            self._receive(received[LENGTH : LENGTH + length].decode())
 
     @staticmethod
     def _sum(manager: Manager, mine: bytes, size: int) -> bytes:
@@ -287,7 +305,7 @@ class Leadership:
             self._missed.append(Missed(str(path), write))
 
     def _write(self, manager: Manager, path: str, write: Callable[[], None]) -> None:
-        """Who cannot is ended by the error, but for the last one that holds the state: that is worth more."""
+        """Write; an error ends this replica, unless it is the last that holds the state: that is worth more."""
         try:
             write()
         except Exception as error:

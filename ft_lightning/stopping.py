@@ -18,53 +18,20 @@ from typing import TYPE_CHECKING, Any
 
 from ft_core.errors import FaultToleranceError, JobFinishedError
 from ft_core.runtime.drain_signal import Sigterm
-from ft_lightning import _compat_writers as writers
+from ft_lightning._compat import writers
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from ft_core import Manager
 
 log = logging.getLogger("ft_lightning")
-
-
-class StopTogether(FaultToleranceError):
-    """The reason of the vetoes: some replica has ended its training."""
 
 
 class RunLostError(FaultToleranceError):
     """All replicas of a later call of `fit` have died, and with them what the calls before it had trained."""
 
 
-def stop_together(manager: Manager, opened: Callable[[], None]) -> None:
-    """At the end of `fit`, between two steps.
-
-    Args:
-        manager: of this rank.
-        opened: called after each `start_quorum`.
-
-    Raises:
-        QuorumTimeoutError, RefusedError: there is no quorum any more.
-    """
-    if manager.quorum_id == 0:
-        return
-    manager.request_stop()
-    while not manager.stop_agreed:
-        try:
-            manager.start_quorum(shrink_only=True)
-        except JobFinishedError:
-            return  # the others have agreed without this one
-        opened()
-        manager.report_error(StopTogether("training has ended"))
-        try:
-            manager.should_commit()
-        except RuntimeError:  # max_retries: these vetoes are no failures
-            if not manager.stop_agreed:
-                raise
-
-
 def told_to_stop(manager: Manager, trainer: Any) -> None:
-    """After each vote."""
+    """Let the Trainer stop if the votes have shown that all stop. After each vote."""
     if manager.stop_agreed and not trainer.should_stop:
         log.info("%s: stops, as another replica has ended its training", manager.replica_id)
         trainer.should_stop = True
@@ -77,7 +44,7 @@ def finished(error: JobFinishedError) -> SystemExit:
 
 
 def lost(error: JobFinishedError) -> RunLostError:
-    """Who comes when a later run than this one has died out: its state is gone, and that is no end of a job."""
+    """The error of a replica that comes when a later run than this one has died out, and its state is gone."""
     return RunLostError(
         f"every replica has died in a later call of fit than this one, so nobody is left who has the model that this "
         f"call trained ({error}): start the job again, with fit(ckpt_path=...) to go on from a checkpoint"

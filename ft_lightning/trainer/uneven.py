@@ -1,4 +1,4 @@
-"""What a replica does whose training loader ends before the others' in an epoch: the strategy's `on_exhausted`.
+"""`UnevenEnd`: a training loader ends before the others' in an epoch, and `on_exhausted` says what follows.
 
 How it works. After the last batch of each epoch, between two batches, `run_out` lets ft_core's policy have its way:
 "shadow" takes part in the others' steps with weight zero, and applies them as Lightning does (precision, clipping,
@@ -6,7 +6,7 @@ hooks of the optimizer step, schedulers that follow steps, counts), until all ar
 one step, after which the others' epochs end, too; "leave" leaves the job, and `fit` ends here. Schedulers that follow
 epochs wait for that.
 
-As the replicas' batches are not the same, their positions need not be (`Adoption.meet` has no part in this). A replica
+As the replicas' batches are not the same, their positions need not be (`Takeover.meet` has no part in this). A replica
 that is healed while it shadows takes the others' progress; if they are in another epoch by then, it goes on there.
 
 Invariants: the steps of an epoch are all made, here and elsewhere, before anything of its end happens.
@@ -19,9 +19,9 @@ import logging
 from typing import TYPE_CHECKING, Any
 
 from ft_core.errors import ConfigError, JobFinishedError
-from ft_lightning import _compat_position as _position
-from ft_lightning import agreement
-from ft_lightning.adoption import patiently
+from ft_core.loop.quorum_wait import patiently
+from ft_lightning import stopping
+from ft_lightning._compat import position as _position
 
 if TYPE_CHECKING:
     from ft_core import Manager
@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 log = logging.getLogger("ft_lightning")
 
 
-class RunningOut:
-    """Of one strategy, while `fit` runs.
+class UnevenEnd:
+    """The end of this replica's training loader, epoch by epoch, while `fit` runs.
 
     Args:
         strategy: whose.
@@ -43,13 +43,13 @@ class RunningOut:
         self.left = False
         """This replica has left the job; `fit` ends."""
         self._done = False
-        """In this epoch."""
+        """The end was handled in this epoch."""
         self._applied = False
         self._lengths: tuple[Any, Any] | None = None
-        """Of this replica's own epochs, while the others' end."""
+        """The lengths of this replica's own epochs, while the others' end."""
 
     def __repr__(self) -> str:
-        return f"RunningOut({self.policy}, left={self.left})"
+        return f"UnevenEnd({self.policy}, left={self.left})"
 
     def check(self, module: Any) -> None:
         """Refuse what it does not go with.
@@ -90,7 +90,7 @@ class RunningOut:
         return _position.data_is_over(self._trainer)
 
     def batch_begins(self) -> None:
-        """Before each batch."""
+        """Restore the length of the epoch; before each batch."""
         self._done = False
         if self._lengths is not None:
             lengths, self._lengths = self._lengths, None
@@ -122,7 +122,7 @@ class RunningOut:
             while not manager.stop_agreed and not self._shadow(manager):
                 if not self._applied:
                     _position.count_batch(trainer)  # a vetoed one is counted, too
-            agreement.told_to_stop(manager, trainer)
+            stopping.told_to_stop(manager, trainer)
             if manager.stop_agreed or _position.epoch_and_batch(trainer)[0] != before:
                 return  # all end here; or it was healed by those who are further on
         _position.end_epoch(trainer)
@@ -135,11 +135,11 @@ class RunningOut:
         def attempt() -> bool:
             return manager.shadow_step(self._apply, ends=self.policy == "stop_all", opened=self._strategy._opened)
 
-        with self._strategy._adoption.staying():
+        with self._strategy._takeover.staying():
             try:
                 return patiently(manager, self._strategy.lighthouse_address, attempt)
             except JobFinishedError as error:
-                raise agreement.finished(error) from None
+                raise stopping.finished(error) from None
 
     def _apply(self) -> None:
         self._applied = True
@@ -153,4 +153,4 @@ class RunningOut:
             log.info("%s: out of data: leaves with step %d", manager.replica_id, manager.current_step())
             manager.leave("out of data")
             self.left = True
-            self._strategy.leader.resign()
+            self._strategy.leader.step_down()

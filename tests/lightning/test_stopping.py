@@ -13,11 +13,11 @@ import torch
 from torch import nn
 
 from ft_core.control.lighthouse.server import LighthouseServer
-from ft_lightning.rooms import RUNS, Runs
-from ft_lightning.strategy import strategy_class
+from ft_lightning.classes import strategy_class
+from ft_lightning.runs import RUNS, Runs
 from tests.chaos.test_ftrun import pid_of
-from tests.lightning.test_leader import alike, ends
-from tests.lightning.test_leader import wishes as wishes
+from tests.lightning.test_leader_files import alike, ends
+from tests.lightning.test_leader_files import wishes as wishes
 
 if TYPE_CHECKING:
     import pathlib
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from tests.launch.job import Job
-    from tests.lightning.test_leader import Wishes
+    from tests.lightning.test_leader_files import Wishes
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::lightning.pytorch.utilities.warnings.PossibleUserWarning"),
@@ -172,7 +172,7 @@ def test_what_an_epoch_that_was_cut_short_left_unread(
 
     def missed(runner: L.Trainer, *_: Any) -> None:
         strategy: Any = runner.strategy
-        strategy._adoption.unseen.count(1, 2)  # as if another group were away
+        strategy._takeover.unseen.count(1, 2)  # as if another group were away
         if fails:
             raise ValueError("mine")
 

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     Trainer = Any
 WEIGHTS = "state_dict"
-"""Of the module, in a Lightning checkpoint."""
+"""The key of the module's state in a Lightning checkpoint."""
 
 
 def _those(trainer: Trainer, name: str) -> list[Any]:
@@ -44,7 +44,7 @@ def thaws(trainer: Trainer) -> bool:
 
 
 def schedules_accumulation(trainer: Trainer) -> bool:
-    """There is a GradientAccumulationScheduler."""
+    """Whether a GradientAccumulationScheduler changes the number of micro-batches."""
     return bool(_those(trainer, "GradientAccumulationScheduler"))
 
 
@@ -75,7 +75,7 @@ def masks_kept(trainer: Trainer) -> Iterator[None]:
 
 
 def hidden(trainer: Trainer) -> dict[str, Any]:
-    """What the callbacks keep besides their state; tensors are references."""
+    """State that the callbacks keep besides `state_dict()`; tensors are references."""
     module, pruning = trainer.lightning_module, _those(trainer, "ModelPruning")
     counting = [name for name, owner in module.named_modules() if getattr(owner, "track_running_stats", False)]
     return {
@@ -86,7 +86,7 @@ def hidden(trainer: Trainer) -> dict[str, Any]:
 
 
 def _layers(callback: Any) -> list[dict[str, Any]]:
-    """Of the lottery ticket. Relies on `ModelPruning._original_layers`: `data` is a layer, `names` which parameters."""
+    """The lottery ticket. Relies on `ModelPruning._original_layers`: `data` is a layer, `names` which parameters."""
     return list((callback._original_layers or {}).values())
 
 

@@ -29,9 +29,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
 
+from ft_core.loop.sampling import can_skip, reading
 from ft_core.loop.shared_work import SharedWork
-from ft_lightning import _compat_evaluation as compat
-from ft_lightning.data import can_skip, reading
+from ft_lightning._compat import evaluation as compat
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -122,7 +122,7 @@ class _Run:
         compat.load(self._loop, merged)
 
     def end_predictions(self) -> None:
-        """As `end_loader`, for what `predict_step` returned."""
+        """Exchange what `predict_step` returned, as `end_loader` does with metrics."""
         for index, order in enumerate(self._orders):
             if order is None:
                 continue
@@ -181,7 +181,7 @@ _NONE = object()
 
 
 class SharedEvaluation:
-    """Of one strategy with `share_evaluation=True`.
+    """The shared evaluation of one strategy.
 
     Args:
         trainer: whose loops are divided.
@@ -195,7 +195,7 @@ class SharedEvaluation:
         self._ranks = ranks
         self._open_quorum = open_quorum
         self._work: SharedWork | None = None
-        """Of the training run."""
+        """The work of the training run's Manager."""
         self._warned: set[str] = set()
 
     def __repr__(self) -> str:
@@ -208,14 +208,14 @@ class SharedEvaluation:
         self._work = self._new_work(manager)
 
     def begin(self) -> None:
-        """Take over the loops."""
+        """Put our steps around the Trainer's evaluation loops."""
         for loop in compat.evaluation_loops(self._trainer):
             compat.around_runs(loop, partial(self._run, loop, predicts=False))
         loop = compat.prediction_loop(self._trainer)
         compat.around_runs(loop, partial(self._run, loop, predicts=True))
 
     def end(self) -> None:
-        """Give them back."""
+        """Leave the loops as Lightning made them."""
         self._work = None
         for loop in (*compat.evaluation_loops(self._trainer), compat.prediction_loop(self._trainer)):
             compat.as_it_was(loop)

@@ -16,9 +16,10 @@ from lightning.pytorch.loggers import CSVLogger
 from torch import nn
 
 from ft_core.control.lighthouse.server import LighthouseServer
-from ft_lightning import FaultTolerantStrategy, leader
-from ft_lightning import _compat_writers as writers
-from ft_lightning.resume import KEY
+from ft_lightning import FaultTolerantStrategy
+from ft_lightning._compat import writers
+from ft_lightning.trainer import leader_files as leader
+from ft_lightning.trainer.resume import KEY
 from tests.launch.job import Job, job
 
 if TYPE_CHECKING:

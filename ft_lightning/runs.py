@@ -10,7 +10,7 @@ import time
 from typing import TYPE_CHECKING
 
 from ft_core.control.lighthouse.client import rooms
-from ft_core.protocol.lineage import fold_lineage
+from ft_core.loop.runs import carried_over
 from ft_core.settings import DEFAULT_ROOM, room_of_run
 
 if TYPE_CHECKING:
@@ -49,21 +49,15 @@ class Runs:
         self._carried = dict(state)
 
     def carried(self, group: int) -> dict[str, int]:
-        """What the next Manager begins with, {} for nothing: who passed over a run is behind those that made it.
-
-        Otherwise it could be the one whose model all begin the next run with, and what was trained would be lost.
+        """The state that the next Manager begins with (`carried_over`), {} for none: who passed over a run is behind.
 
         Args:
-            group: number of this replica group. Each has a lineage of its own, as at the start of a job, so all take
-                the state of one: the script may have drawn a new model.
+            group: number of this replica group.
         """
-        state = self._carried
-        if not self.ended or not state.get("step"):
-            return {}
-        return {**state, "lineage": fold_lineage(state["step"], group, 0, ())}
+        return carried_over(self._carried, group) if self.ended else {}
 
     def room(self, first: str = DEFAULT_ROOM) -> str:
-        """Of the run that is under way, or next.
+        """The room of the run that is under way, or next.
 
         Args:
             first: room of the first run.
@@ -71,12 +65,12 @@ class Runs:
         return room_of_run(self.ended).replace(DEFAULT_ROOM, first, 1)
 
     def evaluation(self, first: str, stage: str) -> str:
-        """Of the next shared run of `validate`, `test` or `predict`. Who comes back later is alone in its own."""
+        """The room of the next shared run of `validate`, `test` or `predict`; a replica that comes later is alone."""
         self._evaluations += 1
         return f"{first}.{stage}.{self._evaluations}"
 
     def seen(self, address: str, first: str = DEFAULT_ROOM) -> list[pb.RoomStatus] | None:
-        """What the lighthouse knows of this run and later ones; None if it cannot be asked. `first`: as in `room`."""
+        """The rooms of this run and later ones at the lighthouse; None if it cannot be asked. `first`: as in `room`."""
         known = rooms(address)
         if known is None:
             return None

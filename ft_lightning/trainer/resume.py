@@ -18,7 +18,7 @@ import socket
 from typing import TYPE_CHECKING, Any
 
 from ft_core.errors import ConfigError
-from ft_lightning import _compat_writers as writers
+from ft_lightning._compat import writers
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -30,7 +30,7 @@ KEY = "ft_manager"
 
 
 class Resume:
-    """What one strategy knows of the checkpoint that its `fit` starts from."""
+    """The checkpoint that `fit` starts from, as far as one strategy knows it."""
 
     def __init__(self) -> None:
         self._path = ""
@@ -41,21 +41,21 @@ class Resume:
 
     @property
     def given(self) -> bool:
-        """`fit` was told to start from a checkpoint, whether it is here or not."""
+        """`fit` is to start from a checkpoint, whether it is here or not."""
         return bool(self._path)
 
     def reset(self) -> None:
-        """Another run begins."""
+        """Forget the checkpoint: another run begins."""
         self._path, self._state = "", None
 
     @staticmethod
     def save(checkpoint: dict[str, Any], manager: Manager | None) -> None:
-        """Add the Manager's part."""
+        """Add the Manager's state to a checkpoint."""
         if manager is not None:
             checkpoint[KEY] = manager.state_dict()
 
     def load(self, tree: str, path: object, read: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """For Strategy.load_checkpoint in `fit`."""
+        """Read the checkpoint, and keep the Manager's part; for Strategy.load_checkpoint in `fit`."""
         self._path = str(path)
         try:
             checkpoint = read()
@@ -70,14 +70,14 @@ class Resume:
         return checkpoint
 
     def into(self, manager: Manager) -> None:
-        """The Manager stands where the checkpoint was saved."""
+        """Put the Manager where the checkpoint was saved."""
         if self._state is not None:
             manager.load_state_dict(self._state)
             step, host = self._state["step"], socket.gethostname()
             log.info("%s on %s found step %d in %s", manager.replica_id, host, step, self._path)
 
     def check(self, manager: Manager) -> None:
-        """After the first `start_quorum`.
+        """Refuse to train from scratch where a checkpoint was named; after the first `start_quorum`.
 
         Raises:
             ConfigError: no member of the quorum has found the checkpoint.

@@ -35,8 +35,8 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from ft_core.errors import ConfigError
 from ft_core.optim import learning_rates_times
 from ft_lightning import _compat
-from ft_lightning import _compat_position as _position
-from ft_lightning.elastic import LeftEpoch
+from ft_lightning._compat import position as _position
+from ft_lightning.trainer.elastic import LeftEpoch
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -50,12 +50,12 @@ class Vetoed(Exception):
     """Unwinds the optimizer's closure when the step was not committed."""
 
 
-class Modes:
-    """Mixed into the strategy, before Lightning's DDPStrategy. `start_voting` when it is set up, `end_voting` at last.
+class OptimizerSteps:
+    """The part of the strategy that votes; mixed in before Lightning's DDPStrategy.
 
     What it needs of the strategy: `manager`, `model` (ft_core's wrapper), `lightning_module`, `world_size`,
     `root_device`, `precision_plugin`, `optimizers`, `lr_scheduler_configs`, `_start_quorum`, `_voted` (`writing`),
-    `elastic`, `running_out`, `_data_arguments`.
+    `elastic`, `uneven`, `_data_arguments`.
     """
 
     manager: Manager | None
@@ -69,7 +69,7 @@ class Modes:
         self.vetoed_steps = 0
         """Optimizer steps that were skipped since `fit` began, on this replica."""
         self.lr_factor = 1.0
-        """What learning rates were multiplied with in the last committed step."""
+        """The factor of the learning rates in the last committed step."""
         self._open = False
         """A quorum was opened for the accumulation window that is under way, and nothing was voted on."""
         self._lost = False
@@ -77,7 +77,7 @@ class Modes:
         self._behind = False
         """The quorum that is open belongs to a later batch than this one."""
         self._verdict: bool | None = None
-        """Of the last vote of this batch."""
+        """The last verdict of this batch."""
         self._touched = False
         """A backward ran since the last vote."""
         self._allowed: Any = None
@@ -90,7 +90,7 @@ class Modes:
     # ------------------------------------------------------------ set-up and end
 
     def start_voting(self) -> None:
-        """The optimizers are there.
+        """Put the steps of the optimizers, which are there now, to the vote.
 
         Raises:
             ConfigError: one of them cannot be put to the vote.
@@ -135,7 +135,7 @@ class Modes:
             config = next((c for c in this.lr_scheduler_configs if c.scheduler is scheduler), None)
             if self.step_vetoed and config is not None and config.interval == "step":
                 _compat.uncount_schedule(module.trainer)
-            elif config is not None and config.interval == "epoch" and this.running_out.pending:
+            elif config is not None and config.interval == "epoch" and this.uneven.pending:
                 _compat.uncount_schedule(module.trainer)  # their turn comes when all are out of data
             else:
                 hook(scheduler, metric)
@@ -172,7 +172,7 @@ class Modes:
         manager, carrier, elastic = self.manager, self._carrier, this.elastic
         assert manager is not None
         self.step_vetoed = False
-        this.running_out.batch_begins()
+        this.uneven.batch_begins()
         if elastic.left_step:
             manager.report_error(LeftEpoch("the loop left its epoch in the middle of a step"))
             self._vote()
@@ -184,13 +184,13 @@ class Modes:
         if not self._behind:
             this._start_quorum()
         self._open, self._verdict = True, None
-        self._lost = self._behind = this._adoption.behind
+        self._lost = self._behind = this._takeover.behind
         elastic.opened(passing=self._behind)
         this.model.require_backward_grad_sync = not self._behind
         return manager
 
     def close_quorum(self) -> None:
-        """After the last batch."""
+        """Vote on what no step followed, after the last batch."""
         if self.manager is not None and self._carrier.unsettled:
             self._vote()
 
@@ -223,7 +223,7 @@ class Modes:
             self._carrier.before_backward(sync=this.model.require_backward_grad_sync and not self._lost)
 
     def backward(self, closure_loss: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-        """As Lightning's; in a group of several ranks gradients are averaged over these before any hook sees them."""
+        """Run backward; in a group of several ranks gradients are averaged over these before any hook sees them."""
         this: Any = self
         factor = this.elastic.loss_factor
         if factor != 1.0:
@@ -243,8 +243,8 @@ class Modes:
     def _average_inside(self) -> None:
         """Gradients of a group's ranks: averaged over the groups by now, each on its own ring.
 
-        The rings may have had different divisors (R10), so what the Manager would correct after the vote is corrected
-        here, before they are mixed.
+        The rings may have divided by different sums of weights (R10: by what was contributed), so what the Manager
+        would correct after the vote is corrected here, before they are mixed.
         """
         this: Any = self
         if this.world_size == 1 or self.manager is None:
@@ -356,7 +356,7 @@ class Modes:
                 torch.distributed.broadcast(buffer, 0)
 
     def _without_loss(self, optimizer: Any) -> Any:
-        """What the closure is to return where training_step returned None, but the others have gradients.
+        """The loss that the closure returns where training_step returned None, but the others have gradients.
 
         Lightning takes a None to mean that there is nothing to unscale and to step.
         """

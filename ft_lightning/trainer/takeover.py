@@ -1,9 +1,9 @@
 """A newcomer, or a replica that fell behind, takes over the others' run in the middle of an epoch.
 
 How it works. Before each training batch is fetched, all progress of a Trainer stands between two batches: the quorum
-is opened there (`Adoption.before_batch`). A donor's state at that point is a Lightning checkpoint plus what a
-checkpoint lacks (`Adoption.state`): the loaders' positions, accumulated metrics, the accumulation window, the epoch in
-which loaders were set up. `Adoption.load` puts it into the newcomer's Trainer inside `start_quorum`; then the data is
+is opened there (`Takeover.before_batch`). A donor's state at that point is a Lightning checkpoint plus what a
+checkpoint lacks (`Takeover.state`): the loaders' positions, accumulated metrics, the accumulation window, the epoch in
+which loaders were set up. `Takeover.load` puts it into the newcomer's Trainer inside `start_quorum`; then the data is
 opened at the batch that is next. As nothing was fetched before, every hook and callback gets the right batch with the
 right index, and the replica takes part in this very step.
 
@@ -22,7 +22,8 @@ Lightning begins the epoch's data anew.
 
 A veto in which one survivor stood inside a batch, and another between two, leaves them one batch apart. So the members
 of every new quorum agree on the largest position (`meet`); who is behind goes through its batches without taking part
-in steps, hooks and all, until it is there (`Modes.open_quorum`): the others' steps of those batches were vetoed.
+in steps, hooks and all, until it is there (`OptimizerSteps.open_quorum`): the others' steps of those batches were
+vetoed.
 
 Invariants: `load` runs only inside `before_batch`. Position (epoch, batch) is equal on all members whenever a step is
 made. Threads: the training thread.
@@ -32,70 +33,35 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.distributed import ReduceOp
 
-from ft_core.control.lighthouse.client import rooms
-from ft_core.errors import ConfigError, QuorumTimeoutError
-from ft_lightning import _compat, _compat_callbacks
-from ft_lightning import _compat_position as _position
-from ft_lightning.data import Unseen, groups_needed
+from ft_core.errors import ConfigError
+from ft_core.loop.sampling import groups_needed
+from ft_lightning import _compat
+from ft_lightning._compat import callbacks as _callbacks
+from ft_lightning._compat import position as _position
+from ft_lightning.trainer.sharding import Unseen
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
     from ft_core import Manager
-    from ft_lightning.data import Sharding
-    from ft_lightning.elastic import ElasticData
+    from ft_lightning.trainer.elastic import ElasticData
+    from ft_lightning.trainer.sharding import Sharding
 
-T = TypeVar("T")
 log = logging.getLogger("ft_lightning")
 KEY = "ft_lightning"
-"""Of our part in the state that donors hand out."""
-TRIES = 3
-"""How often a quorum that trains, unpaused, may fail to take this replica in within `quorum_timeout`."""
+"""The key of our part in the state that donors hand out."""
 BATCH_BITS = 40
 """A position is one integer: the epoch, then this many bits for the batch."""
 FETCH_MAX_S = 3600.0
 """Announced to the peers for opening the data; reading through a long iterable takes its time."""
 
 
-def patiently(manager: Manager, address: str, start: Callable[[], T]) -> T:
-    """What opens a quorum; that it takes longer than `quorum_timeout` is no error while the others validate or save.
-
-    Args:
-        manager: of this rank.
-        address: of the lighthouse.
-        start: calls `start_quorum`. Returned is what it returns.
-
-    Raises:
-        QuorumTimeoutError: and nobody is paused.
-    """
-    tries = 0
-    while True:
-        try:
-            return start()
-        except QuorumTimeoutError:
-            paused, trains = _others(manager, address)
-            tries += not paused
-            if not (paused or trains) or tries >= TRIES:
-                raise
-            log.info("%s: still waiting: %s", manager.replica_id, paused or "a quorum trains without this replica")
-
-
-def _others(manager: Manager, address: str) -> tuple[str, bool]:
-    """Members that are paused, as text, and whether there are members that are alive at all."""
-    known = rooms(address)
-    if known is None:
-        return "", False
-    up = [r for room in known for r in room.replicas if r.life == "up" and r.replica_id != manager.replica_id]
-    texts = [f"{r.replica_id} is paused for at most {r.paused_ms / 1000:.0f} s" for r in up if r.paused_ms]
-    return ", ".join(texts), any(r.member for r in up)
-
-
-class Adoption:
+class Takeover:
     """Position of one Trainer in the run that all replicas share.
 
     Args:
@@ -130,7 +96,7 @@ class Adoption:
 
     def __repr__(self) -> str:
         epoch, batch = _position.epoch_and_batch(self._trainer)
-        return f"Adoption(epoch {epoch}, batch {batch}, adopted {self.adoptions} times)"
+        return f"Takeover(epoch {epoch}, batch {batch}, adopted {self.adoptions} times)"
 
     def start(self, open_quorum: Callable[[], Manager], run_out: Callable[[], None], *, uneven: bool = False) -> None:
         """From now on call `open_quorum` before each batch.
@@ -147,7 +113,7 @@ class Adoption:
     @contextlib.contextmanager
     def ending(self) -> Iterator[None]:
         """After the last batch: who missed the last step takes it from the others, and goes nowhere in the data."""
-        self._tell_unseen()  # of an epoch that was cut short
+        self._report_unseen()  # of an epoch that was cut short
         self._opening = self._ended = True
         try:
             yield
@@ -191,14 +157,14 @@ class Adoption:
             self._met, self._agreed = manager.quorum_id, divmod(found, 1 << BATCH_BITS)
 
     def stop(self) -> None:
-        """The run is over."""
+        """The run is over: no quorum is opened before a batch any more."""
         _position.no_longer_around_batches(self._trainer)
         self._open_quorum = None
 
     # ------------------------------------------------------------ state
 
     def state(self) -> dict[str, Any]:
-        """The Manager's save function.
+        """The whole progress of the Trainer; the Manager's save function.
 
         Raises:
             ConfigError: the position in the data is not known.
@@ -209,14 +175,14 @@ class Adoption:
                 "training_step(dataloader_iter) must take exactly one batch per step with strategy='fault_tolerant': "
                 "what it has read ahead cannot be handed to a replica that joins"
             )
-        with _compat_callbacks.masks_kept(trainer):
+        with _callbacks.masks_kept(trainer):
             state = _compat.dump(trainer)
         if self._elastic.active:
             _position.forget_loaders(state)
         ahead = _position.reads_ahead(trainer)
         state[KEY] = {
             "accumulate": trainer.accumulate_grad_batches,
-            "hidden": _compat_callbacks.hidden(trainer),
+            "hidden": _callbacks.hidden(trainer),
             "loaders": [] if self._elastic.active else self._loaders(ahead),
             "reload": _position.reload_epochs(trainer),
             "metrics": _position.metrics(trainer),
@@ -297,7 +263,7 @@ class Adoption:
         self._remember_loaders()
         self._run_out()
         if _position.epoch_is_over(self._trainer):
-            self._tell_unseen()
+            self._report_unseen()
 
     def _remember_loaders(self) -> None:
         if _position.reads_ahead(self._trainer):
@@ -311,7 +277,7 @@ class Adoption:
         if not self._elastic.active and not self._uneven:
             self.unseen.count(manager.num_participants(), self._sharding.groups)
 
-    def _tell_unseen(self) -> None:
+    def _report_unseen(self) -> None:
         text = self.unseen.epoch_ended(_position.epoch_and_batch(self._trainer)[0])
         if text and self._first:
             log.warning("%s", text)

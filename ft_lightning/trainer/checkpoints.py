@@ -1,7 +1,7 @@
-"""What a strategy adds to DDPStrategy for who writes, resuming, and ending together: the hooks of `leader` and others.
+"""`Checkpoints`: the hooks of the strategy that concern writing, resuming, and ending together.
 
-How it works. `Writing` is mixed into the strategy; each hook is a line or two that asks `Leadership` (who writes),
-`Resume` (the Manager's state in checkpoints) or `agreement` (the end). The strategy calls `_begin`, `_opened`,
+How it works. `Checkpoints` is mixed into the strategy; each hook is a line or two that asks `Leadership` (who writes),
+`Resume` (the Manager's state in checkpoints) or `stopping` (the end). The strategy calls `_begin`, `_opened`,
 `_voted`, `_load` and `_finish` at the points that they name.
 
 Threads: the training thread.
@@ -17,35 +17,36 @@ from torch.distributed import ReduceOp
 
 from ft_core import Manager
 from ft_core.errors import JobFinishedError, UsageError
+from ft_core.loop.quorum_wait import patiently
+from ft_core.loop.stopping import stop_together
 from ft_core.settings import DEFAULT_ROOM
-from ft_lightning import _compat, agreement
-from ft_lightning import _compat_writers as writers
-from ft_lightning.adoption import patiently
-from ft_lightning.leader import Leadership
-from ft_lightning.resume import Resume
-from ft_lightning.rooms import RUNS
+from ft_lightning import _compat, stopping
+from ft_lightning._compat import writers
+from ft_lightning.runs import RUNS
+from ft_lightning.trainer.leader_files import Leadership
+from ft_lightning.trainer.resume import Resume
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable
 
     from torch import Tensor
 
-    from ft_lightning.elastic import ElasticData
-    from ft_lightning.running_out import RunningOut
+    from ft_lightning.trainer.elastic import ElasticData
+    from ft_lightning.trainer.uneven import UnevenEnd
 
 log = logging.getLogger("ft_lightning")
 
 
-class Writing:
-    """Part of the strategy; see the module's text."""
+class Checkpoints:
+    """The part of the strategy that writes, resumes and ends; mixed in."""
 
     manager: Manager | None
     _tree: str
     _trainer: Any
     _arguments: Any
-    _adoption: Any
+    _takeover: Any
     elastic: ElasticData
-    running_out: RunningOut
+    uneven: UnevenEnd
     _leadership: Leadership | None = None
     _resume: Resume | None = None
     first_step = 0
@@ -57,7 +58,7 @@ class Writing:
 
     @property
     def leader(self) -> Leadership:
-        """Who writes."""
+        """The part that knows who writes."""
         if self._leadership is None:
             self._leadership = Leadership(self)
         return self._leadership
@@ -126,8 +127,8 @@ class Writing:
                 self._passed = _compat.pass_over(self._trainer)
                 return None
             if RUNS.lost(self.lighthouse_address, first):
-                raise agreement.lost(error) from None
-            raise agreement.finished(error) from None
+                raise stopping.lost(error) from None
+            raise stopping.finished(error) from None
 
     def _begin(self, manager: Manager) -> None:
         """The Manager was just constructed, the callbacks are set up."""
@@ -140,12 +141,12 @@ class Writing:
         self.first_step = manager.current_step()
 
     def _opened(self) -> None:
-        """After each start_quorum."""
+        """Do what follows from a quorum; after each `start_quorum`."""
         assert self.manager is not None
         self.resume.check(self.manager)
         self.leader.opened()
-        if self.running_out.policy is None:
-            self._adoption.meet(self.manager)
+        if self.uneven.policy is None:
+            self._takeover.meet(self.manager)
 
     def _start_quorum(self) -> None:
         """`start_quorum`, and what follows from it.
@@ -157,7 +158,7 @@ class Writing:
         try:
             patiently(self.manager, self.lighthouse_address, self.manager.start_quorum)
         except JobFinishedError as error:
-            raise agreement.finished(error) from None
+            raise stopping.finished(error) from None
         self._opened()
 
     def _voted(self, committed: bool) -> None:
@@ -165,17 +166,17 @@ class Writing:
         assert self.manager is not None
         if committed:
             self.leader.committed()
-        self.running_out.voted()
-        agreement.told_to_stop(self.manager, self._trainer)
+        self.uneven.voted()
+        stopping.told_to_stop(self.manager, self._trainer)
 
     def _finish(self) -> None:
         """At the end of training: nobody leaves before all know, and before the last checkpoint is there."""
         assert self.manager is not None
         for logger in self._trainer.loggers:
             logger.save()
-        if not self.running_out.left:
-            with self._adoption.ending():
-                agreement.stop_together(self.manager, self._opened)
+        if not self.uneven.left:
+            with self._takeover.ending():
+                stop_together(self.manager, self._opened)
             RUNS.members = self.manager.num_participants() if self.manager.quorum_id else None
         state = self.manager.state_dict()
         self.manager.leave("finished", finished=True)
@@ -194,15 +195,15 @@ class Writing:
         """Lightning has installed its own handler of SIGTERM by now."""
         super().on_train_start()  # type: ignore[misc]
         if self.manager is not None:
-            agreement.drains_alone()
+            stopping.drains_alone()
             self.elastic.begin(self.manager)
-            self.running_out.check(self._trainer.lightning_module)
+            self.uneven.check(self._trainer.lightning_module)
 
     def on_exception(self, exception: BaseException) -> None:
         """The others go on without this replica at once."""
         super().on_exception(exception)  # type: ignore[misc]
         if self.manager is not None:
-            agreement.leave_on(self.manager, exception)
+            stopping.leave_on(self.manager, exception)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """The leader writes; the others keep in mind what, until the next commit."""
@@ -212,7 +213,7 @@ class Writing:
         self.leader.writing(filepath, lambda: save(checkpoint, filepath, storage_options))
 
     def remove_checkpoint(self, filepath: Any) -> None:
-        """Likewise."""
+        """The leader removes; the others keep in mind what, until the next commit."""
         remove = super().remove_checkpoint  # type: ignore[misc]
         self.leader.writing(filepath, lambda: remove(filepath), removes=True)
 
@@ -248,7 +249,3 @@ class Writing:
         result = tensor.detach().clone().contiguous()
         self.manager.allreduce(result, reduce_op=ReduceOp.AVG if average else ReduceOp.SUM).wait()
         return result
-
-    def _heard(self, state: Mapping[str, Any]) -> None:
-        """A peer's state is about to be loaded."""
-        self.leader.before_adopting(state)

@@ -42,18 +42,15 @@ from torch.optim import LBFGS, Optimizer
 from ft_core import DistributedDataParallel, Manager, ProcessGroupGloo
 from ft_core.errors import ConfigError, JobFinishedError, UsageError
 from ft_core.reduction.ddp_arguments import check_arguments
-from ft_lightning import _autoload, _compat
-from ft_lightning.agreement import finished
+from ft_lightning import _compat
 from ft_lightning.arguments import Arguments, check_fabric, check_kwargs
-from ft_lightning.placement import Placed
+from ft_lightning.launcher import StartsGroups
+from ft_lightning.names import NAME
+from ft_lightning.stopping import finished
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from datetime import timedelta
-
-    FaultTolerantStrategy: Any
-
-__all__ = ["FaultTolerantStrategy", "strategy_class"]
 
 SAVE_S = 3600.0
 """How long the others wait for the one that writes a checkpoint."""
@@ -68,8 +65,8 @@ class Vetoed(Exception):
     """Unwinds an optimizer's closure when the step was not committed."""
 
 
-class FabricFaultTolerance(Placed):
-    """What is added to Fabric's DDPStrategy; `strategy_class` mixes the two for one of Fabric's two class trees.
+class FabricFaultTolerance(StartsGroups):
+    """The fault tolerance of Fabric's DDPStrategy; `strategy_class` mixes the two for one of Fabric's two class trees.
 
     Args:
         min_replicas: smallest quorum; None: FT_MIN_REPLICAS, else 1.
@@ -120,7 +117,7 @@ class FabricFaultTolerance(Placed):
         super().__init__(process_group_backend=process_group_backend, **kwargs)  # type: ignore[call-arg]
         check_arguments(self._ddp_kwargs)  # type: ignore[attr-defined]
         self.manager: Manager | None = None
-        """Of this rank, from the first `fabric.setup` to `finish`."""
+        """The Manager of this rank, from the first `fabric.setup` to `finish`."""
         self.step_vetoed = False
         """The last step was not committed: nothing has changed, and its samples are lost."""
         self._modules: list[DistributedDataParallel] = []
@@ -207,7 +204,7 @@ class FabricFaultTolerance(Placed):
             raise finished(error) from None
 
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
-        """Remember what is part of the state.
+        """Remember an optimizer, whose state newcomers take over.
 
         Raises:
             ConfigError: LBFGS, which evaluates the model any number of times in a step.
@@ -221,7 +218,7 @@ class FabricFaultTolerance(Placed):
         return optimizer
 
     def setup_module_and_optimizers(self, module: nn.Module, optimizers: list[Optimizer], *rest: Any) -> Any:
-        """Likewise; a scheduler that is set up with them is registered."""
+        """Set up a model and its optimizers; a scheduler that is set up with them is registered."""
         for scheduler in rest:
             if scheduler is not None:
                 self.register(f"lr_scheduler_{len(self._registered)}", scheduler)
@@ -374,25 +371,13 @@ _classes: dict[str, type] = {}
 
 
 def strategy_class(tree: str = "lightning.fabric") -> type:
-    """FaultTolerantStrategy for `lightning.fabric` or `lightning_fabric`.
-
-    Raises:
-        ConfigError: there is no such Fabric.
-    """
-    if tree not in _compat.FABRICS:
-        raise ConfigError(f"strategy_class({tree!r}): known are {', '.join(_compat.FABRICS)}")
+    """FaultTolerantStrategy for `lightning.fabric` or `lightning_fabric`."""
     if tree not in _classes:
         base = _compat.part(tree, "strategies.DDPStrategy")
         _classes[tree] = type("FaultTolerantStrategy", (FabricFaultTolerance, base), {
-            "_tree": tree, "__doc__": FabricFaultTolerance.__doc__, "__module__": __name__,
+            "_tree": tree, "__doc__": FabricFaultTolerance.__doc__, "__module__": "ft_lightning.fabric",
             "register_strategies": classmethod(
-                lambda cls, registry: registry.register(_autoload.NAME, cls, override=True)
+                lambda cls, registry: registry.register(NAME, cls, override=True)
             ),
         })  # fmt: skip
     return _classes[tree]
-
-
-def __getattr__(name: str) -> Any:
-    if name == "FaultTolerantStrategy":
-        return strategy_class(_compat.imported(_compat.FABRICS))
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

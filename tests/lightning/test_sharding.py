@@ -24,8 +24,9 @@ from torch.utils.data import (
 
 from ft_core.control.lighthouse.server import LighthouseServer
 from ft_core.errors import ConfigError
+from ft_core.loop.sampling import can_skip, open_at
 from ft_lightning import FaultTolerantStrategy
-from ft_lightning.data import Replayable, Sharding, Unseen, can_skip, open_at
+from ft_lightning.trainer.sharding import Replayable, Sharding, Unseen
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -7,7 +7,7 @@ How it works. While the Trainer prepares its loaders, the user's DataLoader is e
 - How many batches an epoch has follows from what is left of it and from who is there, so it is told to Lightning anew
   before each batch (`announce`) and after each vote (`settled`): a vetoed last batch is not the last.
 - Lightning steps the optimizer where the loader says so, and does not divide losses: their weights are exact
-  (`_compat_position.follow_micro_batches`).
+  (`_compat.position.follow_micro_batches`).
 - All replicas make equally many micro-batches per step (`equal_micro_steps`), as Lightning counts batches, and the
   counts have to be equal where state is handed over.
 - A replica that has to pass over batches (`adoption`) gets the first micro-batch of the step that waits for it, as
@@ -29,9 +29,9 @@ from torch.utils.data import DataLoader
 
 from ft_core.data import ElasticDataLoader, elastic_loader
 from ft_core.errors import ConfigError, FaultToleranceError
-from ft_lightning import _compat_callbacks
-from ft_lightning import _compat_position as _position
-from ft_lightning.data import TRAIN
+from ft_lightning._compat import callbacks as _callbacks
+from ft_lightning._compat import position as _position
+from ft_lightning.trainer.sharding import TRAIN
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("ft_lightning")
 KEY = "ft_data"
-"""Of the cursor in a checkpoint."""
+"""The key of the cursor in a checkpoint."""
 
 
 class LeftEpoch(FaultToleranceError):
@@ -63,10 +63,10 @@ class ElasticData:
         """None: the training data is not elastic."""
         self._trainer: Any = None
         self._accumulate = 1
-        """`Trainer(accumulate_grad_batches)`."""
+        """The user's `Trainer(accumulate_grad_batches)`."""
         self._found: Mapping[str, Any] | None = None
         self._epoch = 0
-        """Of the step that was opened last."""
+        """Epoch of the step that was opened last."""
 
     def __repr__(self) -> str:
         return f"ElasticData({self.loader!r})"
@@ -135,7 +135,7 @@ class ElasticData:
         )  # fmt: skip
 
     def _check(self, trainer: Any) -> None:
-        """What of the Trainer does not go with elastic data. Raises ConfigError."""
+        """Refuse settings of the Trainer that elastic data does not go with. Raises ConfigError."""
         if trainer.reload_dataloaders_every_n_epochs:
             raise ConfigError(
                 f"elastic data: reload_dataloaders_every_n_epochs={trainer.reload_dataloaders_every_n_epochs} would "
@@ -146,7 +146,7 @@ class ElasticData:
                 "elastic data: automatic_optimization=False: which votes decide about a batch's samples is only known "
                 "with automatic optimization; use that, or leave elastic data off"
             )
-        if _compat_callbacks.schedules_accumulation(trainer):
+        if _callbacks.schedules_accumulation(trainer):
             raise ConfigError(
                 "elastic data: GradientAccumulationScheduler would change a step's micro-batches; pass "
                 "Trainer(accumulate_grad_batches=) or global_batch_size= instead"
@@ -207,7 +207,7 @@ class ElasticData:
         _position.follow_micro_batches(trainer, lambda: self._sampler.first_micro_batch, self._steps)
 
     def end(self) -> None:
-        """The run is over."""
+        """The run is over: the Trainer is as before."""
         if self._trainer is not None:
             _position.no_longer_follow(self._trainer)
             self._trainer.accumulate_grad_batches = self._accumulate
@@ -270,5 +270,5 @@ class ElasticData:
 
     @property
     def loss_factor(self) -> float:
-        """See `ElasticSampler.loss_factor`."""
+        """The factor of a loss before averages inside the group (`ElasticSampler.loss_factor`)."""
         return 1.0 if self.loader is None else self._sampler.loss_factor

@@ -24,10 +24,10 @@ from torchdata.stateful_dataloader import StatefulDataLoader  # type: ignore[imp
 
 from ft_core.checkpointing.state_encoding import decode_tree, encode
 from ft_core.errors import ConfigError
-from ft_lightning.adoption import Adoption
 from ft_lightning.arguments import DataArguments
-from ft_lightning.data import Sharding
-from ft_lightning.elastic import ElasticData
+from ft_lightning.trainer.elastic import ElasticData
+from ft_lightning.trainer.sharding import Sharding
+from ft_lightning.trainer.takeover import Takeover
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -172,7 +172,7 @@ def ids(batch: Batch) -> list[list[int]]:
 
 
 class OneReplica:
-    """What Adoption asks of a Manager."""
+    """What Takeover asks of a Manager."""
 
     members = ("replica-0:abc",)
 
@@ -203,7 +203,7 @@ class Run:
             enable_model_summary=False, callbacks=callbacks, **options,
         )  # fmt: skip
         self.sharding = Sharding(0, 1, lambda *_: None)
-        self.adoption = Adoption(self.trainer, self.sharding, ElasticData(DataArguments(), lambda *_: None))
+        self.adoption = Takeover(self.trainer, self.sharding, ElasticData(DataArguments(), lambda *_: None))
 
     def fit(self, **kwargs: Any) -> None:
         def open_quorum() -> Manager:

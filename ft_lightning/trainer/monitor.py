@@ -26,7 +26,7 @@ COUNTS = ("vetoed", "heals", "gap_s", "longest_gap_s")
 
 
 class Monitor:
-    """What is added to Lightning's Callback; `monitor_class` mixes the two for one of the two class trees.
+    """The monitor's part of the callback; `monitor_class` mixes the two for one of the two class trees.
 
     Args:
         prog_bar: show the number of members in the progress bar.
@@ -53,14 +53,14 @@ class Monitor:
         """There was a veto or a change of members since the last commit."""
         self._step = 0
         self._seen = 0
-        """Of the strategy's `vetoed_steps`, which begin at 0 in every `fit` of every replica."""
+        """The strategy's `vetoed_steps` at the last look; they begin at 0 in every `fit` of every replica."""
         self._clock = time.monotonic
 
     def __repr__(self) -> str:
         return f"FaultToleranceMonitor({self.members} members, {self.vetoed} vetoed, {self.heals} heals)"
 
     def state_dict(self) -> dict[str, Any]:
-        """The counts."""
+        """The counts, as they are saved in a checkpoint."""
         return {name: getattr(self, name) for name in COUNTS}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -78,7 +78,7 @@ class Monitor:
         self._seen = 0
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
-        """Look, and log."""
+        """Log what has changed since the batch before."""
         del pl_module
         manager = getattr(trainer.strategy, "manager", None)
         if manager is None:

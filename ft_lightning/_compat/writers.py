@@ -26,7 +26,7 @@ Trainer = Any
 
 
 def set_rank_zero(tree: str, rank: int) -> None:
-    """What `rank_zero_only` goes by: all packages share the function of `lightning_utilities`."""
+    """Set the rank that `rank_zero_only` reads: all packages share the function of `lightning_utilities`."""
     del tree
     importlib.import_module("lightning_utilities.core.rank_zero").rank_zero_only.rank = rank
 
@@ -37,7 +37,7 @@ def numbers_runs(logger: Any) -> bool:
 
 
 def logger_version(logger: Any) -> int | str | None:
-    """Of a logger that numbers its runs by directories (CSVLogger, TensorBoardLogger); None: it does not."""
+    """The version of a logger that numbers its runs by directories (CSVLogger, TensorBoardLogger); else None."""
     if not numbers_runs(logger):
         return None
     version = logger.version
@@ -96,7 +96,7 @@ def continue_logger(tree: str, logger: Any) -> None:
     logger._experiment = continuing(log_dir=logger.log_dir)
 
 
-def first_words(tree: str, trainer: Trainer) -> None:
+def write_beginning(tree: str, trainer: Trainer) -> None:
     """A new leader writes what the first one should have written at its start, if it is not there.
 
     On one rank of the group only, so nothing here may be a collective: `trainer.log_dir` and
@@ -133,7 +133,7 @@ def _config_callbacks(tree: str, trainer: Trainer) -> list[Any]:
 
 
 SAVED = ("_last_global_step_saved", "_last_checkpoint_saved", "_defer_save_until_validation")
-"""What ModelCheckpoint keeps to itself, besides its `state_dict()`."""
+"""Attributes of ModelCheckpoint that are state and not in its `state_dict()`."""
 
 
 def checkpoint_callbacks(tree: str, trainer: Trainer) -> list[Any]:
@@ -215,7 +215,7 @@ def progress_for_logs(tree: str, trainer: Trainer) -> None:
 
 
 class NoCheckpoint(dict[str, Any]):
-    """What is 'loaded' where the file is missing. False: the connector skips all it would restore from it."""
+    """Stands for the checkpoint where the file is missing. False: the connector skips all it would restore from it."""
 
     def __bool__(self) -> bool:
         """Relies on every restore function of `_CheckpointConnector` asking `if not self._loaded_checkpoint`."""
@@ -227,7 +227,7 @@ def no_checkpoint(tree: str) -> NoCheckpoint:
     return NoCheckpoint({"pytorch-lightning_version": importlib.import_module(tree).__version__})
 
 
-# ---------------------------------------------------------------------- the end (agreement.py)
+# ---------------------------------------------------------------------- the end (stopping.py)
 
 
 def own_sigterm(kind: type) -> None:

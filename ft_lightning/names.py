@@ -1,0 +1,22 @@
+"""The name under which Lightning knows the strategy, and what was noted when `import torch` ran.
+
+Invariant: only the standard library is imported here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+
+NAME = "fault_tolerant"
+DESCRIPTION = "Data parallel over replica groups, any of which may fail and come back (ft_lightning)"
+
+
+def _working_directory() -> str:
+    with contextlib.suppress(OSError):
+        return os.getcwd()
+    return ""
+
+
+STARTED_IN = _working_directory()
+"""Where the process was when torch was imported: a script may go elsewhere, its command line was written for here."""

@@ -1,0 +1,1 @@
+"""`Trainer(strategy="fault_tolerant")`: the strategy and its parts."""
