@@ -142,7 +142,7 @@ class FaultTolerantAccelerator(ElasticSteps, SharedResults, _compat.Accelerator)
     def prepare_model(
         self, model: torch.nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> Any:
-        """As Accelerator's; a model with parameters to train is wrapped in ours instead of torch's DDP.
+        """Prepare a model; one with parameters to train is wrapped in ours instead of torch's DDP.
 
         Raises:
             ConfigError: an argument of DistributedDataParallelKwargs cannot work here.
@@ -166,7 +166,7 @@ class FaultTolerantAccelerator(ElasticSteps, SharedResults, _compat.Accelerator)
     def prepare_data_loader(
         self, data_loader: Any, device_placement: Any = None, slice_fn_for_dispatch: Any = None
     ) -> Any:
-        """As Accelerator's; the data is divided among the processes of all groups while a model trains."""
+        """Prepare a loader; its data is divided among the processes of all groups while a model trains."""
         if self._run is None or getattr(data_loader, "_is_accelerate_prepared", False):
             return super().prepare_data_loader(data_loader, device_placement, slice_fn_for_dispatch)
         place = self.device_placement if device_placement is None else device_placement
@@ -190,7 +190,7 @@ class FaultTolerantAccelerator(ElasticSteps, SharedResults, _compat.Accelerator)
         return elastic_loader.prepare(self, loader, run.loader_parts, run.elastic, self.device_placement)
 
     def prepare_optimizer(self, optimizer: Any, device_placement: bool | None = None) -> Any:
-        """As Accelerator's; its steps are put to the vote."""
+        """Prepare an optimizer; its steps are put to the vote."""
         if self._run is None or getattr(optimizer, "_is_accelerate_prepared", False):
             return super().prepare_optimizer(optimizer, device_placement)
         place = self.device_placement if device_placement is None else device_placement
@@ -203,7 +203,7 @@ class FaultTolerantAccelerator(ElasticSteps, SharedResults, _compat.Accelerator)
         return prepared
 
     def prepare_scheduler(self, scheduler: Any) -> Any:
-        """As Accelerator's; it advances by the processes of all groups."""
+        """Prepare a scheduler; it advances by the processes of all groups."""
         if self._run is None or getattr(scheduler, "_is_accelerate_prepared", False):
             return super().prepare_scheduler(scheduler)
         mine = [o for o in self._optimizers if getattr(scheduler, "optimizer", None) is o.optimizer]
@@ -215,7 +215,7 @@ class FaultTolerantAccelerator(ElasticSteps, SharedResults, _compat.Accelerator)
         return prepared
 
     def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
-        """As Accelerator's."""
+        """The loader without its first batches."""
         if isinstance(dataloader, loader.GroupDataLoader):
             return dataloader.starting_at(num_batches)
         return super().skip_first_batches(dataloader, num_batches)
@@ -224,21 +224,21 @@ class FaultTolerantAccelerator(ElasticSteps, SharedResults, _compat.Accelerator)
 
     @contextlib.contextmanager
     def no_sync(self, model: Any) -> Iterator[None]:
-        """As Accelerator's, also in a group of one process."""
+        """Accumulate gradients locally inside, also in a group of one process."""
         with model.no_sync() if isinstance(model, WrappedModel) else super().no_sync(model):
             yield
 
     @staticmethod
     @contextlib.contextmanager
     def trigger_sync_in_backward(model: Any) -> Iterator[None]:
-        """As Accelerator's."""
+        """Synchronize in the next backward, inside `no_sync`."""
         if isinstance(model, WrappedModel) and not model.stays_silent:
             model.carrier.before_backward(sync=True)
         with _compat.Accelerator.trigger_sync_in_backward(model):
             yield
 
     def join_uneven_inputs(self, joinables: Any, even_batches: bool | None = None) -> Any:
-        """As Accelerator's, over all groups, and also in a group of one process.
+        """Train inside on loaders of different lengths, in all groups, also of one process.
 
         Raises:
             ConfigError: several models or optimizers, or others than were prepared.
@@ -249,7 +249,7 @@ class FaultTolerantAccelerator(ElasticSteps, SharedResults, _compat.Accelerator)
         return uneven.joined(self, run.uneven, joinables, even_batches, lambda: run.elastic.feed is not None)
 
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
-        """As Accelerator's; afterwards gradients are averaged over all groups if they are synchronized."""
+        """Run backward; afterwards gradients are averaged over all groups if they are synchronized."""
         super().backward(loss, **kwargs)
         run = self._run
         if run is not None:
@@ -260,17 +260,17 @@ class FaultTolerantAccelerator(ElasticSteps, SharedResults, _compat.Accelerator)
             run.window.settle_gradients()
 
     def unscale_gradients(self, optimizer: Any = None) -> None:
-        """As Accelerator's."""
+        """Unscale the gradients, which are final then."""
         self._settle_gradients()
         super().unscale_gradients(optimizer)
 
     def clip_grad_norm_(self, parameters: Any, max_norm: Any, norm_type: Any = 2) -> Any:
-        """As Accelerator's."""
+        """Clip the norm of the gradients, which are final then."""
         self._settle_gradients()
         return super().clip_grad_norm_(parameters, max_norm, norm_type)
 
     def clip_grad_value_(self, parameters: Any, clip_value: Any) -> None:
-        """As Accelerator's."""
+        """Clip the values of the gradients, which are final then."""
         self._settle_gradients()
         super().clip_grad_value_(parameters, clip_value)
 
@@ -287,7 +287,7 @@ class FaultTolerantAccelerator(ElasticSteps, SharedResults, _compat.Accelerator)
         return first and (self._leadership is None or self._leadership.leads)
 
     def on_main_process(self, function: Callable[..., Any] | None = None) -> Any:
-        """As Accelerator's; who the main process is, is looked up at each call."""
+        """Decorate a function for the main process, which is looked up at each call."""
         if self._run is None or function is None:
             return super().on_main_process(function)
 
@@ -298,7 +298,7 @@ class FaultTolerantAccelerator(ElasticSteps, SharedResults, _compat.Accelerator)
         return only_there
 
     def print(self, *args: Any, **kwargs: Any) -> None:
-        """As Accelerator's, in the leading group only."""
+        """Print in the leading group only."""
         if self._leadership is None or self._leadership.leads:
             super().print(*args, **kwargs)
 
@@ -328,23 +328,23 @@ class FaultTolerantAccelerator(ElasticSteps, SharedResults, _compat.Accelerator)
     def init_trackers(
         self, project_name: str, config: dict[str, Any] | None = None, init_kwargs: dict[str, Any] | None = None
     ) -> None:
-        """As Accelerator's, in the leading group; another one does it when it begins to lead."""
+        """Begin to track in the leading group; another one does it when it begins to lead."""
         self._tracking = project_name, config, init_kwargs
         if self._leadership is None or self._leadership.leads:
             super().init_trackers(project_name, config, init_kwargs)
 
     def save(self, obj: Any, f: Any, safe_serialization: bool = False) -> None:
-        """As Accelerator's, in the leading group."""
+        """Save an object in the leading group."""
         write = functools.partial(super().save, obj, f, safe_serialization)
         write() if self._leadership is None else self._leadership.writing(str(f), write)
 
     def save_model(self, model: Any, save_directory: Any, *args: Any, **kwargs: Any) -> None:
-        """As Accelerator's, in the leading group."""
+        """Save a model in the leading group."""
         write = functools.partial(super().save_model, model, save_directory, *args, **kwargs)
         write() if self._leadership is None else self._leadership.writing(str(save_directory), write)
 
     def save_state(self, output_dir: Any = None, safe_serialization: bool = True, **kwargs: Any) -> Any:
-        """As Accelerator's, in the leading group; another one saves again if that dies meanwhile.
+        """Save all state in the leading group; another one saves again if that dies meanwhile.
 
         With other groups in the quorum the folder is in its place after the next step, or the end of training: when all
         are known to hold the step (`load_state` finds it at once).
@@ -406,7 +406,7 @@ class FaultTolerantAccelerator(ElasticSteps, SharedResults, _compat.Accelerator)
             self._models = wrapped
 
     def load_state(self, input_dir: Any = None, load_kwargs: Any = None, **kwargs: Any) -> None:
-        """As Accelerator's, on every replica; before training the Manager goes to the step at which it was saved."""
+        """Load all state, on every replica; before training the Manager goes to the step at which it was saved."""
         run = self._run
         if run is None:
             super().load_state(input_dir, load_kwargs, **kwargs)
@@ -426,7 +426,7 @@ class FaultTolerantAccelerator(ElasticSteps, SharedResults, _compat.Accelerator)
     # ------------------------------------------------------------ agreements and the end
 
     def check_trigger(self) -> bool:
-        """As Accelerator's, over all groups: True on all replicas if any process of any group set it."""
+        """Whether any process of any group has set the trigger; the same on all replicas."""
         here = bool(super().check_trigger())
         if self._run is None or self._run.manager is None:
             return here
@@ -436,13 +436,13 @@ class FaultTolerantAccelerator(ElasticSteps, SharedResults, _compat.Accelerator)
         return bool(anywhere)
 
     def end_training(self) -> None:
-        """As Accelerator's; all replicas stop after the same step, and this one leaves the job."""
+        """End training: all replicas stop after the same step, and this one leaves the job."""
         if self._run is not None:
             self._run.end()
         super().end_training()
 
     def free_memory(self, *objects: Any) -> Any:
-        """As Accelerator's; this replica leaves the quorum, and what is prepared next begins another run."""
+        """Forget all objects; this replica leaves the quorum, and what is prepared next begins another run."""
         freed = super().free_memory(*objects)
         if self._run is not None:
             self._run.begin_anew()

@@ -36,7 +36,7 @@ def automatic_folder(project_dir: str, iteration: int) -> str:
 
 
 class Names:
-    """What this process was asked to save."""
+    """The folders that this process was asked to save to."""
 
     def __init__(self) -> None:
         self._asked: deque[str] = deque(maxlen=MAX_NAMES)
@@ -123,7 +123,7 @@ def place(target: str) -> None:
 
 
 def manager_state(folder: str) -> dict[str, int] | None:
-    """What `write` noted; None for a checkpoint of plain Accelerate."""
+    """The Manager's state that `write` noted; None for a checkpoint of plain Accelerate."""
     try:
         with open(os.path.join(folder, MANAGER), encoding="utf-8") as file:
             return {str(key): int(value) for key, value in json.load(file).items()}

@@ -1,9 +1,9 @@
 """`ft_debug_launcher`: runs a function in the processes of several replica groups on this machine's CPU.
 
 How it works. As accelerate's `debug_launcher` it forks, so that a function may be a closure of a test or a notebook.
-The processes are forked first, while this process has opened nothing yet, and wait for a word on their pipes. Then a
+The processes are forked first, while this process has opened nothing yet, and wait for a message on their pipes. Then a
 keeper (`ft_core.launch.processes.keeper`), a lighthouse process and one c10d store per group are started, each process
-is told its environment, registers with the keeper, and runs the function.
+receives its environment, registers with the keeper, and runs the function.
 
 Invariants: when `ft_debug_launcher` returns or raises, no process that it started is left; if this process itself is
 killed, the keeper ends them. A failure anywhere ends everything.
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from multiprocessing.context import ForkProcess
 
 MAX_PROCESSES = 1024
-"""Of one group; far above what a debugging machine can run."""
+"""Processes of one group; far more than a debugging machine can run."""
 HERE = "127.0.0.1"
 STORE_S = 60.0
 END_S = 5.0
@@ -102,7 +102,7 @@ def ft_debug_launcher(
         environments = _open(stack, places, groups, num_processes)
         stack.callback(_end, processes)  # before what they need goes
         for place, end in zip(places, ours, strict=True):
-            with contextlib.suppress(OSError):  # it has ended: `_watch` says how
+            with contextlib.suppress(OSError):  # it has ended: `_watch` reports how
                 end.send(environments[place])
         _watch(processes, ours)
 
@@ -162,12 +162,12 @@ def _lighthouse(stack: contextlib.ExitStack, keeper: Keeper, groups: int, token:
         stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
     )  # fmt: skip
     assert process.stdout is not None
-    stack.callback(process.communicate)  # takes what it said, reaps it
+    stack.callback(process.communicate)  # takes what it wrote, reaps it
     stack.callback(process.kill)
     line = process.stdout.readline()
     if LISTENS not in line:
-        _, said = process.communicate()
-        raise LighthouseError(f"ft_debug_launcher: its lighthouse did not start: {(line + said).strip()}")
+        _, rest = process.communicate()
+        raise LighthouseError(f"ft_debug_launcher: its lighthouse did not start: {(line + rest).strip()}")
     return line.partition(LISTENS)[2].strip()
 
 
@@ -178,13 +178,13 @@ def _process(end: Connection, others: Sequence[Connection], function: Callable[.
     """The forked process: wait for the environment, run, send the traceback of what was raised."""
     for other in others:
         other.close()
-    atexit._clear()  # of the launching program; a Manager of ours registers one, and says goodbye with it
+    atexit._clear()  # of the launching program; a Manager of ours registers one, with which it leaves
     os.setsid()  # Ctrl-C is the launcher's; the keeper kills by process group
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_DFL)  # the handlers of the launching program (pytest, a notebook) are not ours
     try:
         environment = end.recv()
-    except EOFError:  # the launcher failed, and says so itself
+    except EOFError:  # the launcher failed, and reports that itself
         os._exit(1)
     try:
         _become(environment)
@@ -233,9 +233,9 @@ def _raise(index: int, process: ForkProcess, end: Connection) -> None:
     code, pid = process.exitcode or 0, process.pid or 0
     with contextlib.suppress(EOFError, OSError):
         if end.poll():
-            told = end.recv()
+            text = end.recv()
             raise ProcessRaisedException(
-                f"\n\n-- Process {index:d} terminated with the following error:\n{told}", index, pid
+                f"\n\n-- Process {index:d} terminated with the following error:\n{text}", index, pid
             )
     if code < 0:
         name = signal.Signals(-code).name

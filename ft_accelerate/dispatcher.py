@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 
 class GroupDispatcher(GroupDataLoader, _compat.DataLoaderDispatcher):  # type: ignore[misc]
-    """What `prepare` makes of a DataLoader with `dispatch_batches=True`. Arguments as those of GroupDataLoader."""
+    """The loader that `prepare` makes with `dispatch_batches=True`. Arguments are those of GroupDataLoader."""
 
     plain = _compat.DataLoaderDispatcher
 
@@ -68,11 +68,11 @@ class GroupDispatcher(GroupDataLoader, _compat.DataLoaderDispatcher):  # type: i
         ranks, rank, first, size = self._window.ranks, self._window.rank, None, -1
         while True:
             read = self._read(iterator) if rank == 0 else None
-            told = [read is not None, None if read is None else get_data_structure(read)]
-            broadcast_object_list(told)
-            if not told[0]:
+            sent = [read is not None, None if read is None else get_data_structure(read)]
+            broadcast_object_list(sent)
+            if not sent[0]:
                 break
-            mine = read if rank == 0 else initialize_tensors(told[1])
+            mine = read if rank == 0 else initialize_tensors(sent[1])
             batch = broadcast(send_to_device(mine, self.device, non_blocking=self._non_blocking), from_process=0)
             size = find_batch_size(batch) or 0
             if first is None:

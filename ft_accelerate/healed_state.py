@@ -1,4 +1,4 @@
-"""What all replicas must have alike besides the Manager's version: the prepared objects' state, as plain data.
+"""State that all replicas must have alike besides the Manager's version: that of the prepared objects, as plain data.
 
 How it works. `save` is called on a donor when a window opens; its tensors are live ones, which do not change before the
 next optimizer step. `load` puts it into a newcomer's objects, in the order in which they were prepared, and moves its
@@ -23,7 +23,7 @@ KINDS = ("_models", "_optimizers", "_schedulers", "_custom_objects")
 
 
 def loaders(accelerator: Any) -> list[GroupDataLoader]:
-    """Prepared loaders, in order."""
+    """The prepared loaders, in order."""
     return [loader for loader in accelerator._dataloaders if isinstance(loader, GroupDataLoader)]
 
 

@@ -1,4 +1,4 @@
-"""What keeps an Accelerator alive while its run is in the job, and no longer.
+"""`Kept`: an Accelerator lives while its run is in the job, and no longer.
 
 How it works. The Manager's threads keep the Manager, which keeps the functions that collect and load state, which
 keep a `Kept`, which keeps the Accelerator until the run ends. So a run does not vanish, by Python's collector, from a

@@ -1,4 +1,4 @@
-"""What `ft-accelerate launch` decides: where each option's value comes from, and ftrun's command line.
+"""The decisions of `ft-accelerate launch`: where each option's value comes from, and ftrun's command line.
 
 How it works. `resolve` picks the value of each of `options.OPTIONS`: command line > YAML > environment > default.
 `ftrun_options` translates what ftrun has options for, `exported` gives the variables for the rest, and `in_our_words`

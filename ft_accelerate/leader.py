@@ -1,8 +1,8 @@
-"""Who writes: one replica group, the leader, saves and feeds the trackers; its first rank is the main process.
+"""`Leadership`: one replica group, the leader, saves and feeds the trackers; its first rank is the main process.
 
 How it works. The leader is the first participant of the quorum, so all members know it without a message. Before the
-first quorum a provisional leader does what a script writes at its start: the group with the lowest number, unless the
-lighthouse says that a quorum trains already. When training has ended, who led goes on to lead.
+first quorum a provisional leader does what a script writes at its start: the group with the lowest number, unless, as
+the lighthouse reports, a quorum trains already. When training has ended, who led goes on to lead.
 
 A leader may die while it saves. So each replica remembers what the leader was to write since the last commit
 (references: the state changes with the next commit only), and a new leader writes that again before it goes on.
@@ -63,7 +63,7 @@ class Leadership:
 
     @property
     def leads(self) -> bool:
-        """This group writes."""
+        """Whether this group writes."""
         if self._leads is None:
             self._leads = self._window.group == 0 and not self._trains_without_us()
         return self._leads

@@ -61,7 +61,7 @@ class LoaderParts:
 
 
 class GroupDataLoader(_compat.DataLoaderShard):  # type: ignore[misc]
-    """What `prepare` makes of a DataLoader. Public attributes and methods are DataLoaderShard's.
+    """The loader that `prepare` makes of a DataLoader. Public attributes and methods are DataLoaderShard's.
 
     Args:
         everybody: as Accelerate prepared it for all processes of all groups.
@@ -288,7 +288,7 @@ class _Source:
 
 
 def divider(accelerator: Any, loader: Any, window: StepWindow, device_placement: bool) -> Callable[..., Any]:
-    """What makes Accelerate's loader of one of so many parts of the data: called with number and index.
+    """A function that makes Accelerate's loader of one part of the data, called with number of parts and index.
 
     Args:
         accelerator: whose settings count.

@@ -21,19 +21,19 @@ if TYPE_CHECKING:
 
 
 class ForwardWindow(Protocol):
-    """What a forward asks of the window that it belongs to (`window.StepWindow`)."""
+    """The window that a forward belongs to (`window.StepWindow`), as far as it asks it."""
 
     aside: bool
 
     @property
     def silent(self) -> bool:
-        """Nothing may be communicated."""
+        """Nothing may be communicated with the other groups now."""
 
     def before_forward(self) -> None:
         """Open the window, if it is the forward's turn."""
 
     def passes(self, synchronized: bool) -> None:
-        """Count a pass."""
+        """Count a forward or backward pass."""
 
 
 class WrappedModel(DistributedDataParallel):
@@ -79,7 +79,7 @@ class WrappedModel(DistributedDataParallel):
         return not self._switched and self.training
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """Run the model."""
+        """Run the model, in a window that is open, or silently."""
         window = self._window
         if window is not None and window.aside:
             with self.no_sync():  # a loss may need gradients also where it is only evaluated

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 class VotedOptimizer(_compat.AcceleratedOptimizer):  # type: ignore[misc]
-    """What `prepare` makes of an optimizer.
+    """The optimizer that `prepare` makes: its steps are put to the vote.
 
     Args:
         optimizer: torch's.
@@ -92,7 +92,7 @@ class VotedOptimizer(_compat.AcceleratedOptimizer):  # type: ignore[misc]
 
 
 class GroupScheduler(_compat.AcceleratedScheduler):  # type: ignore[misc]
-    """What `prepare` makes of a scheduler.
+    """The scheduler that `prepare` makes: it follows the committed steps of all groups.
 
     Args:
         scheduler: torch's.

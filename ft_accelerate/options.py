@@ -1,6 +1,6 @@
 """Every option of fault tolerance: what it is called in each place, and which values it takes.
 
-How it works. `PluginFields` is what every process is told (`FaultTolerancePlugin` adds where values come from), and
+How it works. `PluginFields` is what every process is given (`FaultTolerancePlugin` adds where values come from), and
 `LaunchSettings` how replica groups are started. `OPTIONS` joins the two. Flags, questions of `config`, the YAML section
 and the variables are generated from it.
 
@@ -25,7 +25,7 @@ from ft_core.launch.gpus import MODES
 from ft_core.settings import MAX_REPLICAS, parse_address
 
 SECTION = "fault_tolerance_config"
-"""Of the YAML file."""
+"""The name of our section of the YAML file."""
 PREFIX = "ACCELERATE_FT_"
 FLAG = "--ft_"
 """In front of an option's name on the command line, as --fsdp_ is for FSDP's."""
@@ -35,7 +35,7 @@ FTRUNS = {
     "lighthouse": "--lighthouse", "min_replicas": "--min-replicas", "timeout_s": "--timeout",
     "expected_replicas": "--num-replicas", "replica_group": "--replica",
 }  # fmt: skip
-"""Fields of the plugin that are options of ftrun, which tells the processes."""
+"""Fields of the plugin that are options of ftrun, which gives them to the processes."""
 CHOICES = {"lr_scaling": ("linear", "sqrt"), "on_exhausted": ("shadow", "leave", "stop_all")}
 YES, NO = ("1", "true", "yes", "on", "y", "t"), ("0", "false", "no", "off", "n", "f")
 
@@ -186,21 +186,21 @@ class Option:
     kind: type
     help: str
     ftrun: str
-    """ftrun's option; "": told to the processes by `env`."""
+    """ftrun's option; "": given to the processes by `env`."""
     choices: tuple[str, ...]
     per_group: bool
     """Differs from group to group, machine to machine or run to run: not asked for, but may be written anywhere."""
     launcher: bool
-    """Of LaunchSettings."""
+    """It is a field of LaunchSettings."""
 
     @property
     def env(self) -> str:
-        """ACCELERATE_FT_..."""
+        """The environment variable, ACCELERATE_FT_..."""
         return f"{PREFIX}{self.name.upper()}" if self.launcher else variable(self.name)
 
     @property
     def flag(self) -> str:
-        """--ft_..."""
+        """The flag of `ft-accelerate launch`, --ft_..."""
         return FLAG + self.name
 
     def read(self, value: object, source: str) -> Any:
@@ -230,7 +230,7 @@ class Option:
 
 
 def _check_replicas(text: str, source: str) -> None:
-    """As ftrun reads it; said here with the place where it was written."""
+    """Check it as ftrun does, with the place where it was written in the message."""
     found = re.fullmatch(r"([0-9]{1,9})(?::([0-9]{1,9}))?", text)
     if not found:
         raise ConfigError(f"{source}={text!r} must be a number of replica groups, or N:MAX such as 4:8")

@@ -124,12 +124,12 @@ class FaultTolerancePlugin(PluginFields):
 
     @property
     def address(self) -> str:
-        """Of the lighthouse; "" if nobody said."""
+        """The address of the lighthouse; "" if none is given."""
         return self.lighthouse or Environment.read(os.environ).lighthouse or ""
 
     @property
     def scaling(self) -> LearningRateScaling | None:
-        """What learning rates are multiplied with; None: nothing."""
+        """The rule by which learning rates follow the samples of each step; None: they do not."""
         if self.lr_scaling is None:
             return None
         assert self.reference_batch_size is not None
@@ -172,7 +172,7 @@ def plugin_or_none(given: FaultTolerancePlugin | None) -> FaultTolerancePlugin |
 
 
 def from_environment(environ: Mapping[str, str]) -> dict[str, Any]:
-    """What `ACCELERATE_FT_*` say, by field.
+    """The values of `ACCELERATE_FT_*`, by field.
 
     Raises:
         ConfigError: a variable is unknown, or its value cannot work.
@@ -189,7 +189,7 @@ def from_environment(environ: Mapping[str, str]) -> dict[str, Any]:
 
 
 def from_file(path: str) -> dict[str, Any]:
-    """What the section of a YAML file says, by field; {} if it has none.
+    """The values in the section of a YAML file, by field; {} if it has none.
 
     Raises:
         ConfigError: the file cannot be read, or what it says cannot work.

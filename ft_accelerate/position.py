@@ -31,6 +31,6 @@ class Position:
         return self.epoch * EPOCH + self.batch
 
     def moved_to(self, code: int) -> Position:
-        """Go there. Returns itself."""
+        """Go to the position with that code. Returns itself."""
         self.epoch, self.batch = divmod(code, EPOCH)
         return self

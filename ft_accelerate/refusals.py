@@ -1,4 +1,4 @@
-"""What Accelerate can do and fault-tolerant training cannot: said clearly, before anything is started.
+"""Refusals of what Accelerate can do and fault-tolerant training cannot, before anything is started.
 
 Threads: the training thread.
 """
@@ -31,7 +31,7 @@ VARIABLES = {
     "ACCELERATE_USE_FSDP": SHARDS,
     "ACCELERATE_USE_PARALLELISM_CONFIG": SHARDS,
 }
-"""What `accelerate launch` may have switched on."""
+"""Variables by which `accelerate launch` switches on what cannot work."""
 REMEDY = "leave it out, or switch fault tolerance off (ACCELERATE_FT_ENABLED=0)"
 
 

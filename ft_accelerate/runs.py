@@ -49,7 +49,7 @@ class Runs:
         return number
 
     def end(self, manager: Manager) -> None:
-        """A run ends."""
+        """Note the Manager's state: a run ends."""
         self._ended_with = manager.state_dict()
 
     def resume(self, manager: Manager, group: int) -> int:

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 class Padding(NamedTuple):
-    """Arguments of `pad_across_processes`."""
+    """The arguments of one call of `pad_across_processes`."""
 
     dim: int
     value: float
@@ -68,7 +68,7 @@ class _Line:
 
 
 class SharedLoop:
-    """One loop.
+    """One loop over evaluation data that the groups share.
 
     Args:
         division: of this loop's data; cut into `pieces`.
@@ -84,13 +84,13 @@ class SharedLoop:
         self.agenda = self._rest(0)
         """Pieces that are still to be done here, in order."""
         self.piece = -1
-        """The one under way."""
+        """The piece whose body is under way."""
         self.done = 0
         """Pieces that were begun here."""
         self.calls = 0
         """Results so far, of all pieces."""
         self.paddings: list[Padding] = []
-        """Of the body under way."""
+        """Paddings in the body under way."""
         self._place = 0
         self._lines: list[_Line] = []
         self._since = time.monotonic()
@@ -118,7 +118,7 @@ class SharedLoop:
         return min(step * self._division.parts + self._division.part, self.pieces - 1)
 
     def _rest(self, step: int) -> list[int]:
-        """What this group does from that step on, in such an order that each call can return something.
+        """The pieces that this group does from that step on, in such an order that each call can return something.
 
         The others' results come with the own piece, so that is done as soon as no lost group's piece is before all.
         """

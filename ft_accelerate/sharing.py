@@ -55,7 +55,7 @@ class Sharing:
         self._work.serve()
 
     def end(self) -> None:
-        """The run is over."""
+        """The run is over: nothing is shared until the next one begins."""
         self._work = None
         self.loop: SharedLoop | None = None
         """The loop that is under way."""
@@ -96,7 +96,7 @@ class Sharing:
             self.inside, self.loader.end_of_dataloader = False, not self.loop.agenda
 
     def result(self, value: Any, *, objects: bool) -> Any:
-        """What `gather_for_metrics` returns for this group's value. `objects`: it is a list of things, no tensors."""
+        """The values of all groups for this group's one. `objects`: it is a list of things, no tensors."""
         loop = self.loop
         assert loop is not None
         values = loop.result(recursively_apply(_kept, value))
@@ -106,7 +106,7 @@ class Sharing:
     # ------------------------------------------------------------ reading
 
     def batches(self, loader: _compat.DataLoaderShard, first: int, whole: Callable[[], Iterator[Any]]) -> Iterator[Any]:
-        """What a loader hands out for evaluation.
+        """The batches that a loader hands out for evaluation.
 
         Args:
             loader: read for evaluation.
@@ -227,14 +227,14 @@ class SharedResults(Base):  # type: ignore[misc]
         return sharing if sharing is not None and sharing.in_body else None
 
     def gather(self, tensor: Any) -> Any:
-        """As Accelerator's; in a shared evaluation of all groups."""
+        """Gather tensors of this group, in a shared evaluation of all groups."""
         sharing = self._sharing
         if sharing is None:
             return super().gather(tensor)
         return sharing.result(super().gather(tensor), objects=False)
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
-        """As Accelerator's; in a shared evaluation of all groups, in the order of the data.
+        """Gather results of this group, in a shared evaluation of all groups, in the order of the data.
 
         Raises:
             UsageError: tensors of different sizes, and nobody said how to pad them.
@@ -247,7 +247,7 @@ class SharedResults(Base):  # type: ignore[misc]
         return sharing.result(value, objects=use_gather_object or not _all_tensors(input_data))
 
     def pad_across_processes(self, tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> Any:
-        """As Accelerator's; in a shared evaluation `gather_for_metrics` pads the other groups' in the same way."""
+        """Pad tensors; in a shared evaluation `gather_for_metrics` pads the other groups' in the same way."""
         sharing = self._sharing
         if sharing is not None and sharing.loop is not None:
             sharing.loop.paddings.append(Padding(dim, pad_index, pad_first))

@@ -2,7 +2,7 @@
 
 How it works. Under an elastic agent (ftrun, torchrun, `accelerate launch` with several processes) there is one at
 MASTER_ADDR and MASTER_PORT. A process that nobody launched has none that others could reach, nor have those of
-`debug_launcher`, which meet in a file: the group's first rank opens one and tells the others.
+`debug_launcher`, which meet in a file: the group's first rank opens one and sends the others its address.
 
 Threads: the training thread.
 """
@@ -36,7 +36,7 @@ def place(ranks: int, rank: int, lighthouse: str) -> dict[str, Any]:
     """
     if "TORCHELASTIC_RUN_ID" in os.environ:
         return {}
-    told: list[Any] = [None]
+    sent: list[Any] = [None]
     if rank == 0:
         env = Environment.read(os.environ)
         towards = parse_address(lighthouse, "lighthouse")[0] if lighthouse else "localhost"
@@ -44,8 +44,8 @@ def place(ranks: int, rank: int, lighthouse: str) -> dict[str, Any]:
         mine = os.getpid(), host  # a forked child has its parent's dictionary
         if mine not in _kept:
             _kept[mine] = open_store(host)
-        told = [(host, int(_kept[mine].port))]
+        sent = [(host, int(_kept[mine].port))]
     if ranks > 1:
-        torch.distributed.broadcast_object_list(told, 0)
-    address, port = told[0]
+        torch.distributed.broadcast_object_list(sent, 0)
+    address, port = sent[0]
     return {"store_addr": address, "store_port": port}

@@ -52,7 +52,7 @@ class UnevenEnd:
         self.begin()
 
     def begin(self) -> None:
-        """Another run begins."""
+        """Forget the last run: another one begins."""
         self.policy = self._given
         """`on_exhausted`, or "shadow" in the context of join_uneven_inputs; None: nothing of this."""
         self.over = False
@@ -159,7 +159,7 @@ class UnevenEnd:
 def joined(
     accelerator: Any, out: UnevenEnd, joinables: Any, even_batches: bool | None, elastic: Callable[[], bool]
 ) -> Iterator[None]:
-    """The context of `join_uneven_inputs`.
+    """Train inside on loaders of different lengths (`join_uneven_inputs`).
 
     Args:
         accelerator: whose loaders are read inside.

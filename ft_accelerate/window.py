@@ -29,8 +29,8 @@ from typing import TYPE_CHECKING, TypeVar
 import torch
 from torch.distributed import ReduceOp
 
-from ft_accelerate.inside_group import InsideGroup
 from ft_core.errors import JobFinishedError, UsageError
+from ft_core.loop.inside_group import InsideGroup
 from ft_core.loop.quorum_wait import patiently
 from ft_core.loop.sampling import groups_needed
 
@@ -67,7 +67,7 @@ class GroupPlace:
 
 
 def nothing_left(error: JobFinishedError) -> SystemExit:
-    """What ends a replica that came after the others had finished: its work is done as well."""
+    """The end of a replica that came after the others had finished: its work is done as well."""
     log.warning("nothing left to train: %s", str(error).partition(";")[0])  # the rest is for who starts lighthouses
     return SystemExit(0)
 
@@ -89,9 +89,9 @@ class StepWindow:
         opened: Callable[[], None],
         divide: Callable[[int], bool],
     ) -> None:
-        self.group, self.groups, self.ranks, self.rank = place.group, place.groups, place.ranks, place.rank
-        """`groups`: by how many the data is divided, and the schedules are advanced; equal on all members."""
-        self.address = place.lighthouse
+        self.group, self.ranks, self.rank, self.address = place.group, place.ranks, place.rank, place.lighthouse
+        self.groups = place.groups
+        """By how many groups the data is divided, and the schedules are advanced; equal on all members."""
         self.start_manager = start_manager
         self._opened = opened
         self._divide = divide
@@ -105,7 +105,7 @@ class StepWindow:
         self.begin()
 
     def begin(self) -> None:
-        """Another run begins."""
+        """Forget the last run: another one begins."""
         self.manager: Manager | None = None
         self.inside = InsideGroup(self.ranks)
         self._models: list[weakref.ref[WrappedModel]] = []
@@ -202,7 +202,7 @@ class StepWindow:
         self.entered(position)
 
     def wait_for(self, start: Callable[[], T]) -> T:
-        """What starts a quorum, for as long as the others are paused. Returns what it returns.
+        """Call what starts a quorum, for as long as the others are paused. Returns what it returns.
 
         Raises:
             QuorumTimeoutError: and nobody is paused.
@@ -343,7 +343,7 @@ class StepWindow:
         return commits
 
     def concluded(self, manager: Manager) -> None:
-        """An attempt has ended."""
+        """Note what an attempt has shown, which has ended."""
         self._open = False
         self.lost, self.stopped = manager.quorum_lost, manager.stop_agreed
         for model in self.models if self.silent else ():

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 VERSION_KEY = "config_version"
 VERSION = 1
-"""Of the section. It grows when a key changes its meaning; a file without one is of version 1."""
+"""The version of the section. It grows when a key changes its meaning; a file without one is of version 1."""
 
 NOTHING = (None, "", "~", "null")
 """Values of a key that says nothing."""
@@ -48,14 +48,14 @@ def default_accelerate_file() -> str | None:
 
 @dataclass(frozen=True)
 class Document:
-    """A configuration file, read."""
+    """A configuration file that was read."""
 
     path: str
     """"": there is none."""
     rest: Mapping[str, Any]
-    """What is accelerate's."""
+    """Settings of accelerate."""
     section: Mapping[str, Any]
-    """What is ours, checked; without the version."""
+    """Settings of fault tolerance, checked; without the version."""
 
 
 def find(given: str | None) -> Document:

@@ -1,7 +1,7 @@
 """The arguments of `FaultTolerantStrategy`, for the Trainer and for Fabric: checked, and passed on.
 
 How it works. `Arguments` is made in the strategy's constructor, so a mistake is reported before anything is started;
-`for_manager` gives what every rank's Manager is told, `for_ftrun` what ftrun is told where the strategy starts it.
+`for_manager` gives the arguments of every rank's Manager, `for_ftrun` those of ftrun where the strategy starts it.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
 """The end of training: all replicas stop after the same step, and none is left waiting.
 
 How it works. EarlyStopping, Timer, `trainer.should_stop` and the limits on steps and epochs are decided by each replica
-for itself; whoever has left its loop comes to `stop_together`: it takes part in further fences, with STOP raised and a
-veto, so nobody's state changes any more. A replica that wanted to go on meets it in its next fence: its step is
-vetoed, it learns that all stop (`told_to_stop`), and ends with the same state. Where all decide alike, as in
-a run without faults, no step more or less is made than with plain DDP.
+for itself; whoever has left its loop takes part in further votes (`ft_core.loop.stopping.stop_together`). A replica
+that wanted to go on meets it in its next vote: its step is vetoed, its Trainer stops (`stop_as_agreed`), and it ends
+with the same state. Where all decide alike, as in a run without faults, no step more or less is made than with plain
+DDP.
 
-Until that fence the leader may die while it saves: then there is another quorum, another leader, and it makes good.
+Until that vote the leader may die while it saves: then another quorum has another leader, which redoes the writes.
 
 Threads: the training thread.
 """
@@ -30,7 +30,7 @@ class RunLostError(FaultToleranceError):
     """All replicas of a later call of `fit` have died, and with them what the calls before it had trained."""
 
 
-def told_to_stop(manager: Manager, trainer: Any) -> None:
+def stop_as_agreed(manager: Manager, trainer: Any) -> None:
     """Let the Trainer stop if the votes have shown that all stop. After each vote."""
     if manager.stop_agreed and not trainer.should_stop:
         log.info("%s: stops, as another replica has ended its training", manager.replica_id)
@@ -57,7 +57,7 @@ def drains_alone() -> None:
 
 
 def leave_on(manager: Manager, error: BaseException) -> None:
-    """Training ends with an exception on this replica: the others learn it at once, and go on without it."""
+    """Leave because of an exception on this replica: the others notice at once, and go on without it."""
     if isinstance(error, SystemExit):
         manager.shutdown()  # between two steps: they need not lose one
     else:

@@ -62,7 +62,7 @@ def flag(name: str) -> bool:
 
 
 def ddp_arguments(handler: Any) -> dict[str, Any]:
-    """What the user told torch's DDP: the values of a DistributedDataParallelKwargs that are not its defaults."""
+    """The user's arguments of torch's DDP: the values of a DistributedDataParallelKwargs that are not its defaults."""
     return dict(handler.to_kwargs()) if handler is not None else {}
 
 
@@ -86,7 +86,7 @@ def reset_scaler(scaler: Any) -> None:
 
 
 def shard_of(loader: Any) -> Any:
-    """What divides a prepared loader's data (has `num_processes` and `process_index`), or None.
+    """The object that divides a prepared loader's data (has `num_processes` and `process_index`), or None.
 
     Relies on BatchSamplerShard and IterableDatasetShard, which `prepare_data_loader` puts in.
     """

@@ -1,4 +1,4 @@
-"""What of accelerate's launcher is not public API; the rest of the command line uses public names.
+"""The parts of accelerate's launcher that are not public API; the rest of the command line uses public names.
 
 How it works. `accelerate launch` is three steps: its parser, `_validate_launch_command`, which fills in what the YAML
 and the machine say, and a launcher, which prepares an environment and starts processes. The first two are used as they
@@ -29,17 +29,17 @@ __all__ = [
     "load_config_from_file", "parser", "path_in_accelerate_package", "plain_launch", "validated",
 ]  # fmt: skip
 OURS = ("MASTER_ADDR", "MASTER_PORT", "KMP_AFFINITY", "KMP_BLOCKTIME")
-"""Variables that accelerate prepares for one process alone: ftrun tells each group its own place, and an affinity would
+"""Variables that accelerate prepares for one process alone: ftrun gives each group its own place, and an affinity would
 put all groups on the same cores."""
 
 
 def parser() -> Any:
-    """accelerate launch's argument parser."""
+    """The argument parser of `accelerate launch`."""
     return launch.launch_command_parser()
 
 
 def plain_launch(args: argparse.Namespace) -> None:
-    """accelerate launch itself."""
+    """Run `accelerate launch` itself."""
     launch.launch_command(args)
 
 
@@ -60,7 +60,7 @@ def validated(args: argparse.Namespace) -> argparse.Namespace:
 
 
 def environment(args: argparse.Namespace) -> dict[str, str]:
-    """What accelerate's launcher adds to or changes in the environment for the processes.
+    """The environment that accelerate's launcher would make for the processes: what it adds or changes.
 
     Args:
         args: validated.

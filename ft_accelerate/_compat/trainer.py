@@ -1,4 +1,4 @@
-"""What of transformers.Trainer is not public API: the methods the mixin relies on, a callback handler.
+"""The parts of transformers.Trainer that are not public API: the methods the mixin relies on, a callback handler.
 
 How it works. Trainer is made to be subclassed, but the loop that the mixin has to follow is split into methods with an
 underscore. `check` looks for them when a trainer is made, so that an unknown version is an error at once.
@@ -33,7 +33,7 @@ METHODS = (
     "get_total_train_batch_size", "_save_checkpoint", "_get_output_dir", "evaluation_loop", "_load_rng_state",
     "_maybe_log_save_evaluate", "_wrap_model", "prediction_step",
 )  # fmt: skip
-"""Of Trainer, that the mixin overrides or calls."""
+"""Methods of Trainer that the mixin overrides or calls."""
 
 
 def check(trainer: type) -> None:
@@ -51,12 +51,12 @@ def check(trainer: type) -> None:
 
 
 class FollowingHandler(CallbackHandler):  # type: ignore[misc]
-    """Calls the trainer's callbacks for what happened on all replicas, and tells them who writes.
+    """Calls the trainer's callbacks for what happened on all replicas, and lets them know who writes.
 
     Args:
         handler: Trainer's own, whose callbacks are taken over.
         leads: whether this process writes and reports now.
-        stepped: called at the end of each optimizer step; False: it was vetoed, no callback hears of it.
+        stepped: called at the end of each optimizer step; False: it was vetoed, no callback is called for it.
         skips: whether the epoch that begins is passed over.
     """
 
@@ -90,7 +90,7 @@ class FollowingHandler(CallbackHandler):  # type: ignore[misc]
         return super().call_event(event, args, state, control, **kwargs)
 
     def _pass_on_bars(self, args: Any, state: Any, control: Any) -> None:
-        """The progress bar is the leader's: a new one has none yet, a former one's prints no last word."""
+        """The progress bar is the leader's: a new one has none yet, a former one's prints nothing more."""
         for callback in self.callbacks:
             if not isinstance(callback, ProgressCallback):
                 continue

@@ -53,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def usage() -> str:
-    """The help text."""
+    """The help text of `ft-accelerate`."""
     lines = [f"  {name:<12}{text}" for name, (_, text) in COMMANDS.items()]
     return "\n".join(
         ["usage: ft-accelerate <command> [<arguments>]", "", "commands:", *lines, "",

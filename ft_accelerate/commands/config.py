@@ -33,7 +33,7 @@ PRECISIONS = ("no", "fp16", "bf16", "fp8")
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the command.
+    """Run `ft-accelerate config`.
 
     Raises:
         ConfigError: the file or an argument cannot work.

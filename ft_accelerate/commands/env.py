@@ -24,7 +24,7 @@ SECRET = ("FT_TOKEN",)
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the command.
+    """Run `ft-accelerate env`.
 
     Raises:
         ConfigError: the config file cannot be read.
@@ -44,7 +44,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def lines(document: Document) -> list[str]:
-    """What is ours: versions, the section, the variables (values of secrets left out)."""
+    """Lines about fault tolerance: versions, the section, the variables (values of secrets left out)."""
     section = [f"\t- {name}: {value}" for name, value in document.section.items()]
     variables = [
         f"\t- {name}: {'(set)' if name in SECRET else text}"

@@ -76,14 +76,14 @@ def main(folder: Path) -> None:
 
 
 def _end(accelerator: FaultTolerantAccelerator, model: nn.Module, folder: Path) -> None:
-    told = {"steps": accelerator.committed_steps, "digest": digest(accelerator.unwrap_model(model).state_dict)}
+    result = {"steps": accelerator.committed_steps, "digest": digest(accelerator.unwrap_model(model).state_dict)}
     accelerator.end_training()
     name = f"{accelerator.replica_group}-{accelerator.process_index}.json"
-    (folder / name).write_text(json.dumps(told))
+    (folder / name).write_text(json.dumps(result))
 
 
 def digest(state_dict: Callable[[], dict[str, torch.Tensor]]) -> str:
-    """Of all parameters and buffers, as text."""
+    """A digest of all parameters and buffers, as text."""
     out = hashlib.sha256()
     for name, value in sorted(state_dict().items()):
         out.update(name.encode())

@@ -33,12 +33,12 @@ REFUSED = {
     "use_deepspeed": "DeepSpeed", "use_megatron_lm": "Megatron-LM", "tpu": "TPUs", "tpu_use_cluster": "TPU pods",
     "mpirun_hostfile": "mpirun", "use_fsdp": "FSDP",
 }  # fmt: skip
-"""What accelerate can launch and replica groups cannot be."""
+"""Options of accelerate with which it launches what no replica group can be."""
 FORWARDED = ("tee", "log_dir", "monitor_interval")
 """Options of accelerate launch that ftrun has, too."""
 PREFIX = FLAG.lstrip("-")
 PLAIN_DEFAULTS = {"tee": "0", "monitor_interval": 0.1, "max_restarts": 0, "role": "default"}
-"""accelerate launch's own."""
+"""The defaults of `accelerate launch`."""
 ALIASES = {"max_restarts": "max_restarts", "role": "name"}
 """Options of accelerate launch that are options of ours, by another name or with another default."""
 
@@ -91,7 +91,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def read(argv: Sequence[str]) -> argparse.Namespace:
-    """The command line.
+    """Read the command line.
 
     Raises:
         ConfigError: one of our options is misspelt.
@@ -132,7 +132,7 @@ def _accelerates(args: argparse.Namespace, document: Document) -> Iterator[None]
 
 
 def _plain(args: argparse.Namespace, document: Document, given: Mapping[str, Given]) -> int:
-    """Fault tolerance is off."""
+    """Launch without fault tolerance, which is off."""
     for name, usual in PLAIN_DEFAULTS.items():
         if getattr(args, name) is None:
             setattr(args, name, usual)

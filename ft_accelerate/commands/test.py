@@ -96,7 +96,7 @@ def exercise(options: Sequence[str], folder: Path, groups: int) -> str:
 
 
 def judge(folder: Path, groups: int) -> tuple[str, list[dict[str, object]]]:
-    """What is wrong with the results that the processes left in `folder`, and the results."""
+    """The errors in the results that the processes left in `folder`, and the results."""
     found = {path.stem: json.loads(path.read_text()) for path in sorted(folder.glob("*-*.json"))}
     missing = [str(group) for group in range(groups) if not any(name.startswith(f"{group}-") for name in found)]
     if missing:

@@ -72,7 +72,7 @@ class ElasticFeed:
         self.last_weight = 0
         """The weight of the last micro-batch of the whole group."""
         self.factor: float | None = None
-        """What the next loss is multiplied with, if somebody else than the sampler knows."""
+        """The factor of the next loss, if the sampler is not to decide it."""
         self.resumed = False
         """A checkpoint said where to begin."""
         self.wanted: int | None = None
@@ -160,8 +160,8 @@ class ElasticFeed:
         """The number of the epoch that the next loop is over.
 
         If it is known on all replicas from the beginning which loader is trained on, its first step opens here, so that
-        a newcomer learns the number. Else steps open in the loop only, or a newcomer would be in its loop already when
-        the others' state is taken here, before what the script does ahead of its loop. Raises Ended.
+        a newcomer receives the number. Else steps open in the loop only, or a newcomer would be in its loop already
+        when the others' state is taken here, before what the script does ahead of its loop. Raises Ended.
         """
         sampler = self.sampler
         if epoch > sampler.cursor.epoch:
@@ -179,12 +179,12 @@ class ElasticFeed:
 
     @property
     def loss_factor(self) -> float:
-        """What a loss of this rank is multiplied with before its group's gradients are averaged."""
+        """The factor of a loss of this rank, before its group's gradients are averaged."""
         return self.sampler.loss_factor if self.factor is None else self.factor
 
     @property
     def active(self) -> bool:
-        """What is being trained on is this data: a loop is open, or a batch of it was not voted on yet."""
+        """This data is being trained on: a loop is open, or a batch of it was not voted on yet."""
         return bool(self.reading) or self.sampler.half_read
 
     def check_vote(self, *, again: bool) -> None:
@@ -227,7 +227,7 @@ class ElasticFeed:
         """There is one listener, the loader's own sampler: `committed` and `vetoed` pass on to it."""
 
     def register_state_dict_fn(self, *state: Any) -> None:
-        """Kept for the Manager."""
+        """Keep the state functions until there is a Manager."""
         self._state = state
 
     def start_quorum(self) -> None:
@@ -262,7 +262,7 @@ class ElasticFeed:
     # ------------------------------------------------------------ the Manager's listener
 
     def describe(self) -> str:
-        """What is read and how it is divided: equal on all replicas."""
+        """The data and its division in one line, equal on all replicas."""
         return self.sampler.describe()
 
     def committed(self, contributed: Collection[int] | None = None) -> None:

@@ -32,7 +32,7 @@ log = logging.getLogger("ft_accelerate")
 
 
 class ElasticGroupLoader(GroupDataLoader):
-    """What `prepare` makes of a DataLoader with `elastic_data=True`, or of an `ElasticDataLoader`."""
+    """The loader that `prepare` makes of a DataLoader with `elastic_data=True`, or of an `ElasticDataLoader`."""
 
     elastic: ElasticFeed
     _is_accelerate_prepared: bool
@@ -175,9 +175,9 @@ def of_training(accelerator: Any) -> ElasticFeed | None:
 
 
 def epochs(accelerator: Any, number: int) -> Iterator[int]:
-    """`Accelerator.epochs` from `accelerator.epoch` on.
+    """The numbers that `Accelerator.epochs` gives, from `accelerator.epoch` on.
 
-    A newcomer learns the others' number with its first step: here if the loader is the user's own, else in the loop.
+    A newcomer receives the others' number with its first step: here if the loader is the user's own, else in the loop.
     """
     run = accelerator._run
     while accelerator.epoch < number and not (run is not None and run.window.stopped):

@@ -55,7 +55,7 @@ class ElasticSteps(Base):  # type: ignore[misc]
         return feed if feed is not None and feed.active else None
 
     def prepare(self, *args: Any, device_placement: Any = None) -> Any:
-        """As Accelerator's; an `ElasticDataLoader` is prepared like a DataLoader."""
+        """Prepare objects; an `ElasticDataLoader` is prepared like a DataLoader."""
         ready = [self._prepare_elastic(item) if is_elastic(item) else item for item in args]
         return super().prepare(*ready, device_placement=device_placement)
 
@@ -69,7 +69,7 @@ class ElasticSteps(Base):  # type: ignore[misc]
         self.gradient_state._set_sync_gradients(complete)
 
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
-        """As Accelerator's; with elastic data the loss is the mean over the samples of its micro-batch."""
+        """Run backward; with elastic data the loss is the mean over the samples of its micro-batch."""
         feed, steps = self._feed, self.gradient_accumulation_steps
         if feed is None:
             super().backward(loss, **kwargs)
@@ -82,7 +82,7 @@ class ElasticSteps(Base):  # type: ignore[misc]
             self.gradient_accumulation_steps = steps
 
     def clip_grad_norm_(self, parameters: Any, max_norm: Any, norm_type: Any = 2) -> Any:
-        """As Accelerator's."""
+        """Clip the norm of gradients, which may be a known number of times too large."""
         times = self._times_too_large
         if times == 1.0:
             return super().clip_grad_norm_(parameters, max_norm, norm_type)
@@ -90,7 +90,7 @@ class ElasticSteps(Base):  # type: ignore[misc]
         return None if norm is None else norm / times
 
     def clip_grad_value_(self, parameters: Any, clip_value: Any) -> None:
-        """As Accelerator's."""
+        """Clip the values of gradients, which may be a known number of times too large."""
         super().clip_grad_value_(parameters, clip_value * self._times_too_large)
 
     @property

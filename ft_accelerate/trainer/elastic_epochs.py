@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 Base: Any = object
 WITHOUT_END = 1 << 40
-"""Steps that Trainer's loop may make before it is told that the epoch is over."""
+"""Steps that Trainer's loop may make before it sees that the epoch is over."""
 _END = object()
 
 
@@ -46,22 +46,22 @@ class StepsChange(FaultToleranceError):
 
 @dataclass
 class Micro:
-    """One micro-batch."""
+    """One micro-batch of the open step."""
 
     batch: Any
     weight: int
-    """Of the whole group's, samples or tokens."""
+    """Samples or tokens of the whole group's micro-batch."""
     items: Any
     """Tokens that its loss is to be divided by; None: it is a mean over samples."""
     samples: int
-    """Of the whole group's."""
+    """Samples of the whole group's micro-batch."""
     factor: float
-    """What the loss is multiplied with before the group's gradients are averaged."""
+    """The factor of the loss before the group's gradients are averaged."""
 
 
 @dataclass
 class Planned:
-    """What Trainer plans with: a loader of so many batches."""
+    """Stands for a loader of so many batches, for Trainer to plan with."""
 
     dataset: Any
     batches: int
@@ -77,7 +77,7 @@ class Reading:
     feed: ElasticFeed
     iterator: Iterator[Any]
     epoch: int
-    """Of the data."""
+    """Epoch of the data."""
     ahead: list[Micro] = field(default_factory=list)
     """The open step, if Trainer has not got it yet."""
     under_way: deque[Micro] = field(default_factory=deque)
@@ -87,7 +87,7 @@ class Reading:
 
 
 class ElasticEpochs(Base):  # type: ignore[misc]
-    """Mixed into FaultTolerantTrainerMixin."""
+    """The part of FaultTolerantTrainerMixin for elastic data."""
 
     args: Any
     accelerator: Any
@@ -104,7 +104,7 @@ class ElasticEpochs(Base):  # type: ignore[misc]
     # ------------------------------------------------------------ how much there is to do
 
     def get_train_dataloader(self) -> Any:
-        """As Trainer's; with elastic data it has the batch of all groups per step."""
+        """Make the training loader; with elastic data it has the batch of all groups per step."""
         run = self.accelerator._run
         if run is not None and run.plugin.elastic_data:
             plugin, given = run.plugin, self.args.data_seed
@@ -124,7 +124,7 @@ class ElasticEpochs(Base):  # type: ignore[misc]
     # ------------------------------------------------------------ the loop
 
     def _ft_elastic_epoch(self, call: Mapping[str, Any]) -> None:
-        """What is left of the data's epoch; returns at once from a Trainer's epoch that is over for the others."""
+        """Train on the rest of the data's epoch; returns at once from a Trainer's epoch that is over for the others."""
         loader, epoch = call["train_dataloader"], call["epoch"]
         feed = loader.elastic
         if call["resume_from_checkpoint"] is not None and epoch == call["epochs_trained"] and not feed.resumed:
@@ -180,7 +180,7 @@ class ElasticEpochs(Base):  # type: ignore[misc]
 
     @contextlib.contextmanager
     def _ft_arguments_as_given(self) -> Iterator[None]:
-        """For files."""
+        """Inside, the arguments are as the user gave them, for files."""
         with self._ft_accumulating(self._ft_given_steps or self.args.gradient_accumulation_steps):
             yield
 
@@ -233,7 +233,7 @@ class ElasticEpochs(Base):  # type: ignore[misc]
         return [micro.batch for micro in step], step[0].items
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
-        """As Trainer's; elastic data: the loss is the mean over this micro-batch, which weighs what it has."""
+        """Run forward and backward; elastic data: the loss is the mean over this micro-batch, weighed by its size."""
         reading = self._ft_reading
         if reading is None or not reading.under_way:
             return super().training_step(model, inputs, num_items_in_batch)

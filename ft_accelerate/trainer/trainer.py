@@ -111,7 +111,7 @@ class FaultTolerantTrainerMixin(ElasticEpochs):
         return self._ft_arguments
 
     def create_accelerator_and_postprocess(self) -> None:
-        """As Trainer's, with our Accelerator."""
+        """Make the accelerator, which is a FaultTolerantAccelerator."""
         check_devices(self.args.n_gpu)
         super().create_accelerator_and_postprocess()
         plain = self.accelerator
@@ -141,7 +141,7 @@ class FaultTolerantTrainerMixin(ElasticEpochs):
         return self.accelerator._window
 
     def is_world_process_zero(self) -> bool:
-        """As Trainer's: the process that writes; in the leading group only."""
+        """Whether this process writes, which is in the leading group."""
         return bool(super().is_world_process_zero()) and (self._ft_run is None or self._ft_leads)
 
     @property
@@ -150,7 +150,7 @@ class FaultTolerantTrainerMixin(ElasticEpochs):
         return leadership is None or bool(leadership.leads)
 
     def _wrap_model(self, model: Any, *args: Any, **kwargs: Any) -> Any:
-        """As Trainer's; what an earlier `train` wrapped is not trained any more, and prepared anew."""
+        """Wrap the model; what an earlier `train` wrapped is not trained any more, and prepared anew."""
         if isinstance(model, WrappedModel) and (self._ft_run is None or model not in self._ft_window.models):
             model = model.module
         return super()._wrap_model(model, *args, **kwargs)
@@ -158,7 +158,7 @@ class FaultTolerantTrainerMixin(ElasticEpochs):
     # ------------------------------------------------------------ how much there is to do
 
     def set_initial_training_values(self, args: Any, dataloader: Any, *more: Any) -> Any:
-        """As Trainer's; lengths are those of the data divided among all groups."""
+        """Plan the training; lengths are those of the data divided among all groups."""
         if self._ft_run is None:
             return super().set_initial_training_values(args, dataloader, *more)
         if not isinstance(dataloader, GroupDataLoader):
@@ -172,7 +172,7 @@ class FaultTolerantTrainerMixin(ElasticEpochs):
         return min(2 * epochs + MORE_EPOCHS, sys.maxsize), *rest
 
     def get_total_train_batch_size(self, args: Any) -> int:
-        """Of all groups."""
+        """The samples of a step of all groups."""
         run = self._ft_run
         if run is not None and run.plugin.elastic_data and run.plugin.global_batch_size is not None:
             return int(run.plugin.global_batch_size)
@@ -223,7 +223,7 @@ class FaultTolerantTrainerMixin(ElasticEpochs):
         return int(call["steps_trained_in_current_epoch"])
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, *more: Any, **kwargs: Any) -> Any:
-        """As Trainer's. Reading the first batch opens the window of the optimizer step that needs it."""
+        """Read the batches of a step. Reading the first one opens the window of the optimizer step that needs it."""
         window = self._ft_window
         if window is None or not self.is_in_train:
             return super().get_batch_samples(epoch_iterator, num_batches, *more, **kwargs)
@@ -287,7 +287,7 @@ class FaultTolerantTrainerMixin(ElasticEpochs):
         return super()._finalize_training(*args, **kwargs)
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
-        """As Trainer's, on all the data in each group, or shared by all (`sharing`); the others wait meanwhile."""
+        """Evaluate on all the data in each group, or shared by all (`sharing`); the others wait meanwhile."""
         window = self._ft_window
         if window is None:
             return super().evaluation_loop(*args, **kwargs)
@@ -300,7 +300,7 @@ class FaultTolerantTrainerMixin(ElasticEpochs):
                 model.module.train(training)  # Trainer's loop does so only after it has read the next batches
 
     def prediction_step(self, *args: Any, **kwargs: Any) -> Any:
-        """As Trainer's; by this group alone, also in an evaluation loop of a subclass's own."""
+        """Predict a batch by this group alone, also in an evaluation loop of a subclass's own."""
         window = self._ft_window
         if window is None or window.aside:
             return super().prediction_step(*args, **kwargs)
@@ -361,7 +361,7 @@ class FaultTolerantTrainerMixin(ElasticEpochs):
         )  # fmt: skip
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """As Trainer's, in the leading group."""
+        """Save the model in the leading group."""
         if self._ft_stage or self._ft_run is None or self._ft_leads:
             super().save_model(output_dir, _internal_call)
 

@@ -90,7 +90,7 @@ class _From:
 
 
 def order_of(loader: DataLoader[Any]) -> Any:
-    """What decides in which order a loader reads: its batch sampler, or without batching its sampler."""
+    """The sampler that decides in which order a loader reads: its batch sampler, or without batching its sampler."""
     return loader.batch_sampler if loader.batch_sampler is not None else loader.sampler
 
 

@@ -2,7 +2,7 @@
 
 How it works. Each replica decides for itself when its training ends. Whoever has left its loop takes part in further
 commit votes, with STOP raised and a veto, so nobody's state changes any more. A replica that wanted to go on meets it
-in its next vote: its step is vetoed, it learns that all stop (`Manager.stop_agreed`), and ends with the same state.
+in its next vote: its step is vetoed, it sees that all stop (`Manager.stop_agreed`), and ends with the same state.
 
 Threads: the training thread.
 """

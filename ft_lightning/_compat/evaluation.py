@@ -60,7 +60,7 @@ def before_reset(loop: Any, before: Callable[[], None]) -> None:
 
 
 def before_batches(loop: Any, before: Callable[[], None]) -> None:
-    """Call `before` when a run's hooks have been told that it begins: metrics may be reset and logged in them.
+    """Call `before` when a run's hooks were called for its beginning: metrics may be reset and logged in them.
 
     Relies on `on_run_start()`.
     """
@@ -87,7 +87,7 @@ def at_end_of_loader(loop: Any, end: Callable[[], None], computed: Callable[[], 
 
 
 def at_end_of_predictions(loop: Any, end: Callable[[], None]) -> None:
-    """Call `end` when all batches were predicted, before any hook is told so. Relies on `on_run_end()`."""
+    """Call `end` when all batches were predicted, before any hook is called for that. Relies on `on_run_end()`."""
 
     def on_run_end() -> Any:
         end()
@@ -125,9 +125,9 @@ def unsuited(loop: Any) -> str:
 
 def set_epoch(loop: Any) -> None:
     """Tell samplers which epoch it is, before they are asked for their order. As `_EvaluationLoop.reset()` does."""
-    tell = part(tree_of(loop.trainer), "loops.evaluation_loop._set_sampler_epoch")
+    set_epoch = part(tree_of(loop.trainer), "loops.evaluation_loop._set_sampler_epoch")
     for loader in loaders(loop) if loop.trainer.state.fn == "fit" else ():
-        tell(loader, loop.trainer.fit_loop.epoch_progress.current.processed)
+        set_epoch(loader, loop.trainer.fit_loop.epoch_progress.current.processed)
 
 
 def loaders(loop: Any) -> list[Any]:

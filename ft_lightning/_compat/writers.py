@@ -192,7 +192,7 @@ def progress_bar(trainer: Trainer, *, shown: bool) -> None:
         bar.on_train_epoch_start(trainer, module)
     else:
         if (drawn := getattr(bar, "_train_progress_bar", None)) is not None:
-            drawn.disable = True  # tqdm: else it would print its last word, which is stale
+            drawn.disable = True  # tqdm: else it would print its last line, which is stale
         bar.on_train_end(trainer, module)
         bar.disable()
 

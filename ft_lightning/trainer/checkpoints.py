@@ -167,7 +167,7 @@ class Checkpoints:
         if committed:
             self.leader.committed()
         self.uneven.voted()
-        stopping.told_to_stop(self.manager, self._trainer)
+        stopping.stop_as_agreed(self.manager, self._trainer)
 
     def _finish(self) -> None:
         """At the end of training: nobody leaves before all know, and before the last checkpoint is there."""

@@ -4,7 +4,7 @@ How it works. While the Trainer prepares its loaders, the user's DataLoader is e
 (`prepare`; with `elastic_data=True`), or a user's ElasticDataLoader is taken as it is. From then on:
 - The strategy opens a quorum before a batch is fetched, and right after it the loader's step (`opened`): that fixes
   who reads what. Nothing is read ahead.
-- How many batches an epoch has follows from what is left of it and from who is there, so it is told to Lightning anew
+- How many batches an epoch has follows from what is left of it and from who is there, so Lightning is given it anew
   before each batch (`announce`) and after each vote (`settled`): a vetoed last batch is not the last.
 - Lightning steps the optimizer where the loader says so, and does not divide losses: their weights are exact
   (`_compat.position.follow_micro_batches`).

@@ -1,4 +1,4 @@
-"""Who writes: one replica, the leader, saves checkpoints, feeds the loggers, draws the progress bar and config.yaml.
+"""`Leadership`: one replica, the leader, saves checkpoints, feeds the loggers, draws the progress bar and config.yaml.
 
 How it works. The leader is rank 0 of the first participant of the quorum, so all members know it without a message.
 `is_global_zero` and `rank_zero_only` follow it. Before the first quorum a provisional leader does what Lightning writes

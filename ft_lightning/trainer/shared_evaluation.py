@@ -61,11 +61,11 @@ class PartOfBatches:
         self.part, self.parts = 0, 1
         if plain:
             self.batches = inner
-            told = repr((len(loader.dataset), loader.batch_size, loader.drop_last))  # type: ignore[arg-type]
+            layout = repr((len(loader.dataset), loader.batch_size, loader.drop_last))  # type: ignore[arg-type]
         else:
             self.batches = list(itertools.islice(inner, self.limit))
-            told = repr(self.batches)
-        self.digest = hashlib.blake2b(told.encode(), digest_size=12).hexdigest()
+            layout = repr(self.batches)
+        self.digest = hashlib.blake2b(layout.encode(), digest_size=12).hexdigest()
 
     def __repr__(self) -> str:
         return f"PartOfBatches({self.part} of {self.parts}, {len(self)} batches)"
@@ -270,8 +270,8 @@ class SharedEvaluation:
             for loader, length in zip(compat.loaders(loop), lengths, strict=True)
         ]  # fmt: skip
         limits = [0] * len(lengths) if why else [0 if order is None else order.limit for order in orders]
-        told = " ".join([str(loop.trainer.state.stage), why, *(o.digest for o in orders if o is not None)])
-        division = work.divide(told, max(limits, default=0), limits)
+        what = " ".join([str(loop.trainer.state.stage), why, *(o.digest for o in orders if o is not None)])
+        division = work.divide(what, max(limits, default=0), limits)
         if why or division.parts == 1:
             return
         for loader, order in zip(compat.loaders(loop), orders, strict=True):

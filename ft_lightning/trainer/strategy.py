@@ -75,7 +75,7 @@ class FaultTolerance(OptimizerSteps, Checkpoints, StartsGroups):
             "leave", see `ft_core.Manager.run_out`; None: it begins its next epoch earlier. Not with elastic data, which
             ends everywhere at once.
         share_evaluation: divide validation, test and prediction data among the replica groups; what a lost group had
-            not told is evaluated again. Metrics and predictions are those of all data, on all groups.
+            not delivered is evaluated again. Metrics and predictions are those of all data, on all groups.
         kwargs: further arguments of Lightning's DDPStrategy. Refused: ddp_comm_hook and what belongs to it,
             model_averaging_period, start_method, cluster_environment.
 

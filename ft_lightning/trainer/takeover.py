@@ -80,7 +80,10 @@ class Takeover:
         self._open_quorum: Callable[[], Manager] | None = None
         self._first = False
         """First of all ranks in the quorum of this batch."""
-        self._opening = self._ended = False
+        self._opening = False
+        """A quorum is being opened: state may arrive."""
+        self._ended = False
+        """The last batch is done."""
         self._received: Mapping[str, Any] | None = None
         """Our part of a state that was just loaded."""
         self._before: tuple[int, int] = (0, 0)

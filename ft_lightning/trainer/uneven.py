@@ -122,7 +122,7 @@ class UnevenEnd:
             while not manager.stop_agreed and not self._shadow(manager):
                 if not self._applied:
                     _position.count_batch(trainer)  # a vetoed one is counted, too
-            stopping.told_to_stop(manager, trainer)
+            stopping.stop_as_agreed(manager, trainer)
             if manager.stop_agreed or _position.epoch_and_batch(trainer)[0] != before:
                 return  # all end here; or it was healed by those who are further on
         _position.end_epoch(trainer)

@@ -25,7 +25,6 @@ from ft_accelerate.loader import GroupDataLoader
 from ft_accelerate.position import EPOCH
 from ft_core.control.lighthouse.server import LighthouseServer
 from ft_core.errors import ConfigError, NotAvailableError, UsageError
-from ft_core.loop.sampling import groups_needed
 
 if TYPE_CHECKING:
     import pathlib
@@ -551,11 +550,6 @@ def test_a_loader_goes_on_where_the_others_are(monkeypatch: pytest.MonkeyPatch) 
         loader.set_epoch(1)  # the script's next epoch is the run's fifth
         assert loader.iteration == 4
     s.accelerator.end_training()
-
-
-def test_groups_are_counted_by_their_numbers() -> None:
-    assert groups_needed(2, ["replica-0:ab", "replica-4:cd", "mine:ef"]) == 5
-    assert groups_needed(2, ["replica-0:ab"]) == 2
 
 
 @pytest.mark.parametrize(

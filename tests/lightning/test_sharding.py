@@ -3,30 +3,25 @@
 from __future__ import annotations
 
 import logging
-import random
 from typing import TYPE_CHECKING, Any
 
 import lightning as pl
-import numpy as np
 import pytest
 import torch
 from lightning.fabric.utilities.seed import pl_worker_init_function
 from torch import nn
 from torch.utils.data import (
-    BatchSampler,
     DataLoader,
     Dataset,
     DistributedSampler,
     IterableDataset,
-    RandomSampler,
     WeightedRandomSampler,
 )
 
 from ft_core.control.lighthouse.server import LighthouseServer
 from ft_core.errors import ConfigError
-from ft_core.loop.sampling import can_skip, open_at
 from ft_lightning import FaultTolerantStrategy
-from ft_lightning.trainer.sharding import Replayable, Sharding, Unseen
+from ft_lightning.trainer.sharding import Sharding, Unseen
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -204,48 +199,6 @@ def test_workers_are_seeded_by_their_place_in_the_job(job: Job, monkeypatch: pyt
         assert init.func is pl_worker_init_function
         ranks.append(init.keywords["rank"])
     assert ranks == [1, 0]
-
-
-def test_opening_a_loader_at_a_batch() -> None:
-    for options in ({}, {"num_workers": 1}, {"num_workers": 1, "persistent_workers": True}):
-        data = Numbers()
-        loader = DataLoader(data, 4, sampler=DistributedSampler(data, 2, 1), **options)  # type: ignore[arg-type]
-        assert can_skip(loader)
-        whole = [batch[:, 0].tolist() for batch in loader]
-        sampler = loader.batch_sampler
-        data.asked.clear()
-        with open_at(loader, 2):
-            rest = iter(loader)
-        assert loader.batch_sampler is sampler
-        assert [batch[:, 0].tolist() for batch in rest] == whole[2:]
-        assert data.asked == ([] if options else [int(i) for i in whole[2]])
-        assert [batch[:, 0].tolist() for batch in loader] == whole
-        with open_at(loader, 9):
-            assert list(loader) == []
-    unbatched: DataLoader[Any] = DataLoader(Numbers(), None, sampler=range(6))
-    with open_at(unbatched, 4):
-        assert [int(x) for x in unbatched] == [4, 5]
-    assert not can_skip(DataLoader(Stream()))
-    assert not can_skip([1, 2])
-
-
-def test_replayable_draws_alike_and_leaves_no_trace() -> None:
-    own = torch.Generator().manual_seed(3)
-    samplers: list[Any] = [RandomSampler(Numbers()), RandomSampler(Numbers(), generator=own)]
-    samplers.append(BatchSampler(RandomSampler(Numbers()), 4, drop_last=False))
-    for sampler in samplers:
-        replayable = Replayable(sampler, seed=9)
-        before = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist(), own.get_state()  # type: ignore[index]
-        first = list(replayable)
-        torch.rand(1)
-        assert list(replayable) == first
-        replayable.set_epoch(1)
-        assert list(replayable) != first
-        assert len(replayable) == len(sampler)
-        assert random.getstate() == before[1]
-        assert np.random.get_state()[1].tolist() == before[2]  # type: ignore[index]
-        assert torch.equal(own.get_state(), before[3])
-    assert repr(Replayable(samplers[0], 2)) == "Replayable(RandomSampler, seed=2, epoch=0)"
 
 
 def test_sharding_and_unseen() -> None:
