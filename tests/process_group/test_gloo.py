@@ -237,6 +237,25 @@ def test_a_port_that_a_peer_gave_back_may_be_anybodys(store: Store) -> None:
             assert other.recv(1) == b"?"
 
 
+def test_a_duplicate_that_another_thread_has_for_a_moment_is_no_connection(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Found by steps that were lost now and then: the end of such a duplicate passed for that of the connection."""
+    settle = connections.GroupConnections.settle
+
+    def settle_meanwhile(group: connections.GroupConnections) -> None:
+        copies = [os.dup(fd) for fd in socket_table.connections(group.is_mine)]
+        settle(group)
+        for fd in copies:
+            os.close(fd)
+
+    monkeypatch.setattr(connections.GroupConnections, "settle", settle_meanwhile)
+    with gloo_groups(3, store) as groups:
+        assert [mine(group).connections.any_lost() for group in groups] == [False] * 3
+        in_threads(3, lambda rank: groups[rank].allreduce([torch.ones(1000)]).wait())
+        assert [group.errored() for group in groups] == [None] * 3
+
+
 def test_abort_ends_a_configure_that_waits_for_a_rank(store: Store) -> None:
     group = ProcessGroupGloo(GROUP_TIMEOUT)
     address = store.fresh()

@@ -31,6 +31,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _warned_cannot_end = False
+Known = tuple[tuple[int, ...], "Connection"]
+"""A connection, and its descriptors when the group had formed: mostly one. Another thread may have had a duplicate for
+a moment (to send it to the witness, to shut another one down), whose end is not the connection's."""
 _formed: set[GroupConnections] = set()
 """Those of all formed groups that are not destroyed yet."""
 
@@ -40,8 +43,8 @@ class GroupConnections:
 
     def __init__(self, store_addr: str, world_size: int) -> None:
         self.rendezvous: RendezvousStore | None = None
-        self.known: tuple[tuple[int, Connection], ...] | None = None
-        """What the group was formed with, each with its descriptor at that time; None: not formed yet."""
+        self.known: tuple[Known, ...] | None = None
+        """What the group was formed with; None: not formed yet."""
         self._store_addr = store_addr
         self._world_size = world_size
         self._strangers = 0
@@ -66,10 +69,14 @@ class GroupConnections:
                     "connections open"
                 )
             return
-        found = [(fd, socket_table.connection_of(fd)) for fd in socket_table.connections(self.is_mine)]
-        known = [(fd, connection) for fd, connection in found if connection is not None]
+        found: dict[Connection, tuple[int, ...]] = {}
+        for fd in socket_table.connections(self.is_mine):
+            connection = socket_table.connection_of(fd)
+            if connection is not None:
+                found[connection] = (*found.get(connection, ()), fd)
+        known = [(fds, connection) for connection, fds in found.items()]
         listening = self._listening_fds()
-        socket_table.close_on_exec([*listening, *(fd for fd, _ in known)])
+        socket_table.close_on_exec([*listening, *(fd for fds, _ in known for fd in fds)])
         if len(known) >= self._world_size - 1:  # with TORCH_GLOO_LAZY_INIT the peers come later
             for fd in listening:
                 socket_table.refuse_new(fd)
@@ -87,7 +94,7 @@ class GroupConnections:
 
     def any_lost(self) -> bool:
         """Whether a connection to a peer is gone (asks only about the descriptors that they had when formed)."""
-        lost = sum(socket_table.connection_of(fd) != connection for fd, connection in self.known or ())
+        lost = sum(not _still_at(fds, connection) for fds, connection in self.known or ())
         return lost > self._strangers
 
     def end(self) -> None:
@@ -108,7 +115,7 @@ class GroupConnections:
 
     def open_fds(self) -> list[int]:
         """Return the descriptors of the connections that it was formed with and that are still the same."""
-        return [fd for fd, connection in self.known or () if socket_table.connection_of(fd) == connection]
+        return [at[0] for fds, connection in self.known or () if (at := _still_at(fds, connection))]
 
     def is_mine(self, connection: Connection) -> bool:
         """Whether it belongs to this group; while it forms also a stranger's, which nothing tells apart yet."""
@@ -124,7 +131,7 @@ class GroupConnections:
         mine = self.listening
         return [] if mine is None else [fd for fd, local in socket_table.listeners() if local == mine]
 
-    def _without_strangers(self, found: list[tuple[int, Connection]]) -> list[tuple[int, Connection]]:
+    def _without_strangers(self, found: list[Known]) -> list[Known]:
         """Leave out who connected from a host on which no peer is; count those that could still be either.
 
         Each pair of ranks has one connection, made by one of the two: whom this rank did not connect to has connected
@@ -132,16 +139,21 @@ class GroupConnections:
         """
         assert self.rendezvous is not None
         peers = self.rendezvous.peers
-        to_peers = [(fd, connection) for fd, connection in found if connection.peer in peers]
-        accepted = [(fd, connection) for fd, connection in found if connection.peer not in peers]
+        to_peers = [(fds, connection) for fds, connection in found if connection.peer in peers]
+        accepted = [(fds, connection) for fds, connection in found if connection.peer not in peers]
         expected = max(0, self._world_size - 1 - len({connection.peer for _, connection in to_peers}))
         hosts = {peer.host for peer in peers}
         if len(accepted) > expected:
-            near = [(fd, connection) for fd, connection in accepted if connection.peer.host in hosts]
+            near = [(fds, connection) for fds, connection in accepted if connection.peer.host in hosts]
             if len(near) >= expected:
                 accepted = near
         self._strangers = max(0, len(accepted) - expected)
         return to_peers + accepted
+
+
+def _still_at(fds: Iterable[int], connection: Connection) -> list[int]:
+    """Which of these descriptors are that connection."""
+    return [fd for fd in fds if socket_table.connection_of(fd) == connection]
 
 
 def clear_in_child() -> None:
