@@ -125,7 +125,6 @@ class Run:
                 window.manager = manager = Manager(
                     pg=ProcessGroupGloo(),
                     use_async_quorum=False,
-                    quorum_in_commit=False,
                     warm_up=False,  # a newcomer takes over the others' position before its first batch
                     room_id=room_of_run(self._number),
                     rank=window.rank,

@@ -106,8 +106,6 @@ class Manager(DataPort, Collectives, Commit, Agreement, Weighted, Exhaustion, Le
         token: the job's secret; default FT_TOKEN.
         exit_on_drain: SIGTERM or an operator's drain order makes the next start_quorum leave in agreement and raise
             SystemExit(0). False: only `drain_reason` is set.
-        quorum_in_commit: a quorum that broke is formed anew inside should_commit, where reduced gradients may still be
-            fetched (R5). False: by the next start_quorum, so that state is read and loaded only there.
         on_exhausted: what `run_out` does when this replica has no data left: "shadow", "leave" or "stop_all".
         warm_up: a replica that comes while others are training makes its first step outside the quorum, uncommitted,
             so that its compiling and loading holds nobody up (`ft_core.runtime.warm_up` says where it does not).
@@ -150,7 +148,6 @@ class Manager(DataPort, Collectives, Commit, Agreement, Weighted, Exhaustion, Le
         expected_replicas: int | None = None,
         token: str | None = None,
         exit_on_drain: bool = True,
-        quorum_in_commit: bool = True,
         on_exhausted: str = "shadow",
         warm_up: bool = True,
         room_id: str = DEFAULT_ROOM,
@@ -165,7 +162,7 @@ class Manager(DataPort, Collectives, Commit, Agreement, Weighted, Exhaustion, Le
                 port=port, hostname=hostname, init_sync=init_sync, max_retries=max_retries, from_scratch=from_scratch,
                 quorum_retries=quorum_retries, parity_check_every=parity_check_every, time_overrides=time_overrides,
                 expected_replicas=expected_replicas, token=token, exit_on_drain=exit_on_drain,
-                quorum_in_commit=quorum_in_commit, on_exhausted=on_exhausted, parity_sample_steps=parity_sample_steps,
+                on_exhausted=on_exhausted, parity_sample_steps=parity_sample_steps,
             ),
             os.environ,
         )  # fmt: skip
@@ -186,7 +183,6 @@ class Manager(DataPort, Collectives, Commit, Agreement, Weighted, Exhaustion, Le
         self._allow_heal = True
         self._shrink_only = False
         self._riding = self._step_open = False
-        self._last_commit: tuple[int, int] | None = None
         lineage = secrets.randbits(62) if init_sync else 0
         step = Step(config.step, lineage=lineage, now=time.monotonic())
         started = setup.start(config, pg, checkpoint_transport, step, self._hello)
@@ -293,7 +289,6 @@ class Manager(DataPort, Collectives, Commit, Agreement, Weighted, Exhaustion, Le
             if self._step.phase in (Phase.LAUNCHED, Phase.FENCED):  # should_commit was skipped
                 self._reset_weights()
             decision = self._step.boundary() if room_id == self._room else MustAsk(f"changing to room {room_id}", False)
-            self._step.no_finish()  # R5 is for those who ask from inside should_commit, their gradients at hand
             alike = self._config.world_size == 1 or self._step.departure.drain_agreed or isinstance(decision, MustAsk)
         if session.draining and alike:
             self._end_drained()
@@ -318,7 +313,7 @@ class Manager(DataPort, Collectives, Commit, Agreement, Weighted, Exhaustion, Le
         self._settle_in(round_)
 
     def _under_way(self, asked: Round) -> bool:
-        """Whether the attempt that begins belongs to a round that should_commit has begun. Raises why that failed."""
+        """Whether the attempt that begins belongs to a round that still runs. Raises why the last one failed."""
         if self._session.draining and not asked.configured.wait(EXIT_S):
             self._end_drained()
         if asked.configured.is_set():
@@ -369,7 +364,6 @@ class Manager(DataPort, Collectives, Commit, Agreement, Weighted, Exhaustion, Le
             * (1 + self._config.quorum_retries),
             state=state,
             in_place=state() if worthless and state is not None else None,
-            buckets=self._reduced(),
             prefetch=fresh,
             hands_over=hands_over,
         )  # fmt: skip

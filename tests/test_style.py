@@ -14,7 +14,6 @@ ROOT = Path(__file__).resolve().parent.parent
 MAX_LINES = 450
 LONGER: dict[str, int] = {
     "ft_core/protocol/rank/rank.py": 582,
-    "ft_core/manager.py": 454,
 }
 """Files over MAX_LINES with the length they may have until they are split. Entries only shrink."""
 

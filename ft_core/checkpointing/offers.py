@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Container, Iterator
 
 OFFERS_MAX: Final = 4
-"""Offers open at once (state, and the reduced buckets of attempts); one more closes the oldest."""
+"""Offers open at once; one more closes the oldest."""
 CLOSED_TAGS_MAX: Final = 64
 WAIT_S_MAX: Final = 60.0
 """Longest a request may wait for an offer to appear."""

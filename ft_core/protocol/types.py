@@ -51,8 +51,6 @@ class Ask:
     """Its last heal failed when the others counted on it: they do not, until it holds their state (R11)."""
     from_scratch: bool = False
     """It may begin at step 0 although the job has committed: its user says so, or it has loaded a checkpoint (R21)."""
-    open_attempt: int = -1
-    """The attempt of `quorum_id` whose outcome this group could not follow, its reduced gradients kept (R5); or -1."""
     commit_failures: int = 0
     data: str = ""
     unbuilt: str = ""
@@ -82,7 +80,6 @@ class Member:
     heals_before_forward: bool = False
     heals_late: bool = False
     previous_quorum_id: int = 0
-    open_attempt: int = -1
     commit_failures: int = 0
     data: str = ""
 
@@ -95,7 +92,7 @@ class Member:
             store_address=ask.store_address, address=ask.address, init_sync=ask.init_sync,
             allow_heal=ask.allow_heal, shrink_only=ask.shrink_only,
             heals_before_forward=ask.heals_before_forward, heals_late=ask.heals_late, previous_quorum_id=ask.quorum_id,
-            open_attempt=ask.open_attempt, commit_failures=ask.commit_failures, data=ask.data,
+            commit_failures=ask.commit_failures, data=ask.data,
         )  # fmt: skip
 
 

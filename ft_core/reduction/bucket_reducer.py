@@ -19,7 +19,6 @@ Invariants:
 - A flat buffer is never written while a collective may still use it: every work launched is waited for, also after a
   failure (the Manager's abort is what makes that short).
 - A member that does not contribute (scale 0) puts in exact zeros, whatever its gradients are.
-- `param.grad` shares memory and version counter with its bucket, so `reduced()` can tell whether anybody changed it.
 
 Threads: hooks run on the thread that executes that part of backward: the caller's on CPU, one thread per device on
 CUDA. All parameters of a bucket are on one device, so `pending` has one writer; opening a round and launching are
@@ -38,7 +37,7 @@ from torch import Tensor, nn
 from ft_core.errors import CollectiveError, ConfigError, UsageError
 from ft_core.reduction.autograd import NO_GRAPH_TASK, graph_task_id, is_nested_backward, queue_callback
 from ft_core.reduction.buffer_sync import BufferCarriage
-from ft_core.reduction.flat_buckets import Bucket, FlatGradients
+from ft_core.reduction.flat_buckets import FlatGradients
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -98,7 +97,7 @@ class Bucketer:
         self._attempt: Attempt | None = None
         self._next = 0
         """The bucket to launch next."""
-        self._works: list[tuple[Bucket, PendingWork]] = []
+        self._works: list[PendingWork] = []
         self._settled: Attempt | None = None
         """The attempt whose last round ended since the last verdict; `flush` has nothing to add to it."""
         self._armed, self._consumed = False, True
@@ -219,7 +218,6 @@ class Bucketer:
         self._arrived[:] = self._nothing_arrived
         for bucket in self._buckets:
             bucket.pending = len(bucket.parameters)
-            bucket.intact_version = None
         if not attempt.ready():
             if again:  # the gradients that were reduced before get a local part now: an earlier fence must not count
                 attempt.fail(CollectiveError("a further backward() of this step could not be reduced"))
@@ -255,7 +253,7 @@ class Bucketer:
         if work is None:
             self._break()
             return
-        self._works.append((bucket, work))
+        self._works.append(work)
         self._next = index + 1
 
     def _break(self) -> None:
@@ -329,7 +327,7 @@ class Bucketer:
             self._broken = True
 
     def _wait(self, attempt: Attempt) -> None:
-        for bucket, work in self._works:
+        for work in self._works:
             try:
                 work.wait()
             except Exception as error:  # noqa: BLE001 (any failed collective breaks the attempt, none the process)
@@ -337,8 +335,6 @@ class Bucketer:
                     self._break()
                     # First the report, so that the Manager's abort ends the works that are waited for next.
                     attempt.fail(error)
-            else:
-                bucket.mark_intact()
         self._works.clear()
 
     def _abandon(self) -> None:
@@ -435,15 +431,3 @@ class Bucketer:
     def buffer_storages(self) -> set[int]:
         """Addresses of the storages of all buffers, synced or not, as they are now."""
         return {buffer.untyped_storage().data_ptr() for buffer in self._module.buffers()}
-
-    def reduced(self) -> list[Tensor] | None:
-        """The flat buckets of the last round if all are reduced and untouched."""
-        return None if self.lacking() else [bucket.flat for bucket in self._buckets]
-
-    def lacking(self) -> list[int]:
-        """Indices of the buckets that are not reduced, or changed since."""
-        return self._memory.lacking()
-
-    def adopt_reduced(self, buckets: Sequence[Tensor | None]) -> None:
-        """Take the given buckets as the last round's result; None keeps mine, which must be intact."""
-        self._memory.adopt(buckets)

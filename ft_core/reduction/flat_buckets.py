@@ -1,10 +1,6 @@
 """Flat gradient memory: one tensor per bucket, a view of it per parameter, and what can be done with a reduced whole.
 
-A view shares memory and version counter with its flat tensor, so a change through either is seen on both: this is how
-`lacking` knows whether anybody clipped, unscaled or otherwise changed a gradient after it was reduced.
-
-Invariants: the view of a parameter has its dtype and shape, and its strides if it fills its memory. A bucket is intact
-only between a completed reduction and the next write.
+Invariants: the view of a parameter has its dtype and shape, and its strides if it fills its memory.
 Threads: see `bucket_reducer`, which owns this memory; nothing here is called while a collective may use it.
 """
 
@@ -30,25 +26,15 @@ log = logging.getLogger("ft_core")
 class Bucket:
     """One flat tensor, and how many of its gradients this round still lacks."""
 
-    __slots__ = ("flat", "gradients", "intact_version", "parameters", "pending")
+    __slots__ = ("flat", "gradients", "parameters", "pending")
 
     def __init__(self, plan: BucketPlan, device: torch.device) -> None:
         self.parameters = [member.parameter for member in plan.members]
-        # Inference tensors have no version counter; without inference mode the flat one always has.
+        # A tensor made in inference mode could not be written to outside of it.
         with torch.inference_mode(False):
             self.flat = torch.zeros(plan.numel, dtype=getattr(torch, plan.dtype), device=device)
             self.gradients = self.flat[: plan.gradients]
         self.pending = len(self.parameters)
-        self.intact_version: int | None = None
-        """The version counter after a completed reduction; None before."""
-
-    def mark_intact(self) -> None:
-        """A reduction completed."""
-        self.intact_version = self.flat._version
-
-    def is_intact(self) -> bool:
-        """Whether the flat tensor holds a reduction's result that nobody changed."""
-        return self.intact_version == self.flat._version
 
 
 class FlatGradients:
@@ -74,18 +60,11 @@ class FlatGradients:
             """The last bucket up to the end of these counts."""
         self._told_unused = False
 
-    def lacking(self) -> list[int]:
-        """Indices of the buckets that are not reduced, or changed since."""
-        return [index for index, bucket in enumerate(self.buckets) if not bucket.is_intact()]
-
     def rescale(self, factor: float) -> None:
         """Multiply all gradients, also those the caller replaced by tensors of its own."""
         with torch.no_grad():
             for bucket in self.buckets:
-                intact = bucket.is_intact()
                 bucket.gradients.mul_(factor)
-                if intact:
-                    bucket.mark_intact()
             for parameter, view in zip(self.parameters, self.views, strict=True):
                 if parameter.grad is not None and parameter.grad is not view:
                     parameter.grad.mul_(factor)
@@ -99,22 +78,6 @@ class FlatGradients:
                 if bucket.parameters or with_counts:
                     all_reduce(self._counted if with_counts else bucket.gradients)
                     bucket.gradients.div_(ranks)
-            for parameter, view in zip(self.parameters, self.views, strict=True):
-                parameter.grad = view
-            self.forget_unused()
-
-    def adopt(self, reduced: Sequence[Tensor | None]) -> None:
-        """Overwrite the buckets given (None keeps mine, which must be intact) and point all gradients at them."""
-        if len(reduced) != len(self.buckets):
-            raise ValueError(f"got {len(reduced)} buckets, the layout has {len(self.buckets)}")
-        lacking = [index for index in self.lacking() if reduced[index] is None]
-        if lacking:
-            raise ValueError(f"buckets {lacking} are not intact here and were not given")
-        with torch.no_grad():
-            for bucket, given in zip(self.buckets, reduced, strict=True):
-                if given is not None:
-                    bucket.flat.copy_(given)
-                    bucket.mark_intact()
             for parameter, view in zip(self.parameters, self.views, strict=True):
                 parameter.grad = view
             self.forget_unused()

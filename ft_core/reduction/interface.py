@@ -134,18 +134,6 @@ class Carrier(Protocol):
         """Addresses of the storages that forward may change; a donor has to copy these, and only these."""
         ...
 
-    def reduced(self) -> list[Tensor] | None:
-        """The flat reduced buckets of the last round, or None unless all are there and untouched since."""
-        ...
-
-    def lacking(self) -> list[int]:
-        """Indices of the buckets that `reduced` would need: not reduced, or changed since."""
-        ...
-
-    def adopt_reduced(self, buckets: Sequence[Tensor | None]) -> None:
-        """Take the given buckets (None: keep mine) as the last round's result; gradients and buffers follow them."""
-        ...
-
 
 class ManagerPort(Protocol):
     """What a carrier needs of the Manager. An optional attribute `data_backend: str` names the data lane's backend."""

@@ -71,7 +71,6 @@ class Collectives:
         usable = attempt.usable()
         with session.lock:
             if not usable or not step.launching_user_op():
-                step.user_op_lost()
                 return managed_work(None, tensor)
         try:
             average = name == "AVG"
@@ -88,9 +87,9 @@ class Collectives:
             if average:
                 attempt.averaged.append(tensor)
         except Exception as error:  # noqa: BLE001 - recorded in the step, spent at the commit
-            session.fail_user_op(error)
+            session.fail(error)
             return managed_work(None, tensor)
-        return managed_work(work, tensor, session.fail_user_op)
+        return managed_work(work, tensor, session.fail)
 
     def wrap_future(self, fut: Future[T], default: T, timeout: timedelta | None = None) -> Future[T]:
         """Return a future that never fails: an error, or `timeout`, is reported and `default` is its value.

@@ -1,9 +1,8 @@
-"""How a step ends: vote, load received state, commit or skip, and form a broken quorum anew. A part of `Manager`.
+"""How a step ends: vote, load received state, commit or skip. A part of `Manager`.
 
 How it works. `should_commit` takes the fence's verdict (`_agree`), which the ranks of a group agree on, loads state
-that arrived meanwhile, and settles it in the step machine. A broken quorum is formed anew right here, with the reduced
-gradients still at hand (R5), or, with `quorum_in_commit=False`, by the next `start_quorum`: for callers whose
-state may be read and replaced between two steps only.
+that arrived meanwhile, and settles it in the step machine. Where the quorum broke it aborts the process groups, and the
+next `start_quorum` asks for another one.
 
 Invariants: state is loaded only here and in `start_quorum`. `quorum_lost` is the same on all ranks of a group.
 Threads: the training thread.
@@ -16,7 +15,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from ft_core.errors import HealError, UsageError
-from ft_core.protocol.rank.phases import Heal, MustAsk, Phase
+from ft_core.protocol.rank.phases import Heal, Phase
 from ft_core.protocol.types import Outcome, Verdict, Version
 from ft_core.runtime import notices
 from ft_core.runtime.data_port import contributed
@@ -30,7 +29,7 @@ if TYPE_CHECKING:
     from ft_core.protocol.rank.rank import Step
     from ft_core.reduction.interface import Carrier
     from ft_core.runtime.parity_check import ParityCheck
-    from ft_core.runtime.quorum_worker import QuorumWorker, Round
+    from ft_core.runtime.quorum_worker import Round
     from ft_core.runtime.random_state import RandomState
     from ft_core.runtime.session import Session
     from ft_core.runtime.startup import Config
@@ -49,8 +48,6 @@ class Commit:
     _config: Config
     _contributed: Collection[int] | None
     _healing: Healing
-    _last_commit: tuple[int, int] | None
-    _last_missing: tuple[int, ...] = ()
     _live: LiveState
     _parity: ParityCheck
     _random_state: RandomState | None
@@ -60,7 +57,6 @@ class Commit:
     _shut_down: bool
     _step: Step
     _step_open: bool
-    _worker: QuorumWorker
     _quorum_lost = _round_over = _round_taken = False
 
     if TYPE_CHECKING:
@@ -68,9 +64,8 @@ class Commit:
         def _reset_weights(self) -> None: ...
         def _pin(self) -> None: ...
 
-        def _begin_round(self, why: MustAsk, timeout: timedelta | None) -> Round: ...
         def _new_attempt(self) -> None: ...
-        def _tell_data(self, committed: bool, *, final: bool) -> None: ...
+        def _tell_data(self, committed: bool) -> None: ...
         def _collect(self) -> dict[str, Any]: ...
         def _volatile(self) -> set[int]: ...
         def _undo_warm_up(self) -> None: ...
@@ -112,9 +107,9 @@ class Commit:
 
     @property
     def quorum_lost(self) -> bool:
-        """The last should_commit found the quorum broken. The same on all ranks of the group.
+        """The last should_commit found the quorum broken: nothing can be communicated before the next start_quorum.
 
-        With `quorum_in_commit=False` nothing can be communicated before the next start_quorum.
+        The same on all ranks of the group.
         """
         return self._quorum_lost
 
@@ -124,27 +119,26 @@ class Commit:
         A committed step is undone only if all who saw its fence complete are lost before the next one completes, while
         a member that did not see it goes on. `Manager.stable_step` tells which step is held by every member.
         Call on every rank, after backward and before anything changes parameters. State received from a peer is loaded
-        here, before it returns. False without asking anybody in a newcomer's warm-up (`warming_up`).
+        here, before it returns. A quorum that broke (`quorum_lost`) is formed anew by the next start_quorum. False
+        without asking anybody in a newcomer's warm-up (`warming_up`).
 
         Args:
             timeout: how long all that has to be agreed may take: what was launched and not waited for, the fence, the
-                votes of the group's ranks. Default: the Manager's. A quorum that broke is then formed anew, which
-                `quorum_timeout` bounds.
+                votes of the group's ranks. Default: the Manager's. A quorum that start_quorum has asked for, and that
+                is waited for here, is bounded by `quorum_timeout`.
 
         Raises:
             UsageError: start_quorum was not called.
-            QuorumTimeoutError, RefusedError, JobFinishedError: no quorum could be had.
+            QuorumTimeoutError, RefusedError, JobFinishedError: the quorum that start_quorum asked for could not be had.
             RuntimeError: more than max_retries attempts in a row were not committed.
         """
         if self._random_state is not None:
             self._undo_warm_up()
             return False
-        commit = False
         try:
-            commit = self._conclude(timeout)
+            return self._conclude(timeout)
         finally:
-            self._tell_data(commit, final=True)
-        return commit
+            self._tell_data(committed=False)  # if it raised, or nobody was asked
 
     def _conclude(self, timeout: timedelta | None) -> bool:
         self._pin()
@@ -170,14 +164,10 @@ class Commit:
             self._rescale(attempt)
         self._healing.close()
         with session.lock:
-            key = (verdict.quorum_id, verdict.attempt)
             places = len(step.participants)
             commit = step.settle(verdict)
-            buffers = commit and not step.data.source_lost
+            buffers = commit and not step.data.source_lost  # where their source was out of data all keep theirs
             if commit:
-                # Where the buffers' source was out of data all keep theirs: of that, a peer's gradients tell nothing.
-                self._last_commit = key if buffers else None
-                self._last_missing = verdict.missing
                 self._contributed = contributed(places, verdict.missing)
             again = step.phase is Phase.BROKEN
             gave_up = step.gave_up()
@@ -185,7 +175,7 @@ class Commit:
             session.tell_parted()
         for carrier in self._carriers:
             carrier.committed() if buffers else carrier.vetoed()
-        self._tell_data(commit, final=False)  # before a recovery collects state
+        self._tell_data(commit)
         self._reset_weights()
         self._round_over, self._round_taken = step.data.passes != rounds, False
         session.report_progress()
@@ -195,11 +185,7 @@ class Commit:
             session.tell_not_committed(self.current_step(), verdict)
         self._quorum_lost = verdict.outcome is Outcome.BROKEN
         if again and not self._shut_down and not session.draining:
-            # What broke after the vote is told in the next one, where all ranks of the group ask (R12).
-            if self._config.quorum_in_commit and self._quorum_lost:
-                commit = self._recover(attempt, places)
-            else:
-                session.lanes.abort()  # the others may be waiting for this rank in a collective
+            session.lanes.abort()  # the others may be waiting for this rank in a collective
         self._new_attempt()
         return commit
 
@@ -306,51 +292,3 @@ class Commit:
         took = f"{received.bytes / 1e6:.1f} MB in {received.seconds:.3f} s from {len(received.donors)} donors"
         text = f"{self.replica_id}: healed to step {step.version.step}: {took}"
         notices.say(text, quiet=step.version.step <= 0 or self._config.rank > 0)
-
-    def _recover(self, attempt: StepAttempt, places: int) -> bool:
-        """Ask from inside should_commit; R5: if only the reduced gradients were missed, fetch and apply them.
-
-        Args:
-            attempt: the one that broke.
-            places: participants of it.
-
-        Returns True if this attempt turned out to be committed by others and was completed here.
-        """
-        step, session = self._step, self._session
-        with session.lock:
-            decision = step.boundary()
-            kept = step.open_attempt
-            finish = kept >= 0 and self._riding and self._config.world_size == 1
-            if not finish:
-                step.no_finish()  # else it would be planned (`Plan.finish`) and nobody would heal
-        assert isinstance(decision, MustAsk)
-        session.lanes.abort()
-        old_quorum = step.plan.quorum_id if step.plan else 0
-        round_ = self._begin_round(decision, None)
-        if not finish:
-            return False
-        round_.wait_configured()
-        plan = round_.plan
-        if round_.error is not None or plan is None or not plan.finish:
-            return False
-        try:
-            carrier = self._carriers[0]
-            *buckets, told = self._healing.receive_buckets(plan, old_quorum, kept)
-            carrier.adopt_reduced(buckets)
-            carrier.committed()
-        except BaseException as error:
-            self._worker.heal(round_)  # whatever went wrong, the state itself is untouched
-            if not isinstance(error, Exception):
-                raise
-            log.info("%s: could not finish step %d (%s): healing in full", self.replica_id, step.base.step, error)
-            return False
-        with session.lock:
-            batches, weight, *missing = told.tolist()
-            step.finished(plan, batches, weight)
-            self._last_commit, self._last_missing = (old_quorum, kept), tuple(missing)
-            self._contributed = contributed(places, missing)
-        attempt.rescale_averaged(step.commit_weight)
-        round_.let_go()
-        round_.healed.set()
-        log.info("%s: finished step %d with the gradients of a peer", self.replica_id, step.version.step)
-        return True

@@ -100,9 +100,9 @@ class DataPort:
         self._step.sampled(self._parity.sample(self._step.version.step, self._carriers))
         self._session.opened(None if self._divided else self._attempt)
 
-    def _tell_data(self, committed: bool, *, final: bool) -> None:
-        """What became of the attempt; a veto may still turn out to be a commit (R5) as long as it is not final."""
-        if self._data is None or not self._divided or not (committed or final):
+    def _tell_data(self, committed: bool) -> None:
+        """What became of the attempt."""
+        if self._data is None or not self._divided:
             return
         self._divided = False
         self._data.committed(self._contributed) if committed else self._data.vetoed()

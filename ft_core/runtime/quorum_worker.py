@@ -47,8 +47,6 @@ if TYPE_CHECKING:
     from ft_core.runtime.state_transfer import Healing, Received
 
 log = logging.getLogger("ft_core")
-MAX_OPEN_ATTEMPTS = 2
-"""Attempts whose gradients are offered in one quorum: all members leave the same one, or an older one."""
 TELL_S = 1.0
 """A wait for a quorum shorter than this is nobody's concern; a longer one is logged with its reason."""
 REASK_PAUSE_S = 0.01
@@ -68,8 +66,6 @@ class Round:
     if it must not be a donor."""
     in_place: Mapping[str, Any] | None = None
     """Tensors to receive into directly: only while this rank's own state is worthless and forward is not running."""
-    buckets: tuple[int, int, list[Any]] | None = None
-    """(quorum_id, attempt, reduced gradients) of the last commit, if still intact (R5)."""
     prefetch: bool = False
     moves: bool = False
     """An attempt that is open goes on in this quorum (R19), unless somebody needs state there."""
@@ -77,8 +73,6 @@ class Round:
     """This replica drains, and asks all the same: another member may lack its last commit."""
     asked: bool = False
     """This rank's ask is on its way, or was answered."""
-    finish_failed: bool = False
-    """R5 was planned and did not work out: the state is received in full."""
     plan: Plan | None = None
     received: Received | None = None
     error: Exception | None = None
@@ -107,7 +101,7 @@ class Round:
 
     def let_go(self) -> None:
         """Nobody can ask for this state any more: copies of it would last until the next quorum, which may be days."""
-        self.state = self.in_place = self.buckets = None
+        self.state = self.in_place = None
 
     def wait_configured(self) -> None:
         """Block until the lanes are up or the round failed (`error`). Bounded by the worker's own deadlines."""
@@ -159,16 +153,6 @@ class QuorumWorker:
         round_.let_go()
         round_.healed.set()
 
-    def heal(self, round_: Round) -> None:
-        """Begin the full heal of a round that was to be finished by other means (R5), and could not."""
-        round_.finish_failed = True
-        self._jobs.put(round_)
-
-    @staticmethod
-    def _may_heal_later(round_: Round) -> bool:
-        """R5 is being tried: `healed` is not decided yet, the training thread says whether to heal in full."""
-        return round_.error is None and round_.plan is not None and round_.plan.finish and not round_.finish_failed
-
     def stop(self, timeout_s: float) -> None:
         """End the thread; the session must be closed already, so that nothing it waits for lasts."""
         with self._stopping:
@@ -183,10 +167,7 @@ class QuorumWorker:
             if round_ is None:
                 return
             try:
-                if round_.finish_failed and round_.plan is not None:
-                    self._heal(round_, round_.plan)
-                else:
-                    self._work(round_)
+                self._work(round_)
             except FaultToleranceError as error:
                 round_.error = error
             except Exception as error:
@@ -197,10 +178,9 @@ class QuorumWorker:
                     with self._session.lock:
                         self._session.step.break_(str(round_.error))
                 round_.configured.set()
-                if not self._may_heal_later(round_):
-                    round_.let_go()
-                    self._healing.forget()
-                    round_.healed.set()
+                round_.let_go()
+                self._healing.forget()
+                round_.healed.set()
 
     def _work(self, round_: Round) -> None:
         with self._session.lock:
@@ -235,7 +215,7 @@ class QuorumWorker:
             log.info("%s: asking again: %s", session.step.settings.replica_id, why.reason)
             time.sleep(REASK_PAUSE_S)
         round_.configured.set()
-        if plan.heals and not plan.finish:
+        if plan.heals:
             self._heal(round_, plan)
 
     def _ask(self, round_: Round, why: MustAsk, wait: Wait) -> Quorum | None:
@@ -323,16 +303,8 @@ class QuorumWorker:
     def _offer(self, round_: Round, plan: Plan) -> None:
         self._healing.close()
         holder = plan.replica_rank not in plan.healing and not plan.excluded
-        if not plan.healing or not holder:
-            return
-        if round_.state is not None:
+        if plan.healing and holder and round_.state is not None:
             self._healing.offer(plan, round_.state, self._session.budget.timeout_s)
-        # R5: whoever could not follow an attempt asks the holders for its gradients. An empty list says that they
-        # are gone (a later backward pass has overwritten them), so that nobody waits for them in vain.
-        wanted = sorted({(m.previous_quorum_id, m.open_attempt) for m in plan.quorum.members if m.open_attempt >= 0})
-        kept = {round_.buckets[:2]: round_.buckets[2]} if round_.buckets is not None else {}
-        for key in wanted[-MAX_OPEN_ATTEMPTS:]:
-            self._healing.offer_buckets(*key, kept.get(key, []))
 
     def _heal(self, round_: Round, plan: Plan) -> None:
         session = self._session

@@ -87,7 +87,7 @@ class Session:
         """When that one was opened (monotonic s)."""
         self.submit: Callable[[Round], None]
         """Begins a round of asking (`QuorumWorker.submit`)."""
-        self.works = UserWorks(self.fail_user_op)
+        self.works = UserWorks(self.fail)
         """The user's collectives and futures that the next vote has to wait for."""
         self.given_s: float | None = None
         self._given_until = 0.0
@@ -133,17 +133,11 @@ class Session:
         """A collective of the current quorum failed here: this rank is broken, and everybody learns it at once."""
         with self.lock:
             quorum_id = self.step.plan.quorum_id if self.step.plan else 0
-            broke = self.step.break_(str(error) or type(error).__name__, keep_gradients=True)
+            broke = self.step.break_(str(error) or type(error).__name__)
             if self.error is None:
                 self.error = error if isinstance(error, Exception) else CollectiveError(str(error))
         if broke:
             self._broken(quorum_id, str(error))
-
-    def fail_user_op(self, error: BaseException) -> None:
-        """A collective of the user's failed: as `fail`, and nothing that a peer has kept makes up for its tensor."""
-        with self.lock:
-            self.step.user_op_lost()
-        self.fail(error)
 
     def untold(self, reason: str) -> str:
         """For the end of a log line: the reason, unless the line before it said just that."""

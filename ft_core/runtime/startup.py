@@ -75,7 +75,6 @@ class Arguments:
     expected_replicas: int | None
     token: str | None
     exit_on_drain: bool
-    quorum_in_commit: bool
     on_exhausted: str | None
     room_id: str
     from_scratch: bool | None = None
@@ -106,7 +105,6 @@ class Config:
     incarnation_key: str
     """Of this start of the group, in its c10d store: its ranks must not find their predecessors."""
     exit_on_drain: bool
-    quorum_in_commit: bool
     on_exhausted: str
     room: str
     from_scratch: bool
@@ -191,7 +189,6 @@ def resolve(arguments: Arguments, variables: Mapping[str, str]) -> Config:
         quorum_retries=a.quorum_retries if a.quorum_retries is not None else env.quorum_retries or 0,
         incarnation_key=f"ft_core/{name if a.replica_id or env.replica_id else 'group'}/{start_of_group}",
         exit_on_drain=a.exit_on_drain,
-        quorum_in_commit=a.quorum_in_commit,
         on_exhausted=on_exhausted,
         room=a.room_id,
         from_scratch=env.from_scratch if a.from_scratch is None else a.from_scratch,

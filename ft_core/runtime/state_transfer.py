@@ -54,11 +54,6 @@ def state_tag(quorum_id: int, version: Version) -> str:
     return f"q{quorum_id:x}-s{version.step}-e{version.epoch:x}"
 
 
-def bucket_tag(quorum_id: int, attempt: int) -> str:
-    """Name of the reduced gradients of one attempt (R5)."""
-    return f"g{quorum_id:x}-a{attempt}"
-
-
 class Healing:
     """Offers and receives state for one rank."""
 
@@ -137,22 +132,6 @@ class Healing:
                 told = "%s: no replica can heal from this one, which trains on: %s"
                 log.error(told, self._replica_id, why, exc_info=None if known else error)
 
-    def offer_buckets(self, quorum_id: int, attempt: int, buckets: Sequence[Any]) -> None:
-        """Serve the reduced gradients of an attempt that some member could not follow (R5)."""
-        if self._live is not None:
-            self._live.server.offer(bucket_tag(quorum_id, attempt), list(buckets))
-
-    def receive_buckets(self, plan: Plan, quorum_id: int, attempt: int) -> list[Any]:
-        """Fetch the reduced gradients of an attempt. Raises HealError; also if no donor has kept them."""
-        if self._live is None:
-            raise HealError("this transport does not carry single gradients")
-        tag = bucket_tag(quorum_id, attempt)
-        for donor in self._donors(plan):  # one at a time: they need not all have kept theirs
-            found = self._live.fetch([donor], tag, deadline_s=self._heal_s, cancel=self._cancel)
-            if found.state:
-                return list(found.state)
-        raise HealError("the gradients of that step have been overwritten by the next one")
-
     def close(self) -> None:
         """Nothing offered is served any more: the state is about to change. Does not wait for receivers."""
         if self._live is not None:
@@ -215,7 +194,7 @@ class Healing:
         if self._live is not None:
             have, self._prefetched = self._prefetched, None
             found = self._live.fetch(
-                self._donors(plan),
+                self._addresses(plan, plan.donors),
                 state_tag(plan.quorum_id, plan.target),
                 into=into if into is not None else self._into,
                 deadline_s=self._heal_s,
@@ -249,9 +228,6 @@ class Healing:
         """Stop serving and receiving."""
         self._cancel.set()
         self._transport.shutdown()
-
-    def _donors(self, plan: Plan) -> list[str]:
-        return self._addresses(plan, plan.donors)
 
     def _addresses(self, plan: Plan, ranks: Sequence[int]) -> list[str]:
         members = plan.quorum.members

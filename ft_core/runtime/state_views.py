@@ -12,8 +12,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from ft_core.protocol.types import VOID
 
 if TYPE_CHECKING:
@@ -32,10 +30,7 @@ class StateViews:
     _carriers: list[Carrier]
     _config: Config
     _healing: Healing
-    _last_commit: tuple[int, int] | None
-    _last_missing: tuple[int, ...]
     _live: LiveState
-    _riding: bool
     _step: Step
 
     if TYPE_CHECKING:
@@ -75,13 +70,3 @@ class StateViews:
     def _volatile(self) -> set[int]:
         """Storages that forward changes. Asked for anew each time: modules may replace their buffers."""
         return set().union(*(c.buffer_storages() for c in self._carriers))
-
-    def _reduced(self) -> tuple[int, int, list[Any]] | None:
-        """R5: the reduced gradients of the last commit, if nothing has touched them since."""
-        if self._last_commit is None or not self._riding or self._config.world_size > 1:
-            return None
-        buckets = self._carriers[0].reduced()
-        if buckets is None:
-            return None
-        told = torch.tensor([self._step.batches_committed, self._step.commit_weight, *self._last_missing])
-        return (*self._last_commit, [*(b.clone() for b in buckets), told])

@@ -178,7 +178,6 @@ class FaultTolerance(OptimizerSteps, Checkpoints, StartsGroups):
                 load_state_dict=self._load_state,
                 state_dict=self._takeover.state,
                 use_async_quorum=False,  # a replica that is behind must know the others' position before it trains
-                quorum_in_commit=False,  # between two batches only is all state of one moment
                 rank=self.global_rank,  # type: ignore[attr-defined]
                 world_size=self.world_size,  # type: ignore[attr-defined]
                 **self._arguments.for_manager(),

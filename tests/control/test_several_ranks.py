@@ -45,7 +45,7 @@ class Rank:
         self._options: dict[str, Any] = {
             "lighthouse_addr": lighthouse.address(), "replica_id": name, "rank": number, "world_size": SIZE,
             "store_addr": "127.0.0.1", "store_port": store.port, "hostname": "127.0.0.1", "exit_on_drain": False,
-            "timeout": timedelta(seconds=15), "use_async_quorum": False, "quorum_in_commit": False,
+            "timeout": timedelta(seconds=15), "use_async_quorum": False,
         }  # fmt: skip
         self.thread = threading.Thread(target=self._run, name=f"train-{name}{number}", daemon=True)
 
@@ -169,13 +169,10 @@ def test_another_model_is_refused_on_all_ranks(lighthouse: LighthouseServer) -> 
     assert [rank.error for rank in a.ranks] == [None, None], "who was there trains on"
 
 
-@pytest.mark.parametrize("in_commit", [True, False])
 @pytest.mark.parametrize("what", ["lost", "failed"])
-def test_what_one_rank_hears_between_vote_and_answer(lighthouse: LighthouseServer, what: str, in_commit: bool) -> None:
+def test_what_one_rank_hears_between_vote_and_answer(lighthouse: LighthouseServer, what: str) -> None:
     """Found by review: it asked alone while its group went on, or crashed; now the group asks together."""
     a, b = Group(lighthouse, "a"), Group(lighthouse, "b")
-    for rank in (*a.ranks, *b.ranks):
-        rank._options["quorum_in_commit"] = in_commit
 
     def hears_late(rank: Rank) -> None:
         session = rank.manager._session

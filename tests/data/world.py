@@ -5,10 +5,10 @@ does. `World.round` is one attempt at a step: it decides who is in the quorum an
 decides the outcome:
 
     commit, veto        everybody alike
-    death               a member dies in the step; nobody commits, or some do who then live or die (two generals)
+    death               a member dies in the step, and nobody commits
+    split               some commit, the others miss the verdict and heal; one of them all dies (two generals)
     missing             a participant's heal failed (R11): it gives zeros, the others commit without its samples
     late                a member that fell behind gives zeros, receives the state meanwhile and follows the verdict
-    finish              a member that missed the verdict gets the gradients afterwards (R5)
 
 The ledger of a commit is the union of what the contributors really fetched, not of what somebody planned.
 """
@@ -264,7 +264,7 @@ class World:
         epoch = next(g for g in participants if g not in broken_heals).ranks[0].sampler.cursor.epoch
         followers = [g for g in self.groups if g not in broken_heals]
         lagging = [g for g in late if rng.random() < 0.3]  # its heal was not ready: it stays behind
-        outcome = rng.choice(("commit", "veto", "death", "split", "finish")) if troubled else "commit"
+        outcome = rng.choice(("commit", "veto", "death", "split")) if troubled else "commit"
         outcome = outcome if taken else "veto"
         self.outcomes[outcome] = self.outcomes.get(outcome, 0) + 1
         self.log.append(
@@ -282,10 +282,7 @@ class World:
             saw = [g for g in followers if g not in late and rng.random() < 0.5]
             missed = [g for g in self.groups if g not in saw]
             self._commit(saw, [], [], version, taken, whole)
-            finish = [g for g in missed if g in followers and g not in late] if outcome == "finish" and saw else []
-            for group in finish:
-                group.commit(version, taken, whole)
-            self._veto([g for g in missed if g not in finish])
+            self._veto(missed)
             self._kill(rng.choice(self.groups))
         self._veto([g for g in broken_heals if g in self.groups and outcome == "commit"])
 

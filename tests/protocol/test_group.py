@@ -78,7 +78,7 @@ def test_a_group_asks_once_all_have_asked() -> None:
     merged = merge_asks({1: second, 0: first}, 2)
     assert isinstance(merged, Ask)
     assert (merged.failed, merged.reason, merged.heal_addresses) == (True, "a bucket failed", ("h:1", "h:2"))
-    assert (merged.version, merged.lineage, merged.open_attempt) == (first.version, 1, -1)
+    assert (merged.version, merged.lineage) == (first.version, 1)
 
 
 def test_ranks_with_different_states_make_the_group_void() -> None:

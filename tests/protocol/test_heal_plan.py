@@ -13,7 +13,7 @@ from ft_core.protocol.rank.heal_plan import Plan, WorldSizeMode, plan
 from ft_core.protocol.types import VOID, Member, Quorum, Version
 from tests.protocol.rig import member
 
-MINE = {"replica_rank", "heals_first", "donors", "relays", "finish", "excluded"}
+MINE = {"replica_rank", "heals_first", "donors", "relays", "excluded"}
 
 
 def plans(members: list[Member], **more: object) -> list[Plan]:
@@ -146,26 +146,6 @@ def test_a_member_that_heals_is_no_participant_while_others_hold_the_state() -> 
     members = [member("a", heals_before_forward=True), member("b", 4, 1)]
     first, _ = plans(members, mode=WorldSizeMode.FIXED_WITH_SPARES, min_replicas=1)
     assert first.participants == (1,)
-
-
-@pytest.mark.parametrize(
-    ("own", "kept", "previous", "open_attempt", "finish"),
-    [
-        ((3, 1), 77, 5, 2, True),
-        ((3, 1), None, 5, 2, False),
-        ((3, 1), 78, 5, 2, False),
-        ((2, 1), 77, 5, 2, False),
-        ((3, 1), 77, 6, 2, False),
-        ((3, 1), 77, 5, -1, False),
-        ((-1, -1), 77, 5, 2, False),
-    ],
-)
-def test_finish(own: tuple[int, int], kept: int | None, previous: int, open_attempt: int, finish: bool) -> None:
-    me = member("a", *own, lineage=70, previous_quorum_id=previous, open_attempt=open_attempt)
-    quorum = Quorum(9, (me, member("b", 4, 5, lineage=77)))
-    mine = plan(quorum, "a", lineage_after=kept)
-    assert mine.finish is finish
-    assert mine.heals
 
 
 def test_a_stranger_has_no_plan() -> None:

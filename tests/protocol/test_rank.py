@@ -455,21 +455,3 @@ def test_a_drain_is_told_to_the_group_and_acted_on_when_the_group_has_agreed() -
     broken["a"].departure.drain_wanted = True
     broken["a"].break_("a bucket failed")
     assert not broken["a"].vote().drain
-
-
-@pytest.mark.parametrize("breaks_first", [True, False])
-def test_the_gradients_of_peers_do_not_replace_a_lost_result_of_the_user(breaks_first: bool) -> None:
-    """R5: who lost a collective of the user's could otherwise apply a commit with a tensor that is undefined here."""
-    rig = Rig("ab")
-    rig.form()
-    step = rig["a"]
-    assert step.launching_user_op()
-    assert step.launching(0.0)
-    if breaks_first:
-        step.break_("aborted", keep_gradients=True)
-        assert step.open_attempt == 0
-        step.user_op_lost()
-    else:
-        step.user_op_lost()
-        step.break_("aborted", keep_gradients=True)
-    assert step.open_attempt == -1

@@ -129,20 +129,10 @@ def test_who_held_the_last_commit_goes_on_when_the_others_are_gone() -> None:
     out(rig["a"], trails=True)
     rig.attempt()
     held = rig["a"].version
-    rig["a"].break_("b and c are lost", keep_gradients=True)
-    assert rig["a"].open_attempt == -1, "nobody here would apply what a peer could still give"
+    rig["a"].break_("b and c are lost")
     rig.form("a")
     assert rig.attempt("a") == {"a": False}
     assert (rig["a"].data.passes, rig["a"].version, rig["a"].data.ended_at) == (1, held, held)
-
-
-def test_gradients_are_not_kept_for_somebody_that_trails() -> None:
-    rig = started("ab")
-    for name, trails in (("a", True), ("b", False)):
-        out(rig[name], trails=trails)
-        rig[name].launching(0.0)
-        rig[name].break_("a bucket failed", keep_gradients=True)
-    assert (rig["a"].open_attempt, rig["b"].open_attempt) == (-1, 1)
 
 
 def test_who_missed_the_end_learns_it_from_those_who_passed_it() -> None:

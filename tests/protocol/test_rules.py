@@ -9,7 +9,7 @@ from typing import Any
 
 from ft_core.protocol.lighthouse.crash_backoff import CRASH_DELAY_S, CRASH_FREE
 from ft_core.protocol.lighthouse.view import Life
-from ft_core.protocol.rank.phases import Heal, MustAsk, Phase
+from ft_core.protocol.rank.phases import MustAsk, Phase
 from ft_core.protocol.rank.settings import MemberRules
 from ft_core.protocol.types import VOID, Outcome, Version
 from tests.protocol.rig import Rig, new_step
@@ -17,7 +17,7 @@ from tests.protocol.test_room import LIVENESS, Script
 
 
 def two_generals(**more: Any) -> Rig:
-    """The last fence completed on a, but not on b: a commits, b breaks with its reduced gradients kept."""
+    """The last fence completed on a, but not on b: a commits, b breaks."""
     rig = Rig("ab", **more)
     rig.form()
     rig.attempt()
@@ -25,29 +25,9 @@ def two_generals(**more: Any) -> Rig:
         step.launching(0.0)
     sums = [x + y for x, y in zip(*(s.slots(0.0) for s in rig.steps.values()), strict=True)]
     rig["a"].settle(rig["a"].judge(sums, 0.0))
-    rig["b"].break_("a peer left", keep_gradients=True)
+    rig["b"].break_("a peer left")
     rig["a"].break_("b is lost")
     return rig
-
-
-def test_r5_a_member_that_lacks_only_the_last_commit_finishes_it_instead_of_losing_the_step() -> None:
-    rig = two_generals()
-    plans = rig.form(heal=False)
-    assert plans["b"].finish
-    assert not plans["a"].finish
-    rig["b"].finished(plans["b"], 0, 0)
-    assert (rig["b"].version, rig["b"].lineage, rig["b"].heal) == (rig["a"].version, rig["a"].lineage, Heal.NONE)
-    assert rig.attempt() == {"a": True, "b": True}
-    assert rig["b"].participants == (0, 1)
-
-
-def test_r5_without_kept_gradients_or_after_a_torn_state_it_heals() -> None:
-    rig = two_generals()
-    rig["b"].tear()
-    assert not rig.form(heal=False)["b"].finish
-    rig = two_generals()
-    rig["b"].open_attempt = -1
-    assert not rig.form(heal=False)["b"].finish
 
 
 def test_r6_a_version_is_stable_only_once_everybody_was_seen_to_hold_it() -> None:

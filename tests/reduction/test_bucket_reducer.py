@@ -429,8 +429,7 @@ def test_a_refused_launch_ends_the_round_quietly() -> None:
     model.carrier.flush()
     assert attempt.events == ["ready", "bucket", "bucket", "refused"]
     assert all(work.waited for work in attempt.works)
-    assert model.carrier.reduced() is None
-    assert model.carrier.lacking() == [2, 3, 4, 5]
+    assert len(attempt.works) == 2
 
 
 @pytest.mark.parametrize("fail_at", [0, 3, 5])
@@ -441,7 +440,8 @@ def test_a_failed_collective_does_not_raise_and_all_others_are_waited_for(fail_a
     assert attempt.events == ["ready", *["bucket"] * 5, "fence", "fail"]
     assert [str(error) for error in attempt.errors] == ["connection closed by peer"]
     assert all(work.waited for work in attempt.works)
-    assert model.carrier.lacking() == [fail_at]
+    spoilt = [index for index, gradient in enumerate(gradients(model)) if gradient.isnan().any()]
+    assert spoilt == [member.parameter for member in model.carrier.layout.buckets[fail_at].members]
     model.carrier.flush()
     backward(model)
     assert attempt.events[-1] == "fail"
@@ -585,24 +585,6 @@ def test_a_sparse_gradient_is_refused_by_name() -> None:
 # ---------------------------------------------------------------------------------------------- after the fence arrived
 
 
-def test_reduced_buckets_are_offered_until_somebody_changes_a_gradient() -> None:
-    model, port = many()
-    port.start()
-    backward(model)
-    reduced = model.carrier.reduced()
-    assert reduced is not None
-    assert len(reduced) == 6
-    model.carrier.rescale(0.5)  # the Manager's own change: still what everybody has
-    assert model.carrier.reduced() is not None
-    torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
-    assert model.carrier.reduced() is None
-    model.zero_grad()
-    port.start()
-    with model.no_sync():
-        backward(model)
-    assert model.carrier.reduced() is None
-
-
 def test_rescale_reaches_gradients_the_caller_replaced_and_not_the_tail() -> None:
     module = mlp()
     model, port = wrap(module)
@@ -613,48 +595,6 @@ def test_rescale_reaches_gradients_the_caller_replaced_and_not_the_tail() -> Non
     model.carrier.rescale(3.0)
     assert equal(gradients(model), expected)
     assert attempt.works[0].tensor[60:-6].tolist() == [float(i + 1) for i in range(FENCE_SLOTS)]
-
-
-def test_a_broken_member_finishes_with_the_buckets_it_lacks() -> None:
-    donor, donor_port = many()
-    donor_port.start()
-    backward(donor)
-    reduced = donor.carrier.reduced()
-    assert reduced is not None
-    broken, port = many()
-    port.start(fail_at=4)
-    backward(broken)
-    lacking = broken.carrier.lacking()
-    assert lacking == [4]
-    broken.zero_grad()
-    broken.carrier.adopt_reduced([reduced[i].clone() if i in lacking else None for i in range(6)])
-    assert equal(gradients(broken), gradients(donor))
-    assert broken.carrier.reduced() is not None
-    with pytest.raises(ValueError, match="5 buckets"):
-        broken.carrier.adopt_reduced(reduced[:5])
-    gradients(broken)[0].zero_()
-    with pytest.raises(ValueError, match=r"\[5\] are not intact"):
-        broken.carrier.adopt_reduced([None] * 6)
-
-
-def test_adopting_brings_the_buffers_too() -> None:
-    def build() -> nn.Module:
-        torch.manual_seed(0)
-        return nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
-
-    donor, donor_port = wrap(build())
-    donor_port.start()
-    backward(donor)
-    reduced = donor.carrier.reduced()
-    assert reduced is not None
-    broken, port = wrap(build())
-    port.start(fail_at=0)
-    backward(broken, seed=7)
-    broken.carrier.vetoed()
-    broken.carrier.adopt_reduced(reduced)
-    broken.carrier.committed()
-    assert torch.equal(broken.module[1].running_mean, donor.module[1].running_mean)
-    assert broken.module[1].num_batches_tracked == 1
 
 
 def test_repr_is_a_summary() -> None:

@@ -1,4 +1,4 @@
-"""`quorum_in_commit=False`: state is read and loaded in start_quorum only, whatever happens in a step."""
+"""Synchronous quorums: state is read and loaded in start_quorum only, whatever happens in a step."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class BetweenSteps(Replica):
     """Notes every use of its state functions outside start_quorum, and every step whose quorum was lost."""
 
     def __init__(self, index: int, **options: Any) -> None:
-        super().__init__(index, use_async_quorum=False, quorum_in_commit=False, **options)
+        super().__init__(index, use_async_quorum=False, **options)
         self.opening = False
         self.outside: list[str] = []
         self.lost: list[bool] = []

@@ -75,7 +75,6 @@ def test_what_only_bounds_the_quorum_or_concerns_one_replica_may_differ(cluster:
     """A wrapper around the group is not another kind of group."""
     other = Bare(
         1, min_replica_size=2, use_async_quorum=False, init_sync=True, max_retries=7, on_exhausted="stop_all",
-        quorum_in_commit=False,
         pg=lambda: ErrorSwallowingProcessGroupWrapper(ProcessGroupGloo(hostname="127.0.0.1")),
     )  # fmt: skip
     cluster.run(Bare(0), other)

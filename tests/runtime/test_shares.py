@@ -76,7 +76,7 @@ def test_a_failed_heal_in_a_synchronous_quorum_loses_no_sample(
     cluster: Cluster, loader: dict[str, Any], times: int
 ) -> None:
     """Its share of the step that the others commit comes again."""
-    options: dict[str, Any] = {"use_async_quorum": False, "quorum_in_commit": False, "loader": loader}
+    options: dict[str, Any] = {"use_async_quorum": False, "loader": loader}
     bad = Behind(2, times, **options)
     others = [Exact(index, **options) for index in range(2)]
     returned: list[int] = []
@@ -92,7 +92,7 @@ def test_a_failed_heal_in_a_synchronous_quorum_loses_no_sample(
 
 
 def test_the_sum_of_weights_is_the_same_on_all_members(cluster: Cluster) -> None:
-    """Also on one that was healed, and one that finished a step with a peer's gradients (R5)."""
+    """Also on those that were healed: a newcomer, and one that missed a commit."""
     weights: dict[int, set[int]] = {}
 
     def note(replica: Counter) -> None:
@@ -130,7 +130,7 @@ class Whole(Behind):
 
 
 def test_whole_steps_only(cluster: Cluster) -> None:
-    options: dict[str, Any] = {"use_async_quorum": False, "quorum_in_commit": False}
+    options: dict[str, Any] = {"use_async_quorum": False}
     bad = Whole(2, 2, **options)
     others = [Whole(index, **options) for index in range(2)]
     for other in others:

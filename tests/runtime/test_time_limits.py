@@ -41,7 +41,7 @@ class Votes(Replica):
 @pytest.mark.parametrize("with_works", [False, True])
 def test_should_commit_keeps_its_timeout_in_a_group_of_one_rank(cluster: Cluster, with_works: bool) -> None:
     over = threading.Event()
-    replicas = [Votes(i, quorum_in_commit=False) for i in range(2)]
+    replicas = [Votes(i) for i in range(2)]
     for replica in replicas:
         replica.over, replica.with_works = over, with_works
     cluster.run(*replicas)
@@ -51,7 +51,7 @@ def test_should_commit_keeps_its_timeout_in_a_group_of_one_rank(cluster: Cluster
 
 
 def test_a_quorum_timeout_is_waited_for_once(cluster: Cluster) -> None:
-    """The survivor may not go on alone: it asks in should_commit, and start_quorum tells what became of that."""
+    """The survivor may not go on alone: it asks in start_quorum, and should_commit raises what became of that."""
     raised = threading.Event()
 
     def told(replica: Replica) -> None:
@@ -77,11 +77,11 @@ def test_a_round_keeps_no_state_once_its_quorum_stands(cluster: Cluster) -> None
     def look(replica: Replica) -> None:
         round_ = replica.manager._round
         assert round_ is not None
-        kept.append((round_.state, round_.in_place, round_.buckets, replica.manager._healing._prefetched))
+        kept.append((round_.state, round_.in_place, replica.manager._healing._prefetched))
 
     late = Replica(2, steps=8)
     donor = Replica(0, steps=8, at={(2, "boundary"): cluster.joins(late), (7, "boundary"): look})
     late.actions[7, "boundary"] = look
     cluster.run(donor, Replica(1, steps=8))
     cluster.check(steps=8)
-    assert kept == [(None, None, None, None)] * 2
+    assert kept == [(None, None, None)] * 2

@@ -136,8 +136,8 @@ def test_a_member_that_fell_behind_ends_alone(cluster: Cluster) -> None:
         assert isinstance(replica.pg, FakeProcessGroupWrapper)
         replica.pg.report_future_error(RuntimeError("injected"))
 
-    late = Replica(2, steps=10, at={(4, "forward"): behind}, pg=flaky, setup=turns(3, Opaque), quorum_in_commit=False)
-    others = [Replica(i, steps=10, setup=turns(3, Opaque), quorum_in_commit=False) for i in (0, 1)]
+    late = Replica(2, steps=10, at={(4, "forward"): behind}, pg=flaky, setup=turns(3, Opaque))
+    others = [Replica(i, steps=10, setup=turns(3, Opaque)) for i in (0, 1)]
     cluster.run(*others, late)
     assert isinstance(late.error, StateRefusedError)
     held = [r for r in others if r.error is None]  # the broken collective may have left one of them behind, too

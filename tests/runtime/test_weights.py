@@ -54,7 +54,7 @@ class Weighing(Replica):
         return self.part(step, *last)
 
     def at(self, point: str) -> None:
-        if point == "backward" and self.manager.errored() is None:  # what a script clips (what broke may be finished)
+        if point == "backward" and self.manager.errored() is None:  # what a script clips
             total = torch.cat([p.grad.flatten() for p in self.model.parameters() if p.grad is not None])
             self.norms[self.manager.current_step()] = float(total.norm())
         super().at(point)

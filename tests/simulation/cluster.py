@@ -1177,18 +1177,6 @@ Gradients = tuple[tuple[int, int], ...]
 """(who gave it, the state it was taken at) each."""
 
 
-@dataclass(frozen=True, slots=True)
-class Kept:
-    """Reduced gradients of the last commit, and what a donor tells of it (R5)."""
-
-    version: Version
-    """After the commit."""
-    gradients: Gradients
-    divisor: int
-    samples: int
-    missing: tuple[int, ...]
-
-
 class Rank:
     """One rank's training loop around a real Step."""
 
@@ -1221,7 +1209,6 @@ class Rank:
         """When the forward pass that runs began and ends; until 0: none runs."""
         self.moving = False
         """It asks in the middle of a step, which goes on in the next quorum."""
-        self.kept: Kept | None = None
         self.pending: tuple[Gradients, int, int] | None = None
         """Gradients of a completed fence, their divisor, and the samples in them."""
         self.last_step = 0
@@ -1385,8 +1372,8 @@ class Rank:
         self.received = None
         self.waiting_to_launch = self.waiting_for_heal = False
         self.world.say(
-            "%s enters %#x as rank %d of %d at %s%s%s", self.name, quorum.quorum_id, plan.replica_rank, plan.size,
-            plan.target, ", heals" if plan.heals else "", " (finish)" if plan.finish else "",
+            "%s enters %#x as rank %d of %d at %s%s", self.name, quorum.quorum_id, plan.replica_rank, plan.size,
+            plan.target, ", heals" if plan.heals else "",
         )  # fmt: skip
         world = self.world
         if self.moving and (refusal := why_not_here(plan)):
@@ -1455,7 +1442,7 @@ class Rank:
         assert plan is not None
         sync = plan.heals_first or self.world.config.heals_before_forward
         worthless = step.version.step <= 0
-        in_place = not plan.finish and (worthless or len(plan.donors) >= 2) and (sync or worthless)
+        in_place = (worthless or len(plan.donors) >= 2) and (sync or worthless)
         in_place = in_place and (sync or step.version == VOID)
         if in_place:
             step.tear()
@@ -1463,28 +1450,25 @@ class Rank:
             self.state = hash((2, self.group.key, plan.quorum_id))
             self.world.history.torn.add(self.state)
         self.world.at(self.world.config.heal_s, self, self._heal_deadline, plan.quorum_id)
-        self._try_donor(plan.quorum_id, 0, plan.finish)
+        self._try_donor(plan.quorum_id, 0)
 
     def _heal_deadline(self, quorum_id: int) -> None:
         self.step.heal_failed(quorum_id, "too slow")
         self._heal_over(quorum_id)
 
-    def _try_donor(self, quorum_id: int, position: int, finish: bool) -> None:
+    def _try_donor(self, quorum_id: int, position: int) -> None:
         plan = self.step.plan
         if plan is None or plan.quorum_id != quorum_id or self.step.heal is not Heal.PENDING:
             return
         if position >= len(plan.donors):
-            if finish:
-                self._try_donor(quorum_id, 0, False)
-                return
             self.step.heal_failed(quorum_id, "no donor left")
             self._heal_over(quorum_id)
             return
         donor = plan.quorum.members[plan.donors[position]].replica_id
         delay = self.world.between(0.005, 0.05) if self.world.rng.random() < 0.8 else self.world.between(0.05, 0.6)
-        self.world.at(delay, self, self._from_donor, quorum_id, position, finish, donor)
+        self.world.at(delay, self, self._from_donor, quorum_id, position, donor)
 
-    def _from_donor(self, quorum_id: int, position: int, finish: bool, donor_id: str) -> None:
+    def _from_donor(self, quorum_id: int, position: int, donor_id: str) -> None:
         plan, world = self.step.plan, self.world
         if plan is None or plan.quorum_id != quorum_id or self.step.heal is not Heal.PENDING:
             return
@@ -1499,28 +1483,12 @@ class Rank:
         if "heal" in self.group.injected and world.rng.random() < 0.5:
             self.group.injected.discard("heal")
         if not usable:
-            world.at(0.02, self, self._try_donor, quorum_id, position + 1, finish)
+            world.at(0.02, self, self._try_donor, quorum_id, position + 1)
             return
         source = donor.ranks[self.index]
-        if finish:
-            kept = source.kept
-            if kept is None or kept.version != plan.target:
-                world.at(0.01, self, self._try_donor, quorum_id, position + 1, finish)
-                return
-            before, samples = self.state, self.samples
-            self.state = hash((3, before, kept.gradients, kept.divisor))
-            self.samples = samples.after(kept.samples, self.places, len(self.group.ranks), kept.missing)
-            self.step.finished(plan, 0, 0)
-            self.kept = kept
-            world.history.finishes += 1
-            world.say("%s finishes the step it could not follow with %s's gradients", self.name, donor_id)
-            self.group.commits += not self.index
-            world.history.committed(self, before, kept.gradients, kept.divisor, finished=True)
-            world.history.read(self, samples, kept.samples)
-        else:
-            self.received, self.received_round = source.state, source.step.data.ended_at
-            self.received_samples = source.samples
-            self.step.healed(quorum_id)
+        self.received, self.received_round = source.state, source.step.data.ended_at
+        self.received_samples = source.samples
+        self.step.healed(quorum_id)
         self._heal_over(quorum_id)
 
     def _heal_over(self, quorum_id: int) -> None:
@@ -1669,7 +1637,7 @@ class Rank:
         waits = self.step.phase is Phase.LAUNCHED or (self.step.awaits_lease and self.step.phase is Phase.OPEN)
         if waits and self.ring is op.ring and not self.group.done:
             self.world.say("%s: %s", self.name, why)
-            self.step.break_(why, keep_gradients=len(op.launched) == len(op.ring.ids))
+            self.step.break_(why)
             self._ask_at_once()
 
     def lost(self, quorum_id: int, reason: str, held: Version = VOID) -> None:
@@ -1689,7 +1657,7 @@ class Rank:
             self.lost(ring.quorum.quorum_id, "a peer has ended its connection")
 
     def _ask_at_once(self, *, moves: bool = False) -> None:
-        """A broken rank aborts; if it is waiting it asks from inside should_commit, else when its forward ends."""
+        """A broken rank aborts; should_commit returns False, and the next start_quorum asks."""
         self.leave_ring()
         self.moving = moves
         self._vote_broken()
@@ -1760,7 +1728,6 @@ class Rank:
             gradients, divisor, got = self.pending
             self.state = hash((3, before, gradients, divisor))
             self.samples = samples.after(got, self.places, len(self.group.ranks), verdict.missing)
-            self.kept = Kept(step.version, gradients, divisor, got, verdict.missing)
             self.group.commits += not self.index
             world.say("%s commits %s (%d gradients)", self.name, step.version, len(gradients))
             world.history.committed(self, before, gradients, divisor)

@@ -78,7 +78,6 @@ class History:
     returned: int = 0
     """Commits without the share of a participant."""
     commits: int = 0
-    finishes: int = 0
     moved: int = 0
     """Attempts that went on in the next quorum (R19)."""
     ended: int = 0
@@ -142,16 +141,13 @@ class History:
         if known != state:
             raise Violation("I1", f"{rank.name} holds another state under {version} of {version.epoch:#x} than others")
 
-    def committed(
-        self, rank: Rank, before: int, gradients: tuple[tuple[int, int], ...], divisor: int, *, finished: bool = False
-    ) -> None:
+    def committed(self, rank: Rank, before: int, gradients: tuple[tuple[int, int], ...], divisor: int) -> None:
         """A replica applied a committed step (I1, I4, I5, I6)."""
         step = rank.step
         self.commits += 1
         if before in self.torn:
             raise Violation("I1", f"{rank.name} trains on a half-received state")
-        if not finished:
-            self._check_in_force(rank)
+        self._check_in_force(rank)
         self.parent[rank.state] = (before, step.version.step)
         self.holds(rank, step.version, rank.state)
         self._check_left_behind(rank)

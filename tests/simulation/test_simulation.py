@@ -32,7 +32,7 @@ Which rule is shown necessary where (seeds needed until the first violation when
 One group that is set up wrongly (and the rules that keep it from stopping the others): test_set_up_wrongly.py. Whatever
 the lighthouse sends is encoded as it travels, so that a bound that is broken fails (I9).
 
-R5, R6, R10 (ready), R12, R13 and R15 change what is lost or how long something takes, not what is true, so they
+R6, R10 (ready), R12, R13 and R15 change what is lost or how long something takes, not what is true, so they
 have directed tests: tests/protocol/test_rules.py.
 """
 

@@ -64,7 +64,6 @@ def merge_asks(asks: dict[int, Ask], world_size: int) -> Ask | Mismatch | None:
         unbuilt_here=any(ask.unbuilt_here for ask in ordered),
         reason=next((ask.reason for ask in ordered if ask.failed), first.reason),
         heal_addresses=tuple(address for ask in ordered for address in ask.heal_addresses[:1]),
-        open_attempt=-1 if world_size > 1 else first.open_attempt,
         heals_before_forward=all(ask.heals_before_forward for ask in ordered),
         heals_late=any(ask.heals_late for ask in ordered),
         from_scratch=any(ask.from_scratch for ask in ordered),

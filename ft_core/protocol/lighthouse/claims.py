@@ -116,7 +116,7 @@ class Claims:
         ask = record.ask
         if ask is None or self.counts(record, ask.version, settled=settled):
             return ask
-        return replace(ask, version=VOID, open_attempt=-1)
+        return replace(ask, version=VOID)
 
     def overrules(
         self, hello: Hello, record: Record, records: Mapping[str, Record], current: Current, rules: Rules

@@ -14,8 +14,10 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 from enum import Enum
+from typing import TYPE_CHECKING
 
-from ft_core.protocol.types import Member, Quorum, Version
+if TYPE_CHECKING:
+    from ft_core.protocol.types import Member, Quorum, Version
 
 
 class WorldSizeMode(Enum):
@@ -52,8 +54,6 @@ class Plan:
     relays: tuple[int, ...]
     """For a healing member: ranks that heal, too, and pass on what they have received. They come before it in a binary
     tree over all that heal, so that no donor need send its state to everybody. Empty where donors are enough."""
-    finish: bool
-    """R5: the only thing this member lacks is the reduced gradients of the attempt it could not follow."""
     excluded: bool
     """Behind the newest state with allow_heal=False: waits, contributes nothing, never commits (R13)."""
 
@@ -84,7 +84,6 @@ def plan(
     *,
     mode: WorldSizeMode = WorldSizeMode.DYNAMIC,
     min_replicas: int = 1,
-    lineage_after: int | None = None,
 ) -> Plan:
     """Compute this member's plan.
 
@@ -93,7 +92,6 @@ def plan(
         replica_id: whose plan.
         mode: same on all members.
         min_replicas: number of participants under FIXED_WITH_SPARES.
-        lineage_after: the lineage this member would hold had it committed its open attempt (R5); None: it kept nothing.
 
     Raises:
         ValueError: `replica_id` is not in the quorum.
@@ -129,13 +127,6 @@ def plan(
         donors = tuple(holders[turn:] + holders[:turn])
         if len(healing) > len(holders):
             relays = tuple(healing[above] for above in _above(place))
-    finish = bool(
-        mine
-        and lineage_after is not None
-        and members[me].open_attempt >= 0
-        and lineage_after == target_lineage
-        and target == Version(members[me].version.step + 1, members[me].previous_quorum_id)
-    )
     return Plan(
         quorum=quorum,
         replica_rank=me,
@@ -148,7 +139,6 @@ def plan(
         ready_expected=len(late),
         donors=donors,
         relays=relays,
-        finish=finish,
         excluded=not heal_allowed and me in behind,
     )
 

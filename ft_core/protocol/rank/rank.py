@@ -74,11 +74,9 @@ class Step:
         self.awaits_lease = False
         """No member has had a lease for autonomy_s: nothing is launched until one has, or the quorum breaks (R3)."""
         self.verdict: Verdict | None = None
-        self.open_attempt = -1
-        """Attempt of the left quorum whose reduced gradients were kept (R5)."""
-        self._op_launched = self._op_lost = self.expects_user_op = False
-        """A user collective was launched since the last verdict was settled; one of this quorum has no result here,
-        which what peers kept (R5) does not replace; one was launched in this attempt or in the one before."""
+        self._op_launched = self.expects_user_op = False
+        """A user collective was launched since the last verdict was settled; one was launched in this attempt or in
+        the one before."""
         self.asks = 0
         self._error_sent = self._voted = False
         """The soft error was there when the fence's slots were taken; the latched verdict was told to the group:
@@ -197,9 +195,8 @@ class Step:
             template, replica_id=self.settings.replica_id, seq=self.asks, version=self.version, lineage=self.lineage,
             quorum_id=self.plan.quorum_id if self.plan else 0, failed=why.failed, reason=why.reason,
             min_replicas=self.settings.min_replicas, group_world_size=self.settings.group_world_size,
-            layout=self.layout, open_attempt=self.open_attempt if why.failed else -1,
-            commit_failures=self.retries.vetoes, heals_late=self.heals_late, stable=self.stable, unbuilt=self.unbuilt,
-            unbuilt_here=self.unbuilt_here, from_scratch=template.from_scratch or self.restored,
+            layout=self.layout, commit_failures=self.retries.vetoes, heals_late=self.heals_late, stable=self.stable,
+            unbuilt=self.unbuilt, unbuilt_here=self.unbuilt_here, from_scratch=template.from_scratch or self.restored,
         )  # fmt: skip
 
     def enter(self, quorum: Quorum) -> Plan:
@@ -207,13 +204,8 @@ class Step:
 
         Unless `phase` is BROKEN afterwards: a push said meanwhile that the quorum is over, so ask again.
         """
-        lineage_after = None
-        if self.open_attempt >= 0 and self.plan is not None:
-            lineage_after = fold_lineage(self.lineage, self.plan.quorum_id, self.open_attempt, self.plan.quorum.ids)
-        new = plan(
-            quorum, self.settings.replica_id, mode=self.settings.mode, min_replicas=self.settings.min_replicas,
-            lineage_after=lineage_after,
-        )  # fmt: skip
+        settings = self.settings
+        new = plan(quorum, settings.replica_id, mode=settings.mode, min_replicas=settings.min_replicas)
         self.plan, self.phase, self.attempt = new, Phase.ENTERED, 0
         self.highest_id = max(self.highest_id, quorum.quorum_id)
         self.base, self.base_lineage, self.stable = new.target, new.target_lineage, min(self.stable, new.target)  # R18
@@ -225,7 +217,7 @@ class Step:
         self.ask_next = self.change_wanted = self.broken_reason = self.unbuilt = self._lost_since = ""
         # soft_error stays: it may have been reported while this quorum was still being formed.
         self.verdict = None
-        self._voted = self._goes_on = self._op_launched = self._op_lost = self.data.passed = self.awaits_lease = False
+        self._voted = self._goes_on = self._op_launched = self.data.passed = self.awaits_lease = False
         self.user_ops = self.data.source_shift = self.retries.vetoes = 0
         early, self._early = self._early, {}
         if "change" in early:
@@ -239,7 +231,6 @@ class Step:
         if self.plan is None or self.plan.quorum_id != quorum_id or self.phase is not Phase.ENTERED:
             return False
         self.phase = Phase.OPEN
-        self.open_attempt = -1
         return True
 
     def cannot_build(self, reason: str, *, here: bool) -> None:
@@ -250,7 +241,7 @@ class Step:
 
     # ------------------------------------------------------------ events within a quorum
 
-    def break_(self, reason: str, *, keep_gradients: bool = False) -> bool:
+    def break_(self, reason: str) -> bool:
         """This rank cannot follow its quorum any more (R0). False if its vote stands, or it was broken already."""
         if self.phase in (Phase.BROKEN, Phase.OUTSIDE):
             return False
@@ -260,10 +251,6 @@ class Step:
             else:
                 self.ask_next = self.ask_next or reason
             return False
-        kept = (
-            keep_gradients and self.phase is Phase.LAUNCHED and not (self.behind or self.data.trails or self._op_lost)
-        )
-        self.open_attempt = self.attempt if kept else -1
         self.phase = Phase.BROKEN
         self.broken_reason = reason
         self.verdict = None
@@ -290,7 +277,7 @@ class Step:
             self.ask_next = self.ask_next or reason
             return False
         idle = self.phase is Phase.OPEN and not self._op_launched  # nothing waits here; others may read the last fence
-        return self.break_(reason, keep_gradients=True) and not (parted and idle)
+        return self.break_(reason) and not (parted and idle)
 
     def want_change(self, quorum_id: int, reason: str) -> None:
         """Somebody wants to join or leave: raise the flag in the next fence."""
@@ -344,7 +331,7 @@ class Step:
     def heal_applied(self, round_ended: Version | None, batches: int, weight: int) -> None:
         """The received state has been loaded: this rank holds `base` now. The arguments are the donor's."""
         assert self.heal is Heal.READY
-        self.heal, self.open_attempt, self.heals_late = Heal.NONE, -1, False
+        self.heal, self.heals_late = Heal.NONE, False
         self.version, self.lineage = self.base, self.base_lineage
         self.batches_committed, self.commit_weight = batches, weight
         self.data.healed(self.base, round_ended)
@@ -410,15 +397,6 @@ class Step:
             return False
         self.user_ops, self._op_launched, self.expects_user_op = self.user_ops + 1, True, True
         return True
-
-    def user_op_lost(self) -> None:
-        """A user's collective failed, or was not launched, here: peers keep gradients, not its result (R5)."""
-        self._op_lost = True
-        self.no_finish()
-
-    def no_finish(self) -> None:
-        """What the last attempt has reduced cannot be used here: a full heal is planned instead (R5)."""
-        self.open_attempt = -1
 
     def acknowledged(self, at: float) -> None:
         """The lighthouse has acknowledged this group's lease at that time."""
@@ -564,14 +542,6 @@ class Step:
             self.break_(self._lost_since)
             self._lost_since = ""
         return commit and current
-
-    def finished(self, plan_: Plan, batches: int, weight: int) -> None:
-        """R5: the reduced gradients of the open attempt were fetched: this rank commits what it could not follow."""
-        assert self.plan is plan_
-        self.batches_committed, self.commit_weight = batches, weight
-        self.version, self.lineage = plan_.target, plan_.target_lineage
-        self.heal = Heal.NONE
-        self.retries.reset()
 
     def divisor(self, verdict: Verdict) -> int:
         """What the sum of the gradients is divided by: what really went into it (R10), never what was planned."""

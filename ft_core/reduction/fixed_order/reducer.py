@@ -99,8 +99,8 @@ class FixedOrderReducer:
         self._buffer_versions: dict[str, tuple[int, int]] = {}
         self._exchange = NodeExchange(self._result, device)
         self._settled: Attempt | None = None
-        self._step_loss = torch.zeros(2, dtype=torch.float64)
-        """Of the last reduced step: the loss, and whether it was recorded."""
+        self._step_loss: float | None = None
+        """Of the last reduced step; None: not recorded."""
         self.committed_loss: float | None = None
         """Of the last committed step; None: not recorded."""
         self._handles = [p.register_post_accumulate_grad_hook(self._on_gradient) for p in self._parameters]
@@ -253,8 +253,6 @@ class FixedOrderReducer:
         if attempt is None:
             return
         self._settled = attempt
-        for bucket in self._result.buckets:
-            bucket.intact_version = None
         try:
             if attempt.ready():
                 self._reduce(attempt)
@@ -307,11 +305,9 @@ class FixedOrderReducer:
         """The sums are there: they are the parameters' gradients now."""
         result = self._result
         result.pack_used(torch.tensor(told.used, dtype=torch.float32, device=self._device))
-        for bucket in result.buckets:
-            bucket.mark_intact()
         for parameter, view, used in zip(self._parameters, result.views, told.used, strict=True):
             parameter.grad = view if used else None
-        self._step_loss = torch.tensor([told.loss or 0.0, told.loss is not None], dtype=torch.float64)
+        self._step_loss = told.loss
 
     # ------------------------------------------------------------------------------------- Carrier: called by Manager
 
@@ -329,8 +325,7 @@ class FixedOrderReducer:
     def committed(self) -> None:
         """The attempt was committed."""
         self._settle()
-        loss, recorded = self._step_loss.tolist()
-        self.committed_loss = loss if recorded else None
+        self.committed_loss = self._step_loss
 
     def vetoed(self) -> None:
         """The attempt was not committed."""
@@ -346,21 +341,6 @@ class FixedOrderReducer:
     def buffer_storages(self) -> set[int]:
         """Addresses of the storages of all buffers."""
         return {buffer.untyped_storage().data_ptr() for buffer in self._module.buffers()}
-
-    def reduced(self) -> list[Tensor] | None:
-        """The flat sums, then the loss, if all are there and untouched."""
-        return None if self.lacking() else [*(bucket.flat for bucket in self._result.buckets), self._step_loss]
-
-    def lacking(self) -> list[int]:
-        """Indices of the buckets that are not reduced, or changed since."""
-        return self._result.lacking()
-
-    def adopt_reduced(self, buckets: Sequence[Tensor | None]) -> None:
-        """Take the given sums, and the loss behind them, as the last step's."""
-        *sums, loss = buckets
-        self._result.adopt(sums)
-        if loss is not None:
-            self._step_loss = loss.detach().clone()
 
     def remove_hooks(self) -> None:
         """Let go of the parameters."""

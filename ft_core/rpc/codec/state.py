@@ -58,7 +58,6 @@ def _check_ask(m: pb.Ask, check: Check) -> None:
     check.number("quorum_id", m.quorum_id, 0, INT64)
     check.number("min_replicas", m.min_replicas, 1, MAX_REPLICAS)
     check.number("group_world_size", m.group_world_size, 1, MAX_RANKS)
-    check.number("open_attempt", m.open_attempt, -1, INT64)
     check.texts("heal_addresses", m.heal_addresses, MAX_RANKS, MAX_ADDRESS)
     check.size("heal_addresses", m.heal_addresses, MAX_ADDRESSES_BYTES)
     check.text("store_address", m.store_address, MAX_ADDRESS)
@@ -77,7 +76,7 @@ def pb_ask(ask: Ask) -> pb.Ask:
         group_world_size=ask.group_world_size, heal_addresses=ask.heal_addresses, store_address=ask.store_address,
         address=ask.address, layout=ask.layout, layout_lines=fit_layout_lines(ask.layout_lines),
         init_sync=ask.init_sync, allow_heal=ask.allow_heal, shrink_only=ask.shrink_only,
-        heals_before_forward=ask.heals_before_forward, heals_late=ask.heals_late, open_attempt=ask.open_attempt,
+        heals_before_forward=ask.heals_before_forward, heals_late=ask.heals_late,
         commit_failures=ask.commit_failures, data=ask.data, unreachable=ask.unreachable, reached=ask.reached,
         unbuilt=clip(ask.unbuilt, MAX_UNBUILT), unbuilt_here=ask.unbuilt_here, stable=pb_version(ask.stable),
         from_scratch=ask.from_scratch,
@@ -96,7 +95,7 @@ def read_ask(m: pb.Ask) -> Ask:
         group_world_size=m.group_world_size, heal_addresses=tuple(m.heal_addresses), store_address=m.store_address,
         address=m.address, layout=m.layout, layout_lines=tuple(m.layout_lines),
         init_sync=m.init_sync, allow_heal=m.allow_heal, shrink_only=m.shrink_only,
-        heals_before_forward=m.heals_before_forward, heals_late=m.heals_late, open_attempt=m.open_attempt,
+        heals_before_forward=m.heals_before_forward, heals_late=m.heals_late,
         commit_failures=m.commit_failures, data=m.data, unreachable=tuple(m.unreachable), reached=tuple(m.reached),
         unbuilt=clip(m.unbuilt, MAX_UNBUILT), unbuilt_here=m.unbuilt_here, from_scratch=m.from_scratch,
         stable=read_version(m.stable, check, "stable") if m.HasField("stable") else VOID,
@@ -110,7 +109,6 @@ def _check_quorum(m: pb.QuorumInfo, check: Check) -> None:
         check.text("members.replica_id", member.replica_id, needed=True)
         check.number("members.group_world_size", member.group_world_size, 1, MAX_RANKS)
         check.number("members.previous_quorum_id", member.previous_quorum_id, 0, INT64)
-        check.number("members.open_attempt", member.open_attempt, -1, INT64)
         check.texts("members.heal_addresses", member.heal_addresses, MAX_RANKS, MAX_ADDRESS)
         check.text("members.store_address", member.store_address, MAX_ADDRESS)
         check.text("members.address", member.address, MAX_ADDRESS)
@@ -129,8 +127,7 @@ def pb_quorum(quorum: Quorum) -> pb.QuorumInfo:
             group_world_size=m.group_world_size, heal_addresses=m.heal_addresses, store_address=m.store_address,
             address=m.address, init_sync=m.init_sync, allow_heal=m.allow_heal, shrink_only=m.shrink_only,
             heals_before_forward=m.heals_before_forward, heals_late=m.heals_late,
-            previous_quorum_id=m.previous_quorum_id, open_attempt=m.open_attempt,
-            commit_failures=m.commit_failures, data=m.data,
+            previous_quorum_id=m.previous_quorum_id, commit_failures=m.commit_failures, data=m.data,
         )  # fmt: skip
     _check_quorum(message, Check(ConfigError, "Quorum"))
     return message
@@ -148,8 +145,7 @@ def read_quorum(m: pb.QuorumInfo) -> Quorum:
                 group_world_size=x.group_world_size, heal_addresses=tuple(x.heal_addresses),
                 store_address=x.store_address, address=x.address, init_sync=x.init_sync, allow_heal=x.allow_heal,
                 shrink_only=x.shrink_only, heals_before_forward=x.heals_before_forward, heals_late=x.heals_late,
-                previous_quorum_id=x.previous_quorum_id, open_attempt=x.open_attempt,
-                commit_failures=x.commit_failures, data=x.data,
+                previous_quorum_id=x.previous_quorum_id, commit_failures=x.commit_failures, data=x.data,
             )
             for x in m.members
         ),
