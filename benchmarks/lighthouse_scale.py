@@ -28,6 +28,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from ft_core.protocol.lighthouse.events import Hello, Progress
+from ft_core.protocol.pushes import Welcome
 from ft_core.protocol.types import VOID, Ask, Version
 from ft_core.rpc import codec
 from ft_core.rpc.channel import LIGHTHOUSE, channel_options, grpc
@@ -73,7 +74,7 @@ class Group:
         hello = Hello(self.replica_id, self.replica_id.split(":")[0], 0, 7, heal_addresses=(f"http://host:{self.seq}",))
         await self._write(codec.encode_hello(hello, "default", "bench"))
         welcome: Any = await self.call.read()
-        assert isinstance(codec.decode_lease_push(welcome), codec.Welcome)
+        assert isinstance(codec.decode_push(welcome), Welcome)
         self.tasks = [asyncio.ensure_future(self._listen()), asyncio.ensure_future(self._renew())]
 
     def version(self) -> Version:
@@ -87,7 +88,7 @@ class Group:
             self.replica_id, self.seq, Version(self.seq - 1, 0), 1, self.quorum_id, failed,
             heal_addresses=("http://some-host-name:34567",), store_address="some-host-name:12345",
         )  # fmt: skip
-        await self._write(codec.encode_ask(ask))
+        await self._write(codec.encode_lease(ask))
 
     async def _write(self, data: bytes) -> None:
         async with self.turn:  # gRPC allows one write at a time
@@ -104,7 +105,7 @@ class Group:
             await asyncio.sleep(self.progress_s)
             stable = self.version() if self.quorum_id else VOID
             renewal = codec.Renewal(time.monotonic(), Progress("", 0, stable.step, "step", stable))
-            await self._write(codec.encode_renewal(renewal))
+            await self._write(codec.encode_lease(renewal))
 
     async def _listen(self) -> None:
         while True:
@@ -112,7 +113,7 @@ class Group:
             # Decoding 256 quorums of 256 members here would measure this process: one look at the id is enough.
             if len(data) > 1000 and self.answer.done():
                 continue
-            push = codec.pb.LeasePush.FromString(data)
+            push = codec.pb.Push.FromString(data)
             body = push.WhichOneof("body")
             if body == "ack":
                 self.acks_ms.append(1e3 * (time.monotonic() - push.ack.clock_us / 1e6))

@@ -27,6 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from ft_core import DistributedDataParallel, Manager, Optimizer, ProcessGroupGloo
+from ft_core.protocol.rank.actions import TellGroup
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -89,7 +90,7 @@ class Orders(threading.Thread):
 
 def trace(manager: Manager, note: Callable[[str, object], None]) -> None:
     """Note the stages of a recovery: pushed or broken, asked, answered, configuring, configured."""
-    session: Any = manager._session  # looks inside on purpose
+    shell: Any = manager._runtime.shell  # looks inside on purpose
 
     def wrap(owner: Any, name: str, before: str = "", after: str = "", detail: int | None = None) -> None:
         inner = getattr(owner, name)
@@ -106,12 +107,20 @@ def trace(manager: Manager, note: Callable[[str, object], None]) -> None:
 
         setattr(owner, name, call)
 
-    wrap(session, "_broken", before="broken", detail=1)
-    wrap(session, "_lost", before="pushed", detail=1)
-    wrap(session.control, "ask", before="asked")
-    wrap(session, "on_quorum", before="answered")
-    wrap(session.lanes, "configure", before="configuring", after="configured")
-    wrap(session.lanes, "abort", after="aborted")
+    perform = shell.perform
+
+    def performs(actions: Any) -> None:
+        for action in actions:
+            if isinstance(action, TellGroup):
+                note("broken", action.reason)
+        perform(actions)
+
+    shell.perform = performs
+    wrap(shell, "on_member_lost", before="pushed", detail=1)
+    wrap(shell.control, "ask", before="asked")
+    wrap(shell, "on_quorum", before="answered")
+    wrap(shell.communicators, "configure", before="configuring", after="configured")
+    wrap(shell.communicators, "abort", after="aborted")
 
 
 def main() -> None:

@@ -14,14 +14,15 @@ import threading
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-from ft_core.control.group.ranks import ANY_GROUP
 from ft_core.control.group.server import GroupServer
 from ft_core.control.lighthouse.client import LighthouseClient, Quorum, QuorumMember, data_as_text, public_quorum
-from ft_core.control.lighthouse.lease_client import LeaseSettings, Peers
+from ft_core.control.lighthouse.lease_client import LeaseSettings
 from ft_core.control.lighthouse.server import LighthouseServer
 from ft_core.control.link import RankControl
 from ft_core.errors import ConfigError, LighthouseError, QuorumTimeoutError
+from ft_core.protocol.group.ranks import ANY_GROUP
 from ft_core.protocol.lighthouse.events import Hello
+from ft_core.protocol.pushes import Answer, Refusal
 from ft_core.protocol.types import VOID, Ask, Outcome, Verdict, Version
 from ft_core.protocol.types import Quorum as PureQuorum
 from ft_core.rpc.channel import join_host, reachable_host, split_bind
@@ -29,6 +30,8 @@ from ft_core.settings import TimeBudget, whole_number
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+
+    from ft_core.protocol.pushes import Push
 
 __all__ = [
     "LighthouseClient",
@@ -41,7 +44,7 @@ __all__ = [
 
 
 class _Silent:
-    """A LeaseHandler for which only the hello and the errors matter."""
+    """A PushHandler for which only answers and errors matter."""
 
     def __init__(self, hello: Hello) -> None:
         self._hello = hello
@@ -60,50 +63,23 @@ class _Silent:
             members=self._latest.ids, group_world_size=self._hello.group_world_size,
         )  # fmt: skip
 
-    def on_quorum(self, seq: int, quorum: PureQuorum) -> None:
-        """An answer."""
+    def on_push(self, push: Push) -> None:
+        """Ranks ask at every step and the data plane is the caller's: only answers and refusals matter."""
         with self._changed:
-            self._quorums = {seq: quorum}
-            self._latest = quorum
-            self._changed.notify_all()
-
-    def on_refused(self, error: Exception) -> None:
-        """It is over."""
-        with self._changed:
-            self._error = error
+            if isinstance(push, Answer):
+                self._quorums = {push.seq: push.quorum}
+                self._latest = push.quorum
+            elif isinstance(push, Refusal):
+                self._error = push.error
             self._changed.notify_all()
 
     def wait(self, seq: int, timeout_s: float) -> PureQuorum | None:
-        """The answer to an ask; None if it does not come in time. Raises what `on_refused` was told."""
+        """The answer to an ask; None if it does not come in time. Raises the error of a Refusal."""
         with self._changed:
             self._changed.wait_for(lambda: seq in self._quorums or self._error is not None, timeout_s)
             if seq not in self._quorums and self._error is not None:
                 raise self._error
             return self._quorums.get(seq)
-
-    def on_welcome(self, peers: Peers) -> None:
-        """Nothing to do."""
-
-    def on_reason(self, reason: str, paused_s: float = 0.0) -> None:
-        """Nothing to do: `last_reason` has it."""
-
-    def on_change_pending(self, quorum_id: int, reason: str) -> None:
-        """Nothing to do: ranks ask at every step."""
-
-    def on_member_lost(self, quorum_id: int, lost: tuple[str, ...], held: Version = VOID) -> None:
-        """Nothing to do: the data plane is the caller's."""
-
-    def on_paused(self, quorum_id: int, replica_id: str, for_s: float) -> None:
-        """Nothing to do."""
-
-    def on_superseded(self, quorum_id: int) -> None:
-        """Nothing to do: ranks ask at every step."""
-
-    def on_drain(self, reason: str) -> None:
-        """Nothing to do."""
-
-    def on_kill(self, reason: str) -> None:
-        """Nothing to do."""
 
 
 class ManagerServer:

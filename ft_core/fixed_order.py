@@ -197,7 +197,7 @@ def _sampler_of(loader: object) -> ElasticSampler:
 
 
 def _check_group(manager: Manager, sampler: ElasticSampler) -> None:
-    ranks = max(manager._config.world_size, sampler.num_replicas)
+    ranks = max(manager._runtime.config.world_size, sampler.num_replicas)
     if ranks > 1:
         raise ConfigError(
             f"FixedOrderDataParallel: a replica group of {ranks} ranks cannot be used; their own collectives add in an "

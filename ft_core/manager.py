@@ -1,78 +1,59 @@
 """`Manager`: drives one rank's training steps through quorum -> gradients -> commit. The public API of ft_core.
 
-How it works. `start_quorum` opens an attempt at a step. In the steady state that sends nothing: the quorum is leased.
-When something changed (a member failed, wants to join or leave) it begins a `quorum_worker.Round`. Gradients are
-reduced by a registered carrier (`ddp.DistributedDataParallel`) or by `allreduce`; the fence rides along
-(`step_attempt.StepAttempt`). `should_commit` reads the verdict, loads state that was received meanwhile, and tells the
-caller whether to step the optimizer. All protocol decisions are `rank.Step`'s; this file wires it to threads, process
-groups and user state.
+This file checks arguments and documents; everything is done by `runtime.RankRuntime`, and every protocol decision is
+made by `protocol.rank.Rank`. `start_quorum` opens an attempt at a step. In the steady state that sends nothing: the
+quorum is leased. Gradients are reduced by a registered reducer (`ddp.DistributedDataParallel`) or by `allreduce`; the
+ballot of each member rides in the last all-reduce. `should_commit` reads the verdict, loads state that was received
+meanwhile, and tells the caller whether to step the optimizer.
 
 Thread map
     training thread    everything public here; user state functions run only on it
-    ft-lease-*         control link: calls Session.on_* (aborts the lanes on a loss, wakes the worker)
-    ft-quorum-*        quorum worker: asks, configures, receives state (rounds.QuorumWorker)
-    ft-watchdog-*      ends collectives that waited too long (watchdog.Watchdog)
+    ft-lease-*         control link: hands the machine what the lighthouse sends (runtime.shell)
+    ft-quorum-*        quorum worker: builds process groups, receives state, keeps the machine's timer
+    ft-watchdog-*      ends collectives that waited too long (runtime.collective_limits)
     ft-heal-*          serve state to healing peers (checkpointing.http.server)
-    autograd threads   carriers' hooks: StepAttempt.ready / launch / launch_fence / fence_arrived
-Everything they share is in `session.Session` under one lock. Several Managers may live in one process.
+    autograd threads   reducers' hooks: StepAttempt.ready / launch / launch_fence / fence_arrived
+Everything they share is in `runtime.shell.RankShell` under one lock. Several Managers may live in one process.
 """
 
 from __future__ import annotations
 
-import atexit
 import contextlib
-import logging
 import os
-import secrets
 import time
-import weakref
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from ft_core.errors import ConfigError, StateRefusedError, UsageError
+from torch.distributed import ReduceOp
+
+from ft_core.errors import ConfigError, UsageError
 from ft_core.process_group import ProcessGroup
+from ft_core.protocol.rank import events as on
 from ft_core.protocol.rank import saved_progress
-from ft_core.protocol.rank.heal_plan import Plan, WorldSizeMode
-from ft_core.protocol.rank.phases import Go, Heal, MustAsk, Phase
-from ft_core.protocol.rank.rank import Step
-from ft_core.protocol.types import Version
-from ft_core.reduction.batch_weights import BatchWeights
-from ft_core.runtime import drain_signal, exit_message
-from ft_core.runtime import startup as setup
-from ft_core.runtime.agreement import Agreement
-from ft_core.runtime.collectives import Collectives
-from ft_core.runtime.commit import Commit
-from ft_core.runtime.data_port import DataPort
-from ft_core.runtime.drain_signal import EXIT_S, DrainedError
-from ft_core.runtime.exhaustion import Exhaustion
-from ft_core.runtime.lease_wait import wait_for_a_lease
-from ft_core.runtime.leaving import Leaving
-from ft_core.runtime.parity_check import ParityCheck
-from ft_core.runtime.quorum_worker import QuorumWorker, Round
-from ft_core.runtime.state_views import StateViews
-from ft_core.runtime.step_attempt import StepAttempt
+from ft_core.protocol.rank.heal_plan import WorldSizeMode
+from ft_core.runtime.config import Arguments, resolve
+from ft_core.runtime.runtime import RankRuntime
 from ft_core.runtime.user_state import DEFAULT_KEY, LiveState
-from ft_core.runtime.warm_up import WarmUp
-from ft_core.runtime.weighted import Weighted
 from ft_core.settings import DEFAULT_ROOM
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
-    from torch._C._distributed_c10d import Store
+    import torch
+    from torch.futures import Future
 
     from ft_core.checkpointing import CheckpointTransport
-    from ft_core.protocol.lighthouse.events import Hello
+    from ft_core.data.interface import DataListener
     from ft_core.reduction.interface import Carrier
-    from ft_core.runtime.session import Session
-    from ft_core.runtime.state_transfer import Healing
+    from ft_core.runtime.managed_work import ManagedWork
+    from ft_core.runtime.step_attempt import StepAttempt
 
 __all__ = ["Manager", "WorldSizeMode"]
 
-log = logging.getLogger("ft_core")
+T = TypeVar("T")
 
 
-class Manager(DataPort, Collectives, Commit, Agreement, Weighted, Exhaustion, Leaving, StateViews, WarmUp):
+class Manager:
     """Drives fault-tolerant training on one rank. Constructs and starts; call `shutdown` (or leave it to exit).
 
     Args:
@@ -154,8 +135,8 @@ class Manager(DataPort, Collectives, Commit, Agreement, Weighted, Exhaustion, Le
         from_scratch: bool | None = None,
     ) -> None:
         del heartbeat_interval
-        self._config = config = setup.resolve(
-            setup.Arguments(
+        config = resolve(
+            Arguments(
                 min_replica_size=min_replica_size, timeout=timeout, quorum_timeout=quorum_timeout, room_id=room_id,
                 connect_timeout=connect_timeout, rank=rank, world_size=world_size, world_size_mode=world_size_mode,
                 store_addr=store_addr, store_port=store_port, lighthouse_addr=lighthouse_addr, replica_id=replica_id,
@@ -170,268 +151,103 @@ class Manager(DataPort, Collectives, Commit, Agreement, Weighted, Exhaustion, Le
             raise ConfigError(f"pg must be an ft_core.process_group.ProcessGroup, got {type(pg).__name__}")
         if (load_state_dict is None) != (state_dict is None):
             raise ConfigError("pass both load_state_dict and state_dict, or neither and register_state_dict_fn later")
-        self._use_async, self._warm_up_wanted = use_async_quorum, warm_up
-        self._live = LiveState()
+        live = LiveState()
         if load_state_dict is not None and state_dict is not None:
-            self._live.register(DEFAULT_KEY, load_state_dict, state_dict)
-        self._carriers: list[Carrier] = []
-        self._attempt: StepAttempt | None = None
-        self._round: Round | None = None
-        self._attempts = 0
-        self._weights = BatchWeights()
-        self._room = config.room
-        self._allow_heal = True
-        self._shrink_only = False
-        self._riding = self._step_open = False
-        lineage = secrets.randbits(62) if init_sync else 0
-        step = Step(config.step, lineage=lineage, now=time.monotonic())
-        started = setup.start(config, pg, checkpoint_transport, step, self._hello)
-        self._step = step
-        self._session: Session = started.session
-        self._healing: Healing = started.healing
-        self._store: Store | None = started.store
-        self._store_address: str = started.store_address
-        self._incarnation = started.incarnation
-        self._parity = ParityCheck(config.parity_check_every, config.parity_sample_steps)
-        self._worker = QuorumWorker(self._session, self._healing, self._place)
-        self._session.cancel_heal = self._healing.cancel
-        self._session.kill = lambda _reason: drain_signal.kill(told_first=config.world_size > 1)
-        self._session.submit = self._worker.submit
-        exit_message.install()
-        self._session.watchdog.start()
-        self._worker.start()
-        try:
-            self._session.control.start()
-            self._session.control.wait_connected(config.budget.connect_s)  # and with it, whom to prefetch from
-        except BaseException:
-            self.shutdown(wait=False)
-            raise
-        if exit_on_drain:
-            drain_signal.on_sigterm(self._session)
-        atexit.register(drain_signal.at_exit, weakref.ref(self))
+            live.register(DEFAULT_KEY, load_state_dict, state_dict)
+        self._runtime = RankRuntime(
+            config, pg, checkpoint_transport, live, use_async_quorum=use_async_quorum, warm_up=warm_up
+        )
+        self._runtime.start()
 
     def __repr__(self) -> str:
-        return f"Manager({self._step.settings.replica_id}, {self._step!r}, carriers={len(self._carriers)})"
+        rank = self._runtime.rank
+        return f"Manager({rank.settings.replica_id}, {rank!r}, carriers={len(self._runtime.carriers)})"
 
-    # ------------------------------------------------------------ state
+    # ------------------------------------------------------------ steps
 
-    def register_state_dict_fn(
-        self, key: str, load_state_dict: Callable[[Any], None], state_dict: Callable[[], Any]
+    def start_quorum(
+        self,
+        room_id: str = DEFAULT_ROOM,
+        allow_heal: bool = True,
+        shrink_only: bool = False,
+        timeout: timedelta | None = None,
     ) -> None:
-        """Add a named pair of state functions. Raises ConfigError if the key is taken."""
-        self._live.register(key, load_state_dict, state_dict)
+        """Open the next attempt; call before forward. Returns at once while the quorum in force is still good.
 
-    def set_state_dict_fns(self, load_state_dict: Callable[[Any], None], state_dict: Callable[[], Any]) -> None:
-        """Deprecated alias: registers under the key 'default'."""
-        self._live.register(DEFAULT_KEY, load_state_dict, state_dict)
+        The first one of a newcomer may open a warm-up, which belongs to no quorum (`warming_up`).
 
-    def allow_state_dict_read(self) -> None:
-        """State may be read again for healing peers."""
-        self._live.allow_read()
-
-    def disallow_state_dict_read(self) -> None:
-        """State is about to be half-updated: do not read it until `allow_state_dict_read`."""
-        self._live.disallow_read()
-
-    def state_dict(self) -> dict[str, int]:
-        """What a checkpoint must hold besides the user's state: step, batches_committed, and the version's identity."""
-        with self._session.lock:
-            step = self._step
-            return {
-                "step": step.version.step, "batches_committed": step.batches_committed,
-                "epoch": step.version.epoch, "lineage": step.lineage,
-            }  # fmt: skip
-
-    def load_state_dict(self, state_dict: Mapping[str, int]) -> None:
-        """Continue from a checkpoint. Call before the first start_quorum.
+        Args:
+            room_id: independent quorum namespace, by default this Manager's own; changing it leaves the present one.
+            allow_heal: False: members that are behind wait instead of healing. The same on all replicas.
+            shrink_only: the next quorum takes nobody in.
+            timeout: bound on forming a quorum, default quorum_timeout.
 
         Raises:
-            UsageError: this replica is in a quorum already.
-            ConfigError: keys are missing, or a value is none that a Manager saves.
+            QuorumTimeoutError: no quorum in time (only here if quorums are synchronous, or on the first call).
+            RefusedError, JobFinishedError: the lighthouse does not want this replica.
+            SystemExit: (0) this replica was asked to drain and has left (`exit_on_drain`).
         """
-        version, lineage, batches = saved_progress.read(state_dict, self._step.lineage, time.time())
-        with self._session.lock:
-            if self._step.plan is not None:
-                raise UsageError("Manager.load_state_dict after the first start_quorum: load the checkpoint before it")
-            self._step.restore(version, lineage, batches)
-
-    def batches_committed(self) -> int:
-        """Number of gradients (one per participant and step) in all commits so far."""
-        return self._step.batches_committed
-
-    def stable_step(self) -> int:
-        """Newest step known to be held by every member of the quorum; -1 before the first fence.
-
-        It is not made again while a holder lives that was not away for orphan_s (R2): rename checkpoints of it (R6).
-        """
-        return self._step.stable.step
-
-    def report_torn_state(self, error: BaseException) -> None:
-        """optimizer.step raised after a commit: this state is neither old nor new and must be healed (R13)."""
-        with self._session.lock:
-            self._step.tear()
-        self._session.fail(error)
-
-    # ------------------------------------------------------------ quorum
-
-    def _start_quorum(self, room_id: str, allow_heal: bool, shrink_only: bool, timeout: timedelta | None) -> None:
-        session = self._session
-        room_id = self._config.room if room_id == DEFAULT_ROOM else room_id
-        if self._shut_down:
-            raise UsageError("start_quorum after shutdown")
-        if session.fatal is not None:
-            raise session.fatal
-        self._pin()
-        pending, self._step_open = self._round, True
-        if pending is not None and self._under_way(pending):
-            return
-        with session.lock:
-            if self._step.phase in (Phase.LAUNCHED, Phase.FENCED):  # should_commit was skipped
-                self._reset_weights()
-            decision = self._step.boundary() if room_id == self._room else MustAsk(f"changing to room {room_id}", False)
-            alike = self._config.world_size == 1 or self._step.departure.drain_agreed or isinstance(decision, MustAsk)
-        if session.draining and alike:
-            self._end_drained()
-        if isinstance(decision, MustAsk) and (decision.failed or room_id != self._room):
-            session.lanes.abort()  # the others may be waiting for this rank in a collective
-        if self._healing.snapshot_wanted:
-            self._healing.offer_live(self._whole_state)
-        if isinstance(decision, Go) and self._step.awaits_lease and not self._step.broken:
-            wait_for_a_lease(session)
-            self._start_quorum(room_id, allow_heal, shrink_only, timeout)
-            return
-        if isinstance(decision, Go):
-            session.error = None
-            if self._attempt is None or self._attempt.used:  # else it is the one that should_commit opened
-                self._new_attempt()
-            if self._step.heal is not Heal.NONE and pending is not None:
-                self._settle_in(pending)
-            return
-        self._room, self._allow_heal, self._shrink_only = room_id, allow_heal, shrink_only
-        round_ = self._begin_round(decision, timeout)
-        self._new_attempt()
-        self._settle_in(round_)
-
-    def _under_way(self, asked: Round) -> bool:
-        """Whether the attempt that begins belongs to a round that still runs. Raises why the last one failed."""
-        if self._session.draining and not asked.configured.wait(EXIT_S):
-            self._end_drained()
-        if asked.configured.is_set():
-            if not asked.raised and not self._session.draining:
-                asked.check()  # its timeout has been waited for, and not been reported
-            return False
-        self._new_attempt()
-        self._settle_in(asked)
-        return True
+        self._runtime.start_quorum(room_id, allow_heal, shrink_only, timeout)
 
     def wait_quorum(self) -> None:
-        """Block until the process group of this attempt is usable. Raises what kept it from becoming so.
+        """Block until the process groups of this attempt are usable. Raises what kept them from becoming so.
 
         Returns at once in a warm-up, which has none.
         """
-        self._pin()
-        round_ = self._round
-        if self.warming_up:
-            return
-        if round_ is None:
-            raise UsageError("wait_quorum before start_quorum")
-        round_.wait_configured()
-        if not isinstance(round_.error, DrainedError):
-            round_.check()
+        self._runtime.wait_quorum()
 
-    def _begin_round(self, why: MustAsk, timeout: timedelta | None, *, hands_over: bool = False) -> Round:
-        session, step = self._session, self._step
-        if session.works:  # should_commit was skipped
-            self._end_works()
-        fresh = step.plan is None
-        if fresh:
-            self._riding = len(self._carriers) == 1
-            step.describe(self._describe()[0])
-        with session.lock:
-            usable = step.version >= Version(0, 0)
-            version = step.version
-        state = self._view(fresh) if usable else None
-        worthless = fresh and version.step <= 0
-        round_ = Round(
-            why=why,
-            template=setup.ask_template(
-                self._config, self._healing.address, self._store_address, allow_heal=self._allow_heal,
-                shrink_only=self._shrink_only, heals_first=fresh or not self._use_async or version.step <= 0,
-                layout=self._describe()[1] if fresh else (),
-            ),
-            room=self._room,
-            timeout_s=(timeout.total_seconds() if timeout is not None else self._config.budget.quorum_s)
-            * (1 + self._config.quorum_retries),
-            state=state,
-            in_place=state() if worthless and state is not None else None,
-            prefetch=fresh,
-            hands_over=hands_over,
-        )  # fmt: skip
-        self._round = round_
-        self._worker.submit(round_)
-        return round_
+    def should_commit(self, timeout: timedelta | None = None) -> bool:
+        """End the attempt. True: every member applies it, step the optimizer now. False: skip the step.
 
-    def _settle_in(self, round_: Round) -> None:
-        """A first or a synchronous quorum: wait for it, and load received state before forward if the plan says so."""
-        if not round_.template.heals_before_forward:
-            return
-        round_.wait_configured()
-        if isinstance(round_.error, DrainedError):
-            self._end_drained()
-        round_.check()
-        if round_.plan is not None and round_.plan.heals:  # also late, if its last heal failed
-            round_.wait_healed()
-            if isinstance(round_.error, StateRefusedError):
-                raise round_.error
-            self._apply_heal()
-        if self._session.draining and self._config.world_size == 1:
-            self._end_drained()
+        A committed step is undone only if all who saw its fence complete are lost before the next one completes, while
+        a member that did not see it goes on. `Manager.stable_step` tells which step is held by every member.
+        Call on every rank, after backward and before anything changes parameters. State received from a peer is loaded
+        here, before it returns. False without asking anybody in a newcomer's warm-up (`warming_up`).
 
-    def _new_attempt(self) -> None:
-        self._attempts += 1
-        assert self._round is not None
-        args = self._session, self._round, self._weights, self._carriers
-        self._attempt = StepAttempt(self._attempts, *args, rides=self._riding)
-
-    def _place(self, plan: Plan) -> tuple[str, int, int, bool]:
-        """Quorum worker: where the lanes of a quorum meet. (store prefix, rank, size, both lanes at once)"""
-        prefix = f"{plan.store_address}/{self._room}/{plan.quorum_id:x}/{self._config.rank}"
-        return prefix, plan.replica_rank, plan.size, not self._riding
-
-    def _hello(self) -> Hello:
-        """Lease thread: what to present."""
-        step, config = self._step, self._config
-        with self._session.lock:
-            return setup.hello(config, step, self._incarnation, self._healing.address, self._describe()[1])
-
-    def _describe(self) -> tuple[int, tuple[str, ...]]:
-        return setup.describe(self._config, self._step, self.data_backend, self._carriers, self._data)
-
-    # ------------------------------------------------------------ collectives
-
-    def register_carrier(self, carrier: Carrier) -> None:
-        """Called by the DDP wrapper: its last bucket carries the fence.
+        Args:
+            timeout: how long all that has to be agreed may take: what was launched and not waited for, the fence, the
+                votes of the group's ranks. Default: the Manager's. A quorum that broke is formed anew by the next
+                start_quorum.
 
         Raises:
-            UsageError: after the first start_quorum; where the fence rides is fixed by then (R4).
+            UsageError: start_quorum was not called.
+            QuorumTimeoutError, RefusedError, JobFinishedError: no quorum could be had.
+            RuntimeError: more than max_retries attempts in a row were not committed.
         """
-        if self._step.plan is not None or self._round is not None:
-            raise UsageError("wrap the model in DistributedDataParallel before the first start_quorum")
-        self._carriers.append(carrier)
-
-    def unregister_carrier(self, carrier: Carrier) -> None:
-        """Forget a carrier again (before the first start_quorum)."""
-        if carrier in self._carriers and self._round is None:
-            self._carriers.remove(carrier)
-
-    def current_attempt(self) -> StepAttempt | None:
-        """The open attempt, for carriers; None before the first start_quorum."""
-        return self._attempt
+        return self._runtime.should_commit(timeout)
 
     @property
-    def data_backend(self) -> str:
-        """Backend of the data lane, for the DDP wrapper's warning about CUDA tensors."""
-        return str(self._session.lanes.main.getBackendName())
+    def quorum_lost(self) -> bool:
+        """The last should_commit found the quorum broken. The same on all ranks of the group.
+
+        Nothing can be communicated before the next start_quorum.
+        """
+        return self._runtime.steps.quorum_lost
+
+    @property
+    def warming_up(self) -> bool:
+        """This is a newcomer's first step, outside the quorum: nothing is committed until the next start_quorum."""
+        return self._runtime.warm_up.under_way
+
+    @property
+    def step_open(self) -> bool:
+        """start_quorum was called, and should_commit not yet."""
+        return self._runtime.step_open
+
+    def require_all_contributions(self) -> None:
+        """From the first step on: a step commits only if the share of every planned participant is in it.
+
+        Otherwise everybody skips the step alike. On all replica groups or on none: compared before a quorum is formed.
+        A participant is planned to contribute unless it is known to be behind. One whose heal failed costs the others
+        a step: it is not counted on again before it is healed, because a bad member cannot hold the others (R11). So a
+        step is whole with respect to its participants; who they are changes with the membership.
+
+        Raises:
+            UsageError: after the first start_quorum.
+        """
+        if self._runtime.rank.wish is not None:
+            raise UsageError("require_all_contributions after the first start_quorum: call it before")
+        self._runtime.rank.require_whole_steps()
 
     @contextlib.contextmanager
     def pause(self, reason: str, max_s: float) -> Iterator[None]:
@@ -444,5 +260,309 @@ class Manager(DataPort, Collectives, Commit, Agreement, Weighted, Exhaustion, Le
         """
         if not max_s > 0:
             raise ConfigError(f"pause(max_s={max_s!r}) must be a positive number of seconds")
-        with self._session.busy(reason, max_s):
+        with self._runtime.shell.busy(reason, max_s):
             yield
+
+    # ------------------------------------------------------------ what a script reduces and reports
+
+    def allreduce(
+        self, tensor: torch.Tensor, should_quantize: bool = False, reduce_op: ReduceOp.RedOpType = ReduceOp.AVG
+    ) -> ManagedWork:
+        """Reduce `tensor` in place over the participants of the quorum; AVG divides by their number.
+
+        Errors are recorded and veto the step, never raised; after one the tensor's content is undefined. Members
+        that do not participate (healing, spare, out of data, soft failure) contribute the operation's neutral element
+        (0 to a sum, -inf to a maximum), and get the result, too. AVG is weighted (`set_batch_weight`), the other
+        operations are not. All replicas must make the same calls in the same order. `should_commit` waits for those
+        that are still under way; one that failed breaks the attempt.
+
+        Returns:
+            A Work; `wait()` returns the tensor when it is ready, `get_future()` resolves to it. In a backward pass it
+            is a `torch.futures.Future` as well, so that a communication hook of torch's DDP may return it.
+
+        Raises:
+            ConfigError: an operation that is not defined for the dtype (AVG of integers, MAX of complex numbers), or
+                quantization, which is not there yet.
+        """
+        if should_quantize:
+            raise ConfigError("should_quantize=True needs quantized collectives, which are not in this version")
+        return self._runtime.collectives.allreduce(tensor, reduce_op)
+
+    def wrap_future(self, fut: Future[T], default: T, timeout: timedelta | None = None) -> Future[T]:
+        """Return a future that never fails: an error, or `timeout`, is reported and `default` is its value.
+
+        `should_commit` waits until it is done, so a step commits only without such an error.
+        """
+        return self._runtime.collectives.wrap_future(fut, default, timeout)
+
+    def report_error(self, e: Exception) -> None:
+        """Record an error that leaves the process group usable: zeros are contributed and everybody skips the step."""
+        self._runtime.shell.report(e)
+
+    def errored(self) -> Exception | None:
+        """What went wrong in this attempt, or None."""
+        rank = self._runtime.rank
+        return rank.error or rank.failure
+
+    def set_batch_weight(self, weight: int) -> None:
+        """Samples (or tokens) in the micro-batch whose forward comes next; its loss is the mean over them.
+
+        Call it once per micro-batch, or never, between `start_quorum` and the forward; the weights of a step add up.
+        Committed is then the gradient of the mean over all samples of all replicas. A replica that sets no weight
+        counts as 1. In a group of several ranks a weight counts on the ring of its rank.
+
+        Raises:
+            ConfigError: it is not an integer from 0 on, or the step's sum is more than 2**32 - 1.
+            UsageError: `allreduce` averaged something in this step, which was weighted with the sum so far; or a
+                backward of this step was reduced in which this replica's weight was 0; or an elastic loader is
+                attached, which weighs its micro-batches itself.
+        """
+        if self._runtime.steps.data is not None:
+            raise UsageError(
+                f"set_batch_weight({weight!r}) with an elastic loader: it weighs each micro-batch by its samples, and "
+                "weights add up; leave it out"
+            )
+        self._runtime.steps.weigh(weight)
+
+    # ------------------------------------------------------------ who takes part
+
+    @property
+    def replica_id(self) -> str:
+        """Name plus the suffix of this start."""
+        return self._runtime.rank.settings.replica_id
+
+    def current_step(self) -> int:
+        """Number of the step being worked on: how many were committed on this replica's lineage."""
+        rank = self._runtime.rank
+        return max(0, rank.held.version.step if rank.plan is None else rank.attempt.base.step)
+
+    def batches_committed(self) -> int:
+        """Number of gradients (one per participant and step) in all commits so far."""
+        return self._runtime.rank.held.batches_committed
+
+    @property
+    def last_commit_weight(self) -> int:
+        """Sum of all weights (`set_batch_weight`; 1 without) in the commit that made the state this replica holds.
+
+        That is what its gradients were divided by. Equal states have equal ones, on all members: a replica that was
+        healed has been told the donor's. 0 before the first commit, and after a checkpoint was loaded until the next.
+        In a group of several ranks, each of which has a ring, it is that of rank 0's ring, on all ranks.
+        """
+        return self._runtime.rank.held.commit_weight
+
+    def stable_step(self) -> int:
+        """Newest step known to be held by every member of the quorum; -1 before the first fence.
+
+        It is not made again while a holder lives that was not away for orphan_s (R2): rename checkpoints of it (R6).
+        """
+        return self._runtime.rank.held.stable.step
+
+    def num_participants(self) -> int:
+        """Number of members whose gradients count in this attempt; 1 in a warm-up. Waits for the quorum."""
+        self.wait_quorum()
+        rank = self._runtime.rank
+        return len(rank.attempt.participants) if rank.plan is not None else 1
+
+    def participating_rank(self) -> int | None:
+        """This replica's position among the participants, or None. Waits for the quorum."""
+        self.wait_quorum()
+        rank = self._runtime.rank
+        plan, participants = rank.plan, rank.attempt.participants
+        if plan is None or plan.replica_rank not in participants:
+            return None
+        return participants.index(plan.replica_rank)
+
+    @property
+    def _participating_replica_world_size(self) -> int:
+        """`num_participants`, by the name that an example of the reference implementation prints."""
+        return self.num_participants()
+
+    @property
+    def _participating_replica_rank(self) -> int | None:
+        """`participating_rank`, likewise."""
+        return self.participating_rank()
+
+    def is_participating(self) -> bool:
+        """Whether this replica's gradients count in this attempt. Waits for the quorum."""
+        self.wait_quorum()
+        return self._runtime.rank.attempt.participating
+
+    @property
+    def quorum_id(self) -> int:
+        """Of the quorum in force; 0 before the first one. The same on all members during an attempt."""
+        return self._runtime.pinned().quorum_id
+
+    @property
+    def members(self) -> tuple[str, ...]:
+        """replica_id of each member of the quorum in force, sorted; includes spares and those that heal."""
+        quorum = self._runtime.pinned().quorum
+        return () if quorum is None else quorum.ids
+
+    @property
+    def healing_members(self) -> tuple[str, ...]:
+        """Those of `members` that received the others' state when this quorum began."""
+        plan = self._runtime.pinned().plan
+        return () if plan is None else tuple(plan.quorum.ids[rank] for rank in plan.healing)
+
+    # ------------------------------------------------------------ state
+
+    def register_state_dict_fn(
+        self, key: str, load_state_dict: Callable[[Any], None], state_dict: Callable[[], Any]
+    ) -> None:
+        """Add a named pair of state functions. Raises ConfigError if the key is taken."""
+        self._runtime.live.register(key, load_state_dict, state_dict)
+
+    def set_state_dict_fns(self, load_state_dict: Callable[[Any], None], state_dict: Callable[[], Any]) -> None:
+        """Deprecated alias: registers under the key 'default'."""
+        self._runtime.live.register(DEFAULT_KEY, load_state_dict, state_dict)
+
+    def allow_state_dict_read(self) -> None:
+        """State may be read again for healing peers."""
+        self._runtime.live.allow_read()
+
+    def disallow_state_dict_read(self) -> None:
+        """State is about to be half-updated: do not read it until `allow_state_dict_read`."""
+        self._runtime.live.disallow_read()
+
+    def state_dict(self) -> dict[str, int]:
+        """What a checkpoint must hold besides the user's state: step, batches_committed, and the version's identity."""
+        return self._runtime.views.progress()
+
+    def load_state_dict(self, state_dict: Mapping[str, int]) -> None:
+        """Continue from a checkpoint. Call before the first start_quorum.
+
+        Raises:
+            UsageError: this replica is in a quorum already.
+            ConfigError: keys are missing, or a value is none that a Manager saves.
+        """
+        rank = self._runtime.rank
+        version, lineage, batches = saved_progress.read(state_dict, rank.held.lineage, time.time())
+        if rank.plan is not None:
+            raise UsageError("Manager.load_state_dict after the first start_quorum: load the checkpoint before it")
+        self._runtime.shell.dispatch(on.Restored(version, lineage, batches))
+
+    # ------------------------------------------------------------ out of data, and the end
+
+    @property
+    def all_exhausted(self) -> bool:
+        """The last should_commit found the pass over the data over: all are out of it, or one of them ends it for all.
+
+        The same on all members. Stays until the next should_commit, which is in the next pass.
+        """
+        return self._runtime.steps.pass_over
+
+    @property
+    def everyone_out(self) -> bool:
+        """The last fence said that every member is out of data by itself."""
+        return self._runtime.rank.data.everyone_out
+
+    def run_out(self, apply: Callable[[], object] | None = None) -> None:
+        """This replica has no data left in this pass (epoch): do what `on_exhausted` says. Call between two steps.
+
+        "shadow": take part with weight zero until all are out of data. "stop_all": the same for one step, which is the
+        last of the pass for all; the others see `all_exhausted` after it, and must end their loop. "leave": leave the
+        quorum at once, for good, with the state of the last commit.
+
+        Args:
+            apply: called after every commit that others make meanwhile; does what the training loop does after
+                should_commit returned True (clipping, optimizer.step, scheduler.step). It keeps this replica equal to
+                the others, and able to give its state to those who heal. None: nothing is applied, and before the
+                pass ends this replica is healed by the others; should they all be lost, its older state is left.
+
+        Raises:
+            QuorumTimeoutError, RefusedError, JobFinishedError: no quorum could be had.
+            SystemExit: (0) this replica was asked to drain and has left.
+        """
+        if self._runtime.config.on_exhausted == "leave":
+            self.leave("out of data")
+            return
+        ends = self._runtime.config.on_exhausted == "stop_all"
+        while not self.stop_agreed and not self.shadow_step(apply, ends=ends):
+            pass
+
+    def request_stop(self) -> None:
+        """Ask all members to stop training: in every ballot of this rank from the next one on."""
+        self._runtime.shell.dispatch(on.StopWanted())
+
+    @property
+    def stop_agreed(self) -> bool:
+        """Some member asked everybody to stop, and everybody knows it. Changes in should_commit only."""
+        return self._runtime.rank.departure.stop_agreed
+
+    @property
+    def drain_reason(self) -> str:
+        """Why this replica is to end at the next step boundary, or ''. Changes at the same step on all ranks."""
+        return self._runtime.leaving.drain_reason
+
+    def leave(self, reason: str = "left", finished: bool = False) -> None:
+        """Leave the quorum without costing the others a step: agree in a last fence, then say goodbye (R16).
+
+        Call at a step boundary. In a step that is open (start_quorum, and no should_commit yet) the others lose it if
+        the script makes collectives of its own in each step: nobody here makes these calls. `finished`: training is
+        over; the lighthouse keeps the room closed for latecomers, so a late restart does not train again over the
+        checkpoints.
+        """
+        self._runtime.leaving.leave(reason, finished=finished)
+
+    def shutdown(self, wait: bool = True) -> None:
+        """Leave if that is possible, then stop every thread and close every socket. Idempotent, bounded in time.
+
+        `wait=False`: do not take part in a last fence; peers lose the step in flight, but not one that this replica has
+        committed: its connections stay open until they have it, or for EXIT_S.
+        """
+        self._runtime.shutdown(wait=wait)
+
+    # ------------------------------------------------------------ for our own parts
+
+    def register_carrier(self, carrier: Carrier) -> None:
+        """Called by the DDP wrapper: its last bucket carries the fence.
+
+        Raises:
+            UsageError: after the first start_quorum; where the fence rides is fixed by then (R4).
+        """
+        self._runtime.register_carrier(carrier)
+
+    def unregister_carrier(self, carrier: Carrier) -> None:
+        """Forget a carrier again (before the first start_quorum)."""
+        self._runtime.unregister_carrier(carrier)
+
+    def current_attempt(self) -> StepAttempt | None:
+        """The open attempt, for carriers; None before the first start_quorum."""
+        return self._runtime.steps.attempt
+
+    @property
+    def data_backend(self) -> str:
+        """Backend of the gradients' group, for the DDP wrapper's warning about CUDA tensors."""
+        return str(self._runtime.shell.communicators.gradients.getBackendName())
+
+    def attach_data(self, listener: DataListener) -> None:
+        """Announce a sampler: called by `ft_core.data`.
+
+        Raises:
+            UsageError: after the first start_quorum.
+            ConfigError: there is one already.
+        """
+        self._runtime.attach_data(listener)
+
+    def weigh(self, weight: int) -> None:
+        """`set_batch_weight` for elastic data (`data.interface`): who divides samples weighs them. Raises as it."""
+        self._runtime.steps.weigh(weight)
+
+    @property
+    def batch_ratio(self) -> float:
+        """For carriers: what the outputs of the next forward are weighed with."""
+        return self._runtime.steps.weights.ratio
+
+    def shadow_step(
+        self,
+        apply: Callable[[], object] | None = None,
+        *,
+        ends: bool = False,
+        opened: Callable[[], object] | None = None,
+    ) -> bool:
+        """One attempt without data; see `runtime.uneven_end`. Returns True if the pass is over."""
+        return self._runtime.uneven.shadow_step(apply, ends=ends, opened=opened)
+
+    def report_torn_state(self, error: BaseException) -> None:
+        """optimizer.step raised after a commit: this state is neither old nor new and must be healed (R13)."""
+        self._runtime.uneven.torn(error)

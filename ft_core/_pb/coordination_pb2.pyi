@@ -306,8 +306,8 @@ class Peer(_message.Message):
     heal_addresses: _containers.RepeatedScalarFieldContainer[str]
     def __init__(self, replica_id: _Optional[str] = ..., heal_addresses: _Optional[_Iterable[str]] = ...) -> None: ...
 
-class LeasePush(_message.Message):
-    __slots__ = ("seq", "welcome", "quorum", "reason", "change_pending", "member_lost", "paused", "superseded", "refused", "order", "ack", "paused_ms")
+class Push(_message.Message):
+    __slots__ = ("seq", "welcome", "quorum", "reason", "change_pending", "member_lost", "paused", "superseded", "refused", "order", "ack", "verdict", "paused_ms")
     SEQ_FIELD_NUMBER: _ClassVar[int]
     WELCOME_FIELD_NUMBER: _ClassVar[int]
     QUORUM_FIELD_NUMBER: _ClassVar[int]
@@ -319,6 +319,7 @@ class LeasePush(_message.Message):
     REFUSED_FIELD_NUMBER: _ClassVar[int]
     ORDER_FIELD_NUMBER: _ClassVar[int]
     ACK_FIELD_NUMBER: _ClassVar[int]
+    VERDICT_FIELD_NUMBER: _ClassVar[int]
     PAUSED_MS_FIELD_NUMBER: _ClassVar[int]
     seq: int
     welcome: Welcome
@@ -331,8 +332,9 @@ class LeasePush(_message.Message):
     refused: Refused
     order: Order
     ack: Ack
+    verdict: Verdict
     paused_ms: int
-    def __init__(self, seq: _Optional[int] = ..., welcome: _Optional[_Union[Welcome, _Mapping]] = ..., quorum: _Optional[_Union[QuorumInfo, _Mapping]] = ..., reason: _Optional[str] = ..., change_pending: _Optional[_Union[ChangePending, _Mapping]] = ..., member_lost: _Optional[_Union[MemberLost, _Mapping]] = ..., paused: _Optional[_Union[Paused, _Mapping]] = ..., superseded: _Optional[_Union[Superseded, _Mapping]] = ..., refused: _Optional[_Union[Refused, _Mapping]] = ..., order: _Optional[_Union[Order, _Mapping]] = ..., ack: _Optional[_Union[Ack, _Mapping]] = ..., paused_ms: _Optional[int] = ...) -> None: ...
+    def __init__(self, seq: _Optional[int] = ..., welcome: _Optional[_Union[Welcome, _Mapping]] = ..., quorum: _Optional[_Union[QuorumInfo, _Mapping]] = ..., reason: _Optional[str] = ..., change_pending: _Optional[_Union[ChangePending, _Mapping]] = ..., member_lost: _Optional[_Union[MemberLost, _Mapping]] = ..., paused: _Optional[_Union[Paused, _Mapping]] = ..., superseded: _Optional[_Union[Superseded, _Mapping]] = ..., refused: _Optional[_Union[Refused, _Mapping]] = ..., order: _Optional[_Union[Order, _Mapping]] = ..., ack: _Optional[_Union[Ack, _Mapping]] = ..., verdict: _Optional[_Union[Verdict, _Mapping]] = ..., paused_ms: _Optional[int] = ...) -> None: ...
 
 class QuorumRequest(_message.Message):
     __slots__ = ("protocol_version", "room", "replica_id", "address", "store_address", "step", "world_size", "shrink_only", "data", "commit_failures")
@@ -585,41 +587,3 @@ class GroupRequest(_message.Message):
     order: Order
     room: str
     def __init__(self, join: _Optional[_Union[JoinRequest, _Mapping]] = ..., progress: _Optional[_Union[Progress, _Mapping]] = ..., ask: _Optional[_Union[Ask, _Mapping]] = ..., vote: _Optional[_Union[Verdict, _Mapping]] = ..., broken: _Optional[_Union[Break, _Mapping]] = ..., left: _Optional[_Union[Left, _Mapping]] = ..., order: _Optional[_Union[Order, _Mapping]] = ..., room: _Optional[str] = ...) -> None: ...
-
-class Joined(_message.Message):
-    __slots__ = ("protocol_version", "liveness_ms")
-    PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
-    LIVENESS_MS_FIELD_NUMBER: _ClassVar[int]
-    protocol_version: int
-    liveness_ms: int
-    def __init__(self, protocol_version: _Optional[int] = ..., liveness_ms: _Optional[int] = ...) -> None: ...
-
-class GroupPush(_message.Message):
-    __slots__ = ("seq", "joined", "quorum", "reason", "change_pending", "member_lost", "paused", "superseded", "refused", "order", "ack", "verdict", "paused_ms")
-    SEQ_FIELD_NUMBER: _ClassVar[int]
-    JOINED_FIELD_NUMBER: _ClassVar[int]
-    QUORUM_FIELD_NUMBER: _ClassVar[int]
-    REASON_FIELD_NUMBER: _ClassVar[int]
-    CHANGE_PENDING_FIELD_NUMBER: _ClassVar[int]
-    MEMBER_LOST_FIELD_NUMBER: _ClassVar[int]
-    PAUSED_FIELD_NUMBER: _ClassVar[int]
-    SUPERSEDED_FIELD_NUMBER: _ClassVar[int]
-    REFUSED_FIELD_NUMBER: _ClassVar[int]
-    ORDER_FIELD_NUMBER: _ClassVar[int]
-    ACK_FIELD_NUMBER: _ClassVar[int]
-    VERDICT_FIELD_NUMBER: _ClassVar[int]
-    PAUSED_MS_FIELD_NUMBER: _ClassVar[int]
-    seq: int
-    joined: Joined
-    quorum: QuorumInfo
-    reason: str
-    change_pending: ChangePending
-    member_lost: MemberLost
-    paused: Paused
-    superseded: Superseded
-    refused: Refused
-    order: Order
-    ack: Ack
-    verdict: Verdict
-    paused_ms: int
-    def __init__(self, seq: _Optional[int] = ..., joined: _Optional[_Union[Joined, _Mapping]] = ..., quorum: _Optional[_Union[QuorumInfo, _Mapping]] = ..., reason: _Optional[str] = ..., change_pending: _Optional[_Union[ChangePending, _Mapping]] = ..., member_lost: _Optional[_Union[MemberLost, _Mapping]] = ..., paused: _Optional[_Union[Paused, _Mapping]] = ..., superseded: _Optional[_Union[Superseded, _Mapping]] = ..., refused: _Optional[_Union[Refused, _Mapping]] = ..., order: _Optional[_Union[Order, _Mapping]] = ..., ack: _Optional[_Union[Ack, _Mapping]] = ..., verdict: _Optional[_Union[Verdict, _Mapping]] = ..., paused_ms: _Optional[int] = ...) -> None: ...

@@ -20,7 +20,7 @@ class LighthouseStub(object):
         self.Lease = channel.stream_stream(
                 '/ft_training.v1.Lighthouse/Lease',
                 request_serializer=ft__core_dot___pb_dot_coordination__pb2.LeaseRequest.SerializeToString,
-                response_deserializer=ft__core_dot___pb_dot_coordination__pb2.LeasePush.FromString,
+                response_deserializer=ft__core_dot___pb_dot_coordination__pb2.Push.FromString,
                 )
         self.Quorum = channel.unary_unary(
                 '/ft_training.v1.Lighthouse/Quorum',
@@ -128,7 +128,7 @@ def add_LighthouseServicer_to_server(servicer, server):
             'Lease': grpc.stream_stream_rpc_method_handler(
                     servicer.Lease,
                     request_deserializer=ft__core_dot___pb_dot_coordination__pb2.LeaseRequest.FromString,
-                    response_serializer=ft__core_dot___pb_dot_coordination__pb2.LeasePush.SerializeToString,
+                    response_serializer=ft__core_dot___pb_dot_coordination__pb2.Push.SerializeToString,
             ),
             'Quorum': grpc.unary_unary_rpc_method_handler(
                     servicer.Quorum,
@@ -191,7 +191,7 @@ class Lighthouse(object):
             metadata=None):
         return grpc.experimental.stream_stream(request_iterator, target, '/ft_training.v1.Lighthouse/Lease',
             ft__core_dot___pb_dot_coordination__pb2.LeaseRequest.SerializeToString,
-            ft__core_dot___pb_dot_coordination__pb2.LeasePush.FromString,
+            ft__core_dot___pb_dot_coordination__pb2.Push.FromString,
             options, channel_credentials,
             insecure, call_credentials, compression, wait_for_ready, timeout, metadata)
 
@@ -330,7 +330,7 @@ class GroupStub(object):
         self.Join = channel.stream_stream(
                 '/ft_training.v1.Group/Join',
                 request_serializer=ft__core_dot___pb_dot_coordination__pb2.GroupRequest.SerializeToString,
-                response_deserializer=ft__core_dot___pb_dot_coordination__pb2.GroupPush.FromString,
+                response_deserializer=ft__core_dot___pb_dot_coordination__pb2.Push.FromString,
                 )
 
 
@@ -341,7 +341,7 @@ class GroupServicer(object):
     """
 
     def Join(self, request_iterator, context):
-        """A rank's stream with its leader: open as long as the rank is alive. First message: Join. First answer: Joined or
+        """A rank's stream with its leader: open as long as the rank is alive. First message: Join. First answer: Welcome or
         Refused.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -354,7 +354,7 @@ def add_GroupServicer_to_server(servicer, server):
             'Join': grpc.stream_stream_rpc_method_handler(
                     servicer.Join,
                     request_deserializer=ft__core_dot___pb_dot_coordination__pb2.GroupRequest.FromString,
-                    response_serializer=ft__core_dot___pb_dot_coordination__pb2.GroupPush.SerializeToString,
+                    response_serializer=ft__core_dot___pb_dot_coordination__pb2.Push.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -382,6 +382,6 @@ class Group(object):
             metadata=None):
         return grpc.experimental.stream_stream(request_iterator, target, '/ft_training.v1.Group/Join',
             ft__core_dot___pb_dot_coordination__pb2.GroupRequest.SerializeToString,
-            ft__core_dot___pb_dot_coordination__pb2.GroupPush.FromString,
+            ft__core_dot___pb_dot_coordination__pb2.Push.FromString,
             options, channel_credentials,
             insecure, call_credentials, compression, wait_for_ready, timeout, metadata)

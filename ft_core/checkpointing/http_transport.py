@@ -148,6 +148,6 @@ class HTTPTransport(CheckpointTransport[T]):
         return state  # type: ignore[no-any-return]
 
     def shutdown(self, wait: bool = True) -> None:
-        """Stop serving."""
+        """Stop serving state to other replicas."""
         del wait  # bounded either way
         self.server.shutdown()

@@ -174,7 +174,7 @@ class OfferBook:
     def live(self, wait_s: float, waited: NotYet | None = None) -> Offer:
         """The live offer; `Refusal` if there is none and it is not waited for, else `NotYet`.
 
-        `waited`: what the asker was told the first time.
+        `waited`: the answer that the asker got the first time.
         """
         with self._lock:
             if self._live is None:
@@ -187,7 +187,7 @@ class OfferBook:
             return self._live
 
     def answers(self, wanted: NotYet) -> bool:
-        """Whether there is something to answer now to who was told `NotYet`."""
+        """Whether there is an answer now for an asker that got `NotYet`."""
         with self._lock:
             if self._stopped:
                 return True

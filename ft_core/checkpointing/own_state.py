@@ -1,4 +1,4 @@
-"""What a receiver knows of its own state before a donor tells it of another: classes, and how much to believe.
+"""A receiver's own state, as a measure for a donor's: which classes it may hold, and how large it may be.
 
 The state that is received has the receiver's own shape, or grew out of it: optimizers make theirs in the first step.
 So its own size bounds what a donor may claim, before memory is planned for the claim, and its own classes are those

@@ -1,7 +1,7 @@
 """`PGTransport`: live state over a process group. Until that comes with a later release, the name stands for HTTP.
 
 Scripts of the reference implementation construct it, and what they want of it, that newcomers receive the others'
-state, `HTTPTransport` does as well. So they run, and are told once what carries their state.
+state, `HTTPTransport` does as well. So they run, and one log line names what carries their state.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How a state is cut into ranges, and the manifest that tells a receiver so. Pure.
+"""The ranges that a state is cut into, and the manifest that describes them to a receiver. Pure.
 
 A *range* is the unit that is requested, checked and retried: at most `RANGE_BYTES` of one large leaf, or a *pack* of
 small leaves laid end to end, so that thousands of tiny tensors do not cost a request each. The cut is a pure function

@@ -5,7 +5,7 @@ receiver's own state has a plain, contiguous CPU tensor at the same key path wit
 leaf was given (part of) the same memory. Packs of small leaves are received into a buffer and copied out at the end,
 when everything has been verified.
 
-`Prefetched` says what lies in that memory: for every range that arrived whole, the checksum of its bytes, by range key.
+`Prefetched` has what lies in that memory: for every range that arrived whole, the checksum of its bytes, by range key.
 A later plan takes it over, so that only ranges whose checksum differs from the donor's have to travel. It is kept
 true while a fetch runs (a range is forgotten before its first byte is overwritten), so a fetch that failed half way
 can be continued with it.
@@ -141,7 +141,7 @@ class ReceivePlan:
         return decode_tree(self.manifest.skeleton, self._tensors, self.classes)
 
     def settle(self) -> None:
-        """Nothing is received any more: tell autograd that the tensors were written to, behind its back."""
+        """Nothing is received any more: mark for autograd that the tensors were written to, behind its back."""
         for tensor in self._in_place:
             if not tensor.is_inference():
                 torch.autograd.graph.increment_version(tensor)

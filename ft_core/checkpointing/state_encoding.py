@@ -10,7 +10,7 @@ Invariants
 - `decode(skeleton(encode(x)), leaves) == x` for every type in the table; every other type is refused by `encode`
   with an `EncodingError` that names its key path. Never a silent approximation (one exception, wanted: an
   `nn.Parameter` arrives as a plain tensor).
-- A class is named, never sent: `state_types` says which instances can travel, and which of them are rebuilt.
+- A class is named, never sent: `state_types` decides which instances can travel, and which of them are rebuilt.
 - Leaf order is the traversal order, so equal structures give equal leaf lists on every donor. That is why a tensor may
   not sit in a set or be a dict key: neither has an order that all donors share.
 - Two places that hold the same memory, shape and strides share one leaf (tied weights are sent once). Tensors that

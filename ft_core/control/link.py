@@ -13,28 +13,32 @@ from __future__ import annotations
 
 import secrets
 import threading
-import time
 from dataclasses import replace
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from ft_core.control.group.pending_votes import Waiting
-from ft_core.control.group.ranks import group_tls
 from ft_core.control.group.server import GroupServer
-from ft_core.control.lighthouse.lease_client import LeaseClient, LeaseHandler, LeaseSettings
+from ft_core.control.group.tls import group_tls
+from ft_core.control.lighthouse.lease_client import LeaseClient
 from ft_core.errors import RefusedError
-from ft_core.protocol.lighthouse.events import Left, Progress
-from ft_core.protocol.types import VOID, Ask, Verdict, Version
+from ft_core.protocol.group import events as ev
+from ft_core.protocol.group.ranks import Join
+from ft_core.protocol.pushes import Answer, Lost, Order, Reason
+from ft_core.protocol.types import Ask, Verdict, Version
 from ft_core.rpc import codec
 from ft_core.rpc.channel import GROUP, join_host, reachable_host, release
-from ft_core.rpc.lasting_stream import StreamClient
-from ft_core.rpc.lease_handler import deliver
+from ft_core.rpc.reporting_stream import ReportingStream
+
+if TYPE_CHECKING:
+    from ft_core.protocol.lighthouse.events import Left
+    from ft_core.protocol.pushes import Push, Welcome
+    from ft_core.rpc.lasting_stream import LeaseSettings, PushHandler
 
 
 class Control(Protocol):
-    """One rank's view of the control plane, the same for all ranks of a group. Answers come through its LeaseHandler.
+    """One rank's view of the control plane, the same for all ranks of a group. Answers come through its PushHandler.
 
-    On ranks > 0 only these handler methods are called: on_quorum, on_reason, on_change_pending, on_member_lost,
-    on_paused, on_superseded, on_refused, on_drain, on_kill (hello and on_welcome only on group rank 0).
+    Only group rank 0 is asked for a `hello`, and sent a Welcome.
     """
 
     @property
@@ -53,10 +57,10 @@ class Control(Protocol):
         """Begin to connect; returns at once."""
 
     def wait_connected(self, timeout_s: float) -> None:
-        """Wait for the first connection. Raises LighthouseError, or what `on_refused` was told."""
+        """Wait for the first connection. Raises LighthouseError, or the error of a Refusal."""
 
     def ask(self, ask: Ask, room: str | None = None) -> None:
-        """This rank's part of the group's ask; the answer comes through `on_quorum(ask.seq, ...)`."""
+        """This rank's part of the group's ask; the answer comes as `Answer(ask.seq, ...)`."""
 
     def vote(self, verdict: Verdict, timeout_s: float) -> Verdict:
         """The group's verdict; BROKEN if it is not known within `timeout_s` or a rank died."""
@@ -73,7 +77,7 @@ class Control(Protocol):
         """This rank is broken in `quorum_id`: tell the group's other ranks. Never blocks."""
 
     def drain(self, reason: str) -> None:
-        """This rank is to drain: every rank of the group hears it through `on_drain`. Never blocks."""
+        """This rank is to drain: every rank of the group is sent the order. Never blocks."""
 
     def shutdown(self, timeout_s: float = 5.0) -> None:
         """Close everything. Idempotent, bounded."""
@@ -91,7 +95,7 @@ class LocalControl(LeaseClient):
 
     def drain(self, reason: str) -> None:
         """See Control."""
-        self._handler.on_drain(reason)
+        self._handler.on_push(Order(kill=False, reason=reason))
 
 
 class LeaderControl:
@@ -113,7 +117,7 @@ class LeaderControl:
     """Valid as soon as the constructor returns (the port is bound there)."""
 
     def __init__(
-        self, settings: LeaseSettings, handler: LeaseHandler, *, world_size: int, hostname: str = "", port: int = 0,
+        self, settings: LeaseSettings, handler: PushHandler, *, world_size: int, hostname: str = "", port: int = 0,
         drains: bool = False,
     ) -> None:  # fmt: skip
         self._group = GroupServer(settings, handler, world_size=world_size, host="::", port=port, drains=drains)
@@ -149,16 +153,19 @@ class LeaderControl:
         """See Control."""
         if self._group.fatal is not None:
             raise self._group.fatal
-        self._group.post_ask(0, ask, room)
+        self._group.post(ev.RankAsked(0, ask, room))
 
     def vote(self, verdict: Verdict, timeout_s: float) -> Verdict:
         """See Control."""
-        self._group.post_vote(0, verdict)
-        return self._group.waiting.wait(verdict, timeout_s, self._group.settings.replica_id)
+        self._vote(verdict)
+        return self._group.waiting.wait(verdict, timeout_s, self._vote)
+
+    def _vote(self, vote: Verdict) -> None:
+        self._group.post(ev.RankVoted(0, vote))
 
     def progress(self, step: int, phase: str, stable: Version, paused_s: float = 0.0) -> None:
         """See Control."""
-        self._group.local_progress(step, phase, stable, paused_s)
+        self._group.progress(step, phase, stable, paused_s)
 
     def leave(
         self, reason: str, finished: bool, version: Version, agreed: bool, timeout_s: float, over: bool = False
@@ -168,38 +175,36 @@ class LeaderControl:
 
     def break_group(self, quorum_id: int, reason: str) -> None:
         """See Control."""
-        self._group.post_break(0, quorum_id, reason)
+        if self._group.waiting.broke(quorum_id, reason):
+            self._group.post(ev.RankBroke(0, quorum_id, reason))
 
     def drain(self, reason: str) -> None:
         """See Control."""
-        self._group.post_drain(reason)
+        self._group.post(ev.DrainOrdered(reason))
 
     def shutdown(self, timeout_s: float = 5.0) -> None:
         """See Control."""
         self._group.shutdown(timeout_s)
 
 
-class RankControl(StreamClient):
+class RankControl(ReportingStream[codec.RankAsk, "Verdict | Order"]):
     """Group rank > 0. `settings.address` is the LeaderControl's `address`.
 
     If the leader cannot be reached within the budget's connect_s after `start`, or its stream is lost for as long,
-    `on_refused` is called.
+    the handler is sent a Refusal.
     """
 
     _method = f"/{GROUP}/Join"
     _other = "group rank 0"
+    _me = "this rank"
     _advice = "check that group rank 0 runs, and that its host and port can be reached (FT_HOSTNAME, FT_MANAGER_PORT)"
 
-    def __init__(self, settings: LeaseSettings, handler: LeaseHandler, *, rank: int, world_size: int) -> None:
+    def __init__(self, settings: LeaseSettings, handler: PushHandler, *, rank: int, world_size: int) -> None:
         super().__init__(replace(settings, tls=group_tls(settings)), handler)
-        self._join = codec.Join(settings.replica_id, rank, world_size, secrets.randbits(63) | 1)
-        self._waiting = Waiting()
-        self._open_ask: codec.RankAsk | None = None
+        self._join = Join(settings.replica_id, rank, world_size, secrets.randbits(63) | 1)
+        self._waiting = Waiting(settings.replica_id, settings.budget.grace_s)
         self._open_vote: Verdict | None = None
-        self._drain: codec.Order | None = None
-        self._left = False
-        self._leaving: Left | None = None
-        self._doing: tuple[int, str, Version, float] = (0, "", VOID, 0.0)
+        self._drain: Order | None = None
         self._quorum_id = 0
         self._deadline: threading.Timer | None = None
 
@@ -211,7 +216,7 @@ class RankControl(StreamClient):
     def ask(self, ask: Ask, room: str | None = None) -> None:
         """See Control."""
         message = codec.RankAsk(ask, room or "")
-        data = codec.encode_rank(message)
+        data = self._encode(message)
         with self._changed:
             if self._fatal is not None:
                 raise self._fatal
@@ -220,54 +225,30 @@ class RankControl(StreamClient):
 
     def vote(self, verdict: Verdict, timeout_s: float) -> Verdict:
         """See Control."""
-        data = codec.encode_rank(verdict)
+        self._vote(verdict)
+        return self._waiting.wait(verdict, timeout_s, self._vote)
+
+    def _vote(self, vote: Verdict) -> None:
+        data = self._encode(vote)
         with self._changed:
-            self._open_vote = verdict
+            self._open_vote = vote
             self._send(data)
-        return self._waiting.wait(verdict, timeout_s, self.settings.replica_id)
-
-    def progress(self, step: int, phase: str, stable: Version, paused_s: float = 0.0) -> None:
-        """See Control."""
-        was = self._doing[3]
-        until = time.monotonic() + paused_s if paused_s > 0 else 0.0
-        self._doing = (step, phase, stable, until)
-        if until or was:
-            with self._changed:
-                self._renew_now()
-
-    def leave(
-        self, reason: str, finished: bool, version: Version, agreed: bool, timeout_s: float, over: bool = False
-    ) -> bool:
-        """See Control."""
-        deadline = time.monotonic() + timeout_s
-        with self._changed:
-            self._open_ask = None
-            if self._fatal is None and self.connected:
-                self._leaving = Left(self.settings.replica_id, 0, reason, finished, version, agreed, over)
-                self._parting = True
-                self._send(codec.encode_rank(self._leaving), last=True)
-                self._changed.wait_for(
-                    lambda: self._left or self._stopping or not self.connected, deadline - time.monotonic()
-                )
-            self._wanted = False
-            self._close_stream()
-            return self._left
 
     def break_group(self, quorum_id: int, reason: str) -> None:
         """See Control."""
         if self._waiting.broke(quorum_id, reason):
-            data = codec.encode_rank(codec.Broken(quorum_id, reason))
+            data = self._encode(codec.Broken(quorum_id, reason))
             with self._changed:
                 self._send(data)
 
     def drain(self, reason: str) -> None:
         """See Control. The leader tells it to all ranks, also to this one; without a way to it this rank is alone."""
         with self._changed:
-            self._drain = codec.Order(kill=False, reason=reason)
-            self._send(codec.encode_rank(self._drain))
+            order = self._drain = Order(kill=False, reason=reason)
+            self._send(self._encode(order))
             alone = not self.connected
         if alone:
-            self._handler.on_drain(reason)
+            self._handler.on_push(order)
 
     def shutdown(self, timeout_s: float = 5.0) -> None:
         """See Control."""
@@ -281,19 +262,16 @@ class RankControl(StreamClient):
     def _opening(self) -> bytes:
         return codec.encode_join(self._join, release())
 
-    def _decode(self, data: bytes) -> codec.Push | None:
-        return codec.decode_group_push(data)
+    def _encode(self, message: codec.RankAsk | Verdict | Order | codec.Renewal | codec.Broken | Left) -> bytes:
+        return codec.encode_rank(message)
 
-    def _renewal(self, now: float) -> bytes:
-        step, phase, stable, until = self._doing
-        paused_s = max(0.0, until - now) if until else 0.0
-        return codec.encode_rank(codec.Renewal(now, Progress("", 0, step, phase, stable, paused_s)))
+    def _still_open(self) -> tuple[codec.RankAsk | Verdict | Order | None, ...]:
+        return self._drain, self._open_ask, self._open_vote
 
-    def _resend(self) -> list[bytes]:
-        open_ = [self._drain, self._open_ask, self._open_vote, self._leaving]
-        return [codec.encode_rank(message) for message in open_ if message is not None]
+    def _can_part(self) -> bool:
+        return self.connected
 
-    def _on_open(self, welcome: codec.Welcome) -> None:  # noqa: ARG002
+    def _on_open(self, welcome: Welcome) -> None:  # noqa: ARG002
         with self._changed:
             if self._deadline is not None:
                 self._deadline.cancel()
@@ -312,7 +290,7 @@ class RankControl(StreamClient):
             if then_for_good:
                 reason = f"group rank 0 of {self.settings.replica_id} is gone (the connection to it ended)"
                 if self._waiting.broke(quorum_id, reason):
-                    self._handler.on_member_lost(quorum_id, (self.settings.replica_id,))
+                    self._handler.on_push(Lost(quorum_id, (self.settings.replica_id,)))
                 self._expect_leader(self.settings.budget.connect_s)
             else:
                 self._refuse(RefusedError(self._unreachable(f"within {within_s:g} s")))
@@ -324,38 +302,24 @@ class RankControl(StreamClient):
             self._deadline.daemon = True
             self._deadline.start()
 
-    def _on_acked(self, acked: codec.Acked) -> None:
-        super()._on_acked(acked)
-        if acked.clock_s == 0.0:
-            with self._changed:
-                self._left = self._leaving is not None
-                if self._left:
-                    self._wanted = False  # rank 0 ends the stream now: not to be opened again
-                self._changed.notify_all()
-
-    def _on_push(self, push: codec.Push) -> None:
+    def _on_push(self, push: Push) -> None:
         match push:
-            case codec.Answer():
+            case Answer():
                 with self._changed:
                     if self._open_ask is None or self._open_ask.ask.seq != push.seq:
                         return
                     self._open_ask = self._open_vote = None
                     self._quorum_id = push.quorum.quorum_id
                     self.last_reason = ""
-                self._waiting.new_quorum()
             case Verdict():
                 with self._changed:
                     vote = self._open_vote
                     if vote is not None and (vote.quorum_id, vote.attempt) == (push.quorum_id, push.attempt):
                         self._open_vote = None
-                self._waiting.decided(push)
-                return
-            case codec.Lost() if self.settings.replica_id in push.lost:
-                self._waiting.broke(push.quorum_id, "another rank of this group is broken")
-            case codec.Reason():
+            case Reason():
                 self.last_reason = push.text
-            case codec.Busy():
-                self._waiting.paused(push.replica_id, push.for_s)
             case _:
                 pass
-        deliver(self._handler, push)
+        self._waiting.take(push)
+        if not isinstance(push, Verdict):
+            self._handler.on_push(push)

@@ -1,9 +1,9 @@
-"""Where an epoch stands: which positions committed steps have taken. Pure values; part of the state that heals.
+"""The place an epoch has reached: which positions committed steps took. Pure values; part of the state that heals.
 
 An epoch is the positions 0 ... length - 1 of an `epoch_order.EpochOrder`. Steps take them in order, so nearly always
-one number says everything: all positions below `taken` are in committed steps. What a committed step was to contain but
-did not (a participant whose heal failed in that step gave zeros, R11) is *returned*: those ranges are handed out first
-in the next step.
+one number is enough: all positions below `taken` are in committed steps. What a committed step was to contain but
+did not (a participant whose heal failed gave zeros, because it never vetoes, R11) is *returned*: those ranges are
+handed out first in the next step.
 
 Invariants: `returned` is sorted, its ranges are disjoint, not empty, do not touch each other and lie below `taken`; a
 complete epoch is never stored, it is the beginning of the next one. So equal cursors mean equal histories of an epoch.

@@ -1,4 +1,4 @@
-"""The contract between the Manager and elastic data: what a sampler needs of it, and what it tells a sampler.
+"""The contract between the Manager and elastic data: what a sampler needs of it, and what it reports to a sampler.
 
 How a step goes. The sampler calls `start_quorum`, waits for the quorum (in the steady state there is nothing to wait
 for), and reads how many take part and at which place it stands: with the cursor, that fixes the step's samples. The
@@ -54,7 +54,7 @@ class DataManager(Protocol):
 
 
 class DataListener(Protocol):
-    """What the Manager tells about its steps."""
+    """The Manager's reports about its steps."""
 
     def committed(self, contributed: Collection[int] | None) -> None:
         """This replica holds the next version.

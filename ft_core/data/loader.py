@@ -12,7 +12,7 @@ loop reads as always:
 
 A vetoed step's samples come again by themselves. With several micro-batches per step, forward and backward run under
 `ddp.no_sync()` unless `loader.last_micro_batch`, and `zero_grad` and `step` are called once per step. Losses are means
-over the micro-batch: the loader tells the Manager how many samples that were.
+over the micro-batch: the loader reports to the Manager how many samples that were.
 
 Workers live as long as the loader (`persistent_workers=False`: as long as an epoch): a restart at each change of plan
 would cost more than what they fetched in vain.
@@ -166,11 +166,11 @@ class ElasticDataLoader:
         self.sampler.attach(manager)
 
     def epochs(self, count: int) -> Iterator[int]:
-        """See `ElasticSampler.epochs`."""
+        """Epochs until `count` have been trained on; `ElasticSampler.epochs` has the details."""
         return self.sampler.epochs(count)
 
     def set_epoch(self, epoch: int) -> None:
-        """See `ElasticSampler.set_epoch`."""
+        """The next loop is over this epoch; `ElasticSampler.set_epoch` has the details."""
         self.sampler.set_epoch(epoch)
 
     def state_dict(self) -> dict[str, Any]:
@@ -193,12 +193,12 @@ class ElasticDataLoader:
 
     @property
     def ends_epoch(self) -> bool:
-        """See `ElasticSampler.ends_epoch`."""
+        """The batch handed out last is the last one of its epoch, if its step commits."""
         return self.sampler.ends_epoch
 
     @property
     def batches_left(self) -> int:
-        """See `ElasticSampler.batches_left`."""
+        """Micro-batches that this rank is still to be handed in this epoch, if nothing changes."""
         return self.sampler.batches_left
 
     @property

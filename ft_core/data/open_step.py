@@ -29,7 +29,7 @@ class OpenStep:
     handed_out: int = 0
     """Micro-batches that the training loop has got."""
     weights: tuple[int, ...] = ()
-    """Of the replica group's micro-batches, if its ranks read different samples and all have the same number."""
+    """Weights of the group's micro-batches, if its ranks read different samples and all have the same number."""
 
     @property
     def complete(self) -> bool:

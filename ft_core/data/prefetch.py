@@ -2,7 +2,7 @@
 
 How it works. The DataLoader gets an endless batch sampler, `Feed`: whenever it wants one more list of indices, the feed
 gives it the next micro-batch of a forecast ("nothing changes"). The DataLoader answers in the order of the requests, so
-`Feed.issued` says what comes next. While the forecast holds, `get` finds what it wants at the front of that queue and
+`Feed.issued` is what comes next. While the forecast holds, `get` finds what it wants at the front of that queue and
 workers keep running. When it does not (a veto, a change of membership, a heal), the feed is pointed at the new
 forecast; what workers have fetched already is received, and put aside if the new forecast soon contains it, or dropped.
 

@@ -1,6 +1,6 @@
 """`ElasticSampler`: hands out every sample of an epoch exactly once, whoever is there and whatever fails.
 
-How it works. A `Cursor` says what committed steps have taken; it is registered with the Manager, so it heals with the
+How it works. A `Cursor` holds what committed steps have taken; it is registered with the Manager, so it heals with the
 model and stands still when a step is vetoed. `open_step` opens an attempt, asks the Manager who takes part, and
 computes the step from (cursor, batching, readers): every replica computes the same without a message. `committed`
 moves the cursor by recomputing that step from the cursor as it is then, because a replica that healed meanwhile has
@@ -210,7 +210,7 @@ class ElasticSampler(Sampler[list[int]]):
         self._manager = manager
 
     def claim(self, owner: str) -> None:
-        """Told by whoever iterates: two loops would take each other's samples. Raises ConfigError for the second."""
+        """Somebody iterates now: two loops would take each other's samples. Raises ConfigError for the second."""
         if self._owner and self._owner != owner:
             raise ConfigError(f"this ElasticSampler is used by {self._owner} already: give each loader its own")
         self._owner = owner
@@ -388,7 +388,7 @@ class ElasticSampler(Sampler[list[int]]):
         return step
 
     def _micro_batches(self, plan: StepPlan, number: int | None) -> tuple[MicroBatch, ...]:
-        """Of one reader."""
+        """The micro-batches of one reader."""
         own = plan.of(number)
         if not self.equal_micro_steps:
             return own

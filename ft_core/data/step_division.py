@@ -1,4 +1,4 @@
-"""Who reads which samples in a step, in how many micro-batches. Pure: all replicas compute the same, without messages.
+"""The division of a step's samples among its readers. Pure: all replicas compute the same, without messages.
 
 `Batching` is what the user asked for, `plan_step` applies it to a cursor and a number of readers. A *reader* is one
 rank of one participating replica group; readers are numbered in the order of the quorum. Two ways to size a step:

@@ -78,7 +78,7 @@ class ReplayedStream(IndexedStream[T_co], Generic[T_co]):
 
     @property
     def length(self) -> int | None:
-        """As given."""
+        """The length that was given."""
         return self._length
 
     def read(self, positions: Sequence[int]) -> list[T_co]:

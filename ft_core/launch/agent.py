@@ -1,4 +1,4 @@
-"""One replica group's elastic agent: torch's LocalElasticAgent, told at once what it would poll for.
+"""One replica group's elastic agent: torch's LocalElasticAgent, notified at once of what it would poll for.
 
 How it works. torch's agent is the state machine (INIT -> HEALTHY -> SUCCEEDED, or FAILED/UNHEALTHY -> STOPPED ->
 HEALTHY again, or FAILED for good). This subclass adds what a replica group needs:
@@ -60,7 +60,7 @@ if TYPE_CHECKING:
 MANY_RESTARTS = 1_000_000
 """torch's own restart counter: ours decides."""
 IDLE_S = 1.0
-"""How often a group is looked at although nothing was heard of it (with pidfds)."""
+"""How often a group is looked at although nothing was received about it (with pidfds)."""
 DUMP_S = 2.0
 """How long a stalled worker may take to print its stacks."""
 SETTLE_S = 0.3
@@ -101,7 +101,7 @@ class GroupLogs(LogsSpecs):
 
     @property
     def root_log_dir(self) -> str:
-        """Of all groups."""
+        """The log directory of all groups."""
         return self._agent.tools.spec.log_dir
 
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
@@ -181,7 +181,7 @@ class GroupAgent(LocalElasticAgent):
         self._excused = why
 
     def stall(self, sentence: str) -> None:
-        """The lighthouse says that this group stands still while others wait: dump, kill, restart."""
+        """The lighthouse reports that this group stands still while others wait: dump, kill, restart."""
         if not self._stop.is_set():
             self._stalled = sentence
             self._wake.set()

@@ -1,4 +1,4 @@
-"""Groups that train each by itself, because their script never goes to the lighthouse: said once per job.
+"""Groups that train each by itself, because their script never goes to the lighthouse: reported once per job.
 
 A forgotten import is the usual reason. Such a script runs well, in as many copies as there are groups, and all of them
 write to the same files. What tells is that the lighthouse has never seen a group of the job, though it answers.
@@ -29,11 +29,11 @@ REMEDY = (
 
 
 class Apart:
-    """Of one run of ftrun.
+    """The watch of one run of ftrun for groups that train apart.
 
     Args:
         watch: knows who has been seen.
-        say: tells the user something about a group.
+        say: shows the user a line about a group.
         total: groups of the job; 0: not known.
     """
 

@@ -1,4 +1,4 @@
-"""ftrun's options as argparse knows them: names, help, and what is said about those that it does not know.
+"""ftrun's options as argparse knows them: names, help, and the messages about those that it does not know.
 
 How it works. Every option may be written with - or _; help shows one spelling. Whatever argparse refuses becomes a
 ConfigError that names the option, the value and what to do. What options mean together is `options`' business.
@@ -87,7 +87,7 @@ class _Formatter(argparse.RawDescriptionHelpFormatter):
 
 
 def parser() -> argparse.ArgumentParser:
-    """ftrun's options."""
+    """The parser of ftrun's options."""
     out = _Parser(
         prog="ftrun", usage=USAGE, epilog=EXAMPLES, allow_abbrev=False,
         description="Launches, supervises and restarts the replica groups of a fault-tolerant training job.",

@@ -53,7 +53,7 @@ FILES_LOOK_S = 15.0
 """After an error about a file before the first commit: whoever writes it next has waited for this group (`join_s`, 10 s
 at most) and then for nobody."""
 OUTLIVED = 2.0
-"""Who lives so many times longer than the run that failed (and LOOK_S more) has got over its error."""
+"""A group that lives so many times longer than the run that failed (and LOOK_S more) has got over its error."""
 
 
 @dataclass(frozen=True)
@@ -125,7 +125,7 @@ class CommonCause:
         self._at_start: dict[str, Death] = {}
         """The last death of each group before the job's first commit."""
         self._keys: dict[str, tuple[str, str]] = {}
-        """Of each group's last two deaths, the newest first."""
+        """The keys of each group's last two deaths, the newest first."""
         self._began = False
         """Somebody got as far as the lighthouse, and not by a mistake; or was killed."""
 
@@ -157,7 +157,7 @@ class CommonCause:
         return self._start(death, ages, before)
 
     def _start(self, death: Death, ages: Mapping[str, float], before: str) -> str:
-        """Rule 2."""
+        """Rule 2, failing at the start: the sentence, or ''."""
         if len(ages) < 2:
             twice = self._whole_job and bool(death.key) and death.key == before
             return self._sentence("fails at its start", death, 1) if death.hopeless or twice else ""
@@ -174,7 +174,7 @@ class CommonCause:
         return self._sentence("fails at its start", death, len(ages))
 
     def _again(self, death: Death, ages: Mapping[str, float]) -> str:
-        """Rule 3."""
+        """Rule 3, failing with the same error again and again: the sentence, or ''."""
         if not death.trace or not death.key or not (self._whole_job or len(ages) > 1):
             return ""
         if any(self._keys.get(name) != (death.key, death.key) for name in ages):

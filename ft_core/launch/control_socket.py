@@ -40,7 +40,7 @@ class Remote:
         self._door = socket.socket(socket.AF_UNIX)
         self._lock = threading.Lock()
         self._connection: socket.socket | None = None
-        """Whose order is being read."""
+        """The connection whose order is being read."""
         self._answers: queue.SimpleQueue[str] = queue.SimpleQueue()
         """To the order that is being carried out."""
         self._closed = False
@@ -50,7 +50,7 @@ class Remote:
         return f"Remote({self._address})"
 
     def start(self) -> None:
-        """Listen."""
+        """Listen for orders, on a thread of its own."""
         self._door.bind(self._address)
         self._door.listen(4)
         self._thread.start()

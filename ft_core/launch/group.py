@@ -47,10 +47,10 @@ class Group:
     training: bool = False
     """It has committed since its last start."""
     stalled: str = ""
-    """What the lighthouse says, while others wait for it."""
+    """The lighthouse's reason, while others wait for it."""
     stalled_at: float = 0.0
     shot: bool = False
-    """Its agent was told."""
+    """Its agent was notified."""
     speed: float | None = None
     last: tuple[float, int] | None = None
     """(monotonic s, step) from which the speed is measured."""

@@ -105,7 +105,7 @@ class HostsRendezvous(RendezvousHandler):
 
     @property
     def use_agent_store(self) -> bool:
-        """As torch says."""
+        """Whether torch's own rendezvous uses the agent's store."""
         return self._inner is not None and bool(self._inner.use_agent_store)
 
     def get_backend(self) -> str:
@@ -137,7 +137,7 @@ class HostsRendezvous(RendezvousHandler):
             answer.put(error)
 
     def is_closed(self) -> bool:
-        """As torch says."""
+        """Whether torch's own rendezvous is closed."""
         return self._inner is not None and bool(self._inner.is_closed())
 
     def set_closed(self) -> None:

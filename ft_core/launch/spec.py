@@ -109,12 +109,12 @@ class JobSpec:
         return self.gpus[index] if index < len(self.gpus) else None
 
     def threads(self, environ: Mapping[str, str]) -> dict[str, str]:
-        """OMP_NUM_THREADS=1 where several workers share this host and the user did not say, as torchrun does."""
+        """OMP_NUM_THREADS=1 where several workers share this host and the user set nothing, as torchrun does."""
         alone = self.nproc * self.max_groups == 1
         return {} if alone or "OMP_NUM_THREADS" in environ else {"OMP_NUM_THREADS": "1"}
 
     def patience(self, environ: Mapping[str, str]) -> dict[str, str]:
-        """FT_CONNECT_S and FT_QUORUM_S, where the user did not say.
+        """FT_CONNECT_S and FT_QUORUM_S, where the user set nothing.
 
         A group that starts late must cost the others no restart: there is no first quorum without it. And a lighthouse
         on another machine may be started again, which must cost no group its state. A worker that gives up loses it;

@@ -229,7 +229,7 @@ class SharedWork:
 
     def serve(self) -> None:
         """From now on the others can ask. Before the first division."""
-        self._serves = self._manager._healing.serve_parts(PREFIX, self._board.answer)
+        self._serves = self._manager._runtime.shell.transfer.serve_parts(PREFIX, self._board.answer)
         if not self._serves:
             log.warning("work is not shared: the Manager's checkpoint_transport is not an HTTPTransport")
 
@@ -242,10 +242,10 @@ class SharedWork:
             sizes: of what `Division.of` will be called for. If the group's ranks disagree about one, nothing is shared:
                 they would not go through the same exchanges.
         """
-        manager = self._manager
-        with manager._session.lock:
-            plan = manager._step.plan
-        owners = Owners.of(plan, manager._config.rank) if self._serves else None
+        rank = self._manager._runtime.rank
+        with self._manager._runtime.shell.lock:
+            plan = rank.plan
+        owners = Owners.of(plan, rank.settings.group_rank) if self._serves else None
         least, most = self._agree([0 if owners is None else owners.quorum_id, pieces, *sizes])
         if least != most:
             owners = None
@@ -262,7 +262,7 @@ class SharedWork:
         if owners.mine < division.parts:
             self._board.publish(key, packed)
         like = None if packed is None else own
-        limit_s = max(self._manager._session.patience_s, took_s)
+        limit_s = max(self._manager._runtime.shell.limits.patience_s, took_s)
         found = self._collect(owners, division, wanted, key, like, limit_s, more=more)
         _, missing = self._agree([int(part not in found) for part in wanted])
         found = {part: found[part] for part, lost in zip(wanted, missing, strict=True) if not lost}
@@ -298,7 +298,7 @@ class SharedWork:
                     spoke[part] = now
                 move, reason = decide(
                     heard, silent_s=now - spoke[part], waited_s=now - began, limit_s=limit_s,
-                    broken=self._manager._step.broken,
+                    broken=self._manager._runtime.rank.broken,
                 )  # fmt: skip
                 if move is Move.TAKE:
                     found[part] = result
@@ -315,7 +315,7 @@ class SharedWork:
 
     def _ask(self, address: str, name: str, like: object) -> tuple[Heard, Any]:
         try:
-            body = self._manager._healing.get_part(address, PREFIX + name, ASK_S, RESULT_BYTES_MAX + 1)
+            body = self._manager._runtime.shell.transfer.get_part(address, PREFIX + name, ASK_S, RESULT_BYTES_MAX + 1)
             if body is None:
                 return Heard.NEVER, None
         except HealError as error:
@@ -331,17 +331,17 @@ class SharedWork:
         """Until those whose part came have fetched this member's: it may be about to end."""
         until = time.monotonic() + LINGER_S
         pause_s, longest_s = PAUSE_S
-        while others - self._board.fetched(key) and time.monotonic() < until and not self._manager._step.broken:
+        while others - self._board.fetched(key) and time.monotonic() < until and not self._manager._runtime.rank.broken:
             self._pause.wait(pause_s)
             pause_s = min(2 * pause_s, longest_s)
 
     def _place(self) -> Place:
-        manager, step = self._manager, self._manager._step
-        with manager._session.lock:
-            launched = manager._step_open and step.phase in (Phase.LAUNCHED, Phase.FENCED)
-            asking = manager._round is not None and manager._round.awaited
-            broken = step.plan.quorum_id if step.broken and step.plan is not None else 0
-            return Place(step.version.step, manager._step_open, broken, asking, launched)
+        runtime, rank = self._manager._runtime, self._manager._runtime.rank
+        with runtime.shell.lock:
+            is_open = runtime.steps.is_open
+            launched = is_open and rank.phase in (Phase.REDUCING, Phase.COUNTED)
+            broken = rank.quorum_id if rank.broken else 0
+            return Place(rank.held.version.step, is_open, broken, runtime.shell.awaited, launched)
 
     def _tell(self, text: str) -> None:
         """Once each."""

@@ -13,7 +13,7 @@ here.
 torch calls some collectives by an older and a newer name, depending on its version; both exist here and are one.
 
 Threads: configure, abort, errored and shutdown from any thread; collectives from one thread at a time per group (their
-order is what matches them up across ranks). A kind of group says where it promises more.
+order is what matches them up across ranks). A kind of group documents where it guarantees more.
 """
 
 from __future__ import annotations
@@ -89,14 +89,19 @@ class ProcessGroup(dist.ProcessGroup):
         raise NotImplementedError
 
     def connection_fds(self) -> list[int]:
-        """Return the descriptors of the connections to peers, whose end tells them of this process's death.
+        """Return the descriptors of the connections to peers, whose end shows them this process's death.
 
         None by default: then peers learn of it when the kernel closes the connections.
         """
         return []
 
+    @property
+    def carries_cpu_memory(self) -> bool:
+        """Whether collectives of tensors in CPU memory work on it; a group of devices alone says no."""
+        return True
+
     def sibling(self) -> ProcessGroup:
-        """Return a new, unconfigured group of the same kind and settings (a second lane beside this one)."""
+        """Return a new, unconfigured group of the same kind and settings (another one beside it)."""
         raise NotImplementedError
 
     def getBackendName(self) -> str:
@@ -119,11 +124,11 @@ class ProcessGroup(dist.ProcessGroup):
     # ------------------------------------------------------------------------------------- c10d's names for the above
 
     def getSize(self) -> int:
-        """Return `size()`."""
+        """The number of ranks: `size()`."""
         return self.size()
 
     def getRank(self) -> int:
-        """Return `rank()`."""
+        """This process's rank: `rank()`."""
         return self.rank()
 
     def name(self) -> str:
@@ -301,7 +306,7 @@ class ProcessGroup(dist.ProcessGroup):
         return self._launch("recv", _several(tensors), src_rank, tag)
 
     def recv_anysource(self, tensors: torch.Tensor | Tensors, tag: int = 0) -> Work:
-        """Receive a tensor from whoever sends one; the work's `_source_rank()` says who it was."""
+        """Receive a tensor from whoever sends one; the work's `_source_rank()` is the sender."""
         return self._launch("recv_anysource", _several(tensors), tag)
 
 

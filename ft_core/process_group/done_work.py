@@ -38,7 +38,7 @@ class DoneWork(Work):
         return self._future
 
     def is_completed(self) -> bool:
-        """Say yes."""
+        """True: it is done."""
         return True
 
     def is_success(self) -> bool:

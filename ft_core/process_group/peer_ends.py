@@ -1,8 +1,8 @@
-"""Says at once when a peer has ended a connection of the process group, also while nothing is expected from it.
+"""A watch on the connections of a process group: reports at once that a peer has ended one, whoever waits or not.
 
-How it works. Gloo tells only who waits in a collective. So a thread of our own waits for the end of the connections
-that the group was formed with (EPOLLRDHUP, and nothing else: data that arrive wake nobody). Each group has an epoll
-instance of its own; when the next group has formed the thread is woken and looks at that one.
+How it works. Gloo reports it only to who waits in a collective. So a thread of our own waits for the end of the
+connections that the group was formed with (EPOLLRDHUP, and nothing else: data that arrive wake nobody). Each group has
+an epoll instance of its own; when the next group has formed the thread is woken and looks at that one.
 
 Invariants: a descriptor is neither duplicated nor kept open here: epoll forgets a connection when its last descriptor
 is closed. `ended` is called at most once per group. Where the system has no epoll nothing is watched.

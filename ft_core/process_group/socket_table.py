@@ -78,7 +78,7 @@ class Connection(NamedTuple):
 
 
 class _FilterStep(ctypes.Structure):
-    """`struct sock_filter`."""
+    """The kernel's `struct sock_filter`."""
 
     _fields_ = (
         ("code", ctypes.c_uint16),
@@ -89,7 +89,7 @@ class _FilterStep(ctypes.Structure):
 
 
 class _Filter(ctypes.Structure):
-    """`struct sock_fprog`."""
+    """The kernel's `struct sock_fprog`."""
 
     _fields_ = (("length", ctypes.c_ushort), ("steps", ctypes.POINTER(_FilterStep)))
 

@@ -171,7 +171,7 @@ def open_store(host: str, timeout: timedelta = STORE_TIMEOUT, *, port: int = 0) 
 def warm_store(store_addr: str, timeout: timedelta, connections: int = 1) -> None:
     """Have `connections` idle clients of the store ready, so that a later configure opens none; raises like above.
 
-    One is used per group that configures at the same time (two for a Manager with two lanes).
+    One is used per group that configures at the same time (two for a Manager with two groups).
     """
     address, _ = parse_store_addr(store_addr)
     deadline = time.monotonic() + timeout.total_seconds()

@@ -1,4 +1,4 @@
-"""Process groups that come with a later release: importing them works, constructing one says what it needs."""
+"""Process groups that come with a later release: importing them works, constructing one names what it needs."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ queue_callback: Callable[[Callable[[], None]], None] = torch.autograd.Variable._
 """Run something when the current backward (the innermost, if nested) has computed all gradients."""
 
 graph_task_id: Callable[[], int] = torch._C._current_graph_task_id
-"""Tells one backward from another; NO_GRAPH_TASK outside of any."""
+"""A number that differs from one backward to the next; NO_GRAPH_TASK outside of any."""
 
 NO_GRAPH_TASK = -1
 
@@ -26,7 +26,7 @@ NO_GRAPH_TASK = -1
 def is_nested_backward() -> bool:
     """In a callback: whether the backward that ends was started inside another (a reentrant checkpoint does that).
 
-    The engine does not tell. But a nested backward is started by a Python autograd function's backward, and that is on
+    The engine gives no sign. But a nested backward is started by a Python autograd function's backward, and that is on
     the stack of this thread.
     """
     outer = BackwardCFunction.apply.__code__

@@ -32,7 +32,7 @@ class BatchWeights:
         self.total: int | None = None
         """None: no weight was set, the gradient counts as one."""
         self.current = 0
-        """Of the micro-batch whose forward comes next."""
+        """The weight of the micro-batch whose forward comes next."""
         self.reference = 0
         """What p.grad counts as: the weight of the first micro-batch that has any, after a reduction the sum."""
         self._reduced_nothing = False

@@ -2,7 +2,7 @@
 
 Everything here is a pure function of what the module looks like (names, shapes, dtypes, strides, requires_grad) and of
 the bucket settings, never of the order in which gradients arrived, of the process or of the device's number. So all
-replicas have the same plan, and so has a newcomer; the digest says whether they do.
+replicas have the same plan, and so has a newcomer; the digest shows whether they do.
 
 Parameters are taken in reverse order of `module.parameters()`, since gradients arrive in about that order. Each pair of
 dtype and device has an open bucket; it is closed by the parameter that reaches its cap. Buckets are ordered by their

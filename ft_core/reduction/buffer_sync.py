@@ -44,7 +44,7 @@ class BufferCarriage:
         self._saved: list[Tensor] = []
         self._is_saved = False
         self._away: list[tuple[list[tuple[nn.Module, str]], Tensor, Tensor]] = []
-        """Of each buffer that a graph may need, its owners, itself, and what stands in for it."""
+        """The buffers that a graph may need: each one's owners, itself, and what stands in for it."""
         self._graph_is_open = False
         self._arrived, self._everybody = 0, (1 << 8 * len(layout.trained)) // 255
         """Parameters with a gradient since the last forward, and all of them: 1 in a byte each."""

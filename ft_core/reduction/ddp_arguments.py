@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 MIB = 1 << 20
 DEFAULT_CAPS_BYTES = (1 * MIB, 25 * MIB)
-"""As torch's DDP: a small first bucket, so that reduction starts early in backward."""
+"""Sizes as in torch's DDP: a small first bucket, so that reduction starts early in backward."""
 
 _MOOT: dict[str, str] = {
     "dim": "inputs are not scattered; there is one device per process",
@@ -122,7 +122,7 @@ class Inventory:
     ignored: set[str]
     devices: list[torch.device]
     buffer_owners: list[list[tuple[nn.Module, str]]]
-    """Of each buffer, the modules that have it, and its name there."""
+    """The modules that have each buffer, and its name there."""
     buffers: list[TensorSpec]
     parameters: list[TensorSpec]
     settings: BucketSettings

@@ -73,7 +73,7 @@ class FlatGradients:
         """Average all gradients with `all_reduce`, a SUM in place over `ranks` ranks that all call this."""
         with torch.no_grad():
             for bucket in self.buckets:
-                # The counts go with the last gradients; what the fence said lies between them and was read.
+                # The counts go with the last gradients; the ballots' sum lies between them and was read.
                 with_counts = self.used is not None and bucket is self.buckets[-1]
                 if bucket.parameters or with_counts:
                     all_reduce(self._counted if with_counts else bucket.gradients)
@@ -83,7 +83,7 @@ class FlatGradients:
             self.forget_unused()
 
     def pack_used(self, arrived: Tensor | None) -> None:
-        """With find_unused: tell which gradients this member has; None: it does not contribute."""
+        """With find_unused: mark which gradients this member has; None: it does not contribute."""
         if self.used is None:
             return
         if arrived is None:

@@ -71,7 +71,7 @@ class Attempt(Protocol):
         ...
 
     def launch(self, tensor: Tensor) -> PendingWork | None:
-        """Start an asynchronous in-place SUM over the data lane; None when broken."""
+        """Start an asynchronous in-place SUM over the replicas; None when broken."""
         ...
 
     def launch_fence(self, flat: Tensor, tail: Tensor) -> PendingWork | None:
@@ -104,7 +104,7 @@ class Carrier(Protocol):
 
     @property
     def parameters(self) -> Sequence[Tensor]:
-        """Those that it reduces gradients of, in an order that is the same on all replicas."""
+        """The parameters that it reduces gradients of, in an order that is the same on all replicas."""
         ...
 
     def flush(self) -> None:
@@ -136,7 +136,7 @@ class Carrier(Protocol):
 
 
 class ManagerPort(Protocol):
-    """What a carrier needs of the Manager. An optional attribute `data_backend: str` names the data lane's backend."""
+    """What a carrier needs of the Manager. An optional `data_backend: str` names its backend."""
 
     def register_carrier(self, carrier: Carrier) -> None:
         """Announce a carrier; raises if it cannot be taken (any more)."""

@@ -2,7 +2,8 @@
 
 How it works. `StreamClient` connects, sends an opening message, hands on what arrives, and when the stream ends it
 starts afresh with a new channel, after a pause that grows from nothing to `reconnect_s`. Subclasses say what is sent
-and what arrivals mean: `lease_client.LeaseClient` towards the lighthouse, `link.RankControl` towards group rank 0.
+and what arrivals mean: `lease_client.LeaseClient` towards the lighthouse, `link.RankControl` towards group rank 0
+(what these have in common is in `reporting_stream`).
 
 The stream is renewed every `progress_s`, or four times per liveness timeout if that is more often, because silence is
 what tells a frozen process from a closed one. `last_ack` (R3) is when the newest *acknowledged* message was sent, not
@@ -24,16 +25,18 @@ import time
 from abc import ABC, abstractmethod
 from collections import deque
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from ft_core.certificates import Diagnosis
 from ft_core.errors import ConfigError, LighthouseError, ProtocolError, RefusedError
+from ft_core.protocol.pushes import Acked, Refusal, Welcome
 from ft_core.rpc import codec
 from ft_core.rpc.channel import Tls, check_scheme, explain, grpc, open_channel, status_of, target, token_metadata
 from ft_core.settings import parse_address
 
 if TYPE_CHECKING:
-    from ft_core.rpc.lease_handler import LeaseHandler
+    from ft_core.protocol.lighthouse.events import Hello
+    from ft_core.protocol.pushes import Push
     from ft_core.settings import TimeBudget
 
 BACKOFF_S = 0.02
@@ -62,6 +65,17 @@ class LeaseSettings:
     """None: what FT_TLS_* say."""
     setting: str = "lighthouse_addr (FT_LIGHTHOUSE)"
     """What to call the address in messages."""
+
+
+class PushHandler(Protocol):
+    """Whom pushes are for. Called one at a time, on a control-plane thread; must not block for long or raise."""
+
+    def hello(self) -> Hello:
+        """What to present now (called at every connect). generation, incarnation (if 0) and liveness_s are filled
+        in."""
+
+    def on_push(self, push: Push) -> None:
+        """Something arrived; a Refusal is final. Lost and Busy under the own replica_id: a rank of this group."""
 
 
 class _Outgoing:
@@ -115,9 +129,11 @@ class StreamClient(ABC):
     _method: str
     _other: str
     """Who is at the other end, for messages."""
+    _me: str
+    """Who is at this end, for messages."""
     _advice: str
 
-    def __init__(self, settings: LeaseSettings, handler: LeaseHandler) -> None:
+    def __init__(self, settings: LeaseSettings, handler: PushHandler) -> None:
         target(settings.address, settings.setting)
         self.settings = settings
         self.last_ack = float("-inf")
@@ -160,10 +176,6 @@ class StreamClient(ABC):
         """The first message."""
 
     @abstractmethod
-    def _decode(self, data: bytes) -> codec.Push | None:
-        """What arrived."""
-
-    @abstractmethod
     def _renewal(self, now: float) -> bytes:
         """The message that renews the stream. Called with the lock held."""
 
@@ -172,13 +184,13 @@ class StreamClient(ABC):
         """What is still open and has to be presented on a new stream. Called with the lock held."""
 
     @abstractmethod
-    def _on_push(self, push: codec.Push) -> None:
+    def _on_push(self, push: Push) -> None:
         """Everything but Welcome, Refusal and Acked."""
 
-    def _on_open(self, welcome: codec.Welcome) -> None:  # noqa: B027 - optional
+    def _on_open(self, welcome: Welcome) -> None:  # noqa: B027 - optional
         """The stream is open."""
 
-    def _on_acked(self, acked: codec.Acked) -> None:
+    def _on_acked(self, acked: Acked) -> None:
         """Something was acknowledged."""
         if acked.clock_s > 0:
             self.last_ack = max(self.last_ack, acked.clock_s - acked.lease_age_s)
@@ -286,8 +298,8 @@ class StreamClient(ABC):
                 call = method(outgoing, metadata=self._metadata, wait_for_ready=False)
                 self._call, self._outgoing = call, outgoing
             for data in call:
-                push = self._decode(data)
-                if isinstance(push, codec.Welcome):
+                push = codec.decode_push(data, they_are=self._other, we_are=self._me)
+                if isinstance(push, Welcome):
                     opened_at = time.monotonic()
                 self._take(outgoing, push)
         except grpc.RpcError as error:
@@ -334,20 +346,20 @@ class StreamClient(ABC):
             level = logging.WARNING if warn else logging.INFO
             _log.log(level, "%s: %s%s; trying again", self.settings.replica_id, reason, where)
 
-    def _take(self, outgoing: _Outgoing, push: codec.Push | None) -> None:
+    def _take(self, outgoing: _Outgoing, push: Push | None) -> None:
         match push:
             case None:
                 pass
-            case codec.Welcome():
+            case Welcome():
                 self._opened(outgoing, push)
-            case codec.Refusal():
+            case Refusal():
                 self._refuse(push.error)
-            case codec.Acked():
+            case Acked():
                 self._on_acked(push)
             case _:
                 self._on_push(push)
 
-    def _opened(self, outgoing: _Outgoing, welcome: codec.Welcome) -> None:
+    def _opened(self, outgoing: _Outgoing, welcome: Welcome) -> None:
         with self._changed:
             self._renew_s = min(self.settings.budget.progress_s, max(0.02, welcome.liveness_s / 4))
             self._outbox.clear()
@@ -389,7 +401,7 @@ class StreamClient(ABC):
             self.last_reason = str(error)
             self._close_stream()
             self._changed.notify_all()
-        self._handler.on_refused(error)
+        self._handler.on_push(Refusal(error))
 
     def _unreachable(self, when: str) -> str:
         because = f" ({self.last_reason})" if self.last_reason else ""

@@ -1,12 +1,15 @@
-"""The process groups of one rank: the data lane, and a second lane that is made when somebody needs it.
+"""The process groups of one rank: `gradients`, which the user gave, and `control`, made when somebody needs it.
 
-How it works. Collectives on one Gloo group pair up in launch order, so what must never mix travels on groups of its
-own (R4): where a fence rides on the last gradient bucket, user collectives use the second lane; where it does not, the
-fence uses the second lane and user collectives the first. Both lanes are configured from the quorum's store under
-prefixes that name room, quorum, group rank and lane, so nothing of an older quorum can meet them.
+How it works. Collectives on one group pair up in launch order, so what must never mix travels on groups of its own
+(R4). `gradients` carries the buckets, and the ballot that rides on the last of them. `control` carries what the members
+tell each other in CPU memory: ballots of their own, digests, who has a lease; it is a group for CPU memory whatever
+`gradients` is. The script's own collectives go over `gradients` where no ballot rides there, else over `control`, or,
+if their tensors are not in CPU memory, over one more group of the kind of `gradients`. All are configured from the
+quorum's store under prefixes that name room, quorum, group rank and group, so nothing of an older quorum can meet them.
 
-Invariants: nothing is launched on a lane before `configure` or after `abort`; `abort` may be called from any thread, at
-any time, and ends what is pending. Ownership: `configure` runs on the quorum worker; `second()` on the training thread.
+Invariants: nothing is launched on a group before `configure` or after `abort`; `abort` may be called from any thread,
+at any time, and ends what is pending. Ownership: `configure` runs on the quorum worker; `control()` and `users()` on
+the training thread, on all members at the same point.
 """
 
 from __future__ import annotations
@@ -23,6 +26,7 @@ import torch
 from torch.distributed import AllreduceOptions, ReduceOp, Work
 
 from ft_core.errors import CollectiveError
+from ft_core.process_group import default_process_group
 from ft_core.protocol.rank.ballot import FENCE_SLOTS
 
 if TYPE_CHECKING:
@@ -33,8 +37,10 @@ if TYPE_CHECKING:
 ABORT_RETRY_S = 0.005
 ABORT_TRIES = 200
 """An abort is repeated until no configure is under way, for at most a second."""
+DEFAULT_TIMEOUT = timedelta(minutes=1)
+"""Of collectives, until `set_timeout`."""
 PARTING_TAG = 0x7A21
-"""Of the messages between members that leave; nothing else on these lanes is point to point."""
+"""Of the messages between members that leave; nothing else on these groups is point to point."""
 _FLOATS = struct.Struct(f"{FENCE_SLOTS}f")
 
 
@@ -45,44 +51,50 @@ def sum_options(op: ReduceOp.RedOpType) -> AllreduceOptions:
     return options
 
 
-class Lanes:
-    """The data lane `main` is the process group the user gave; the second one is its sibling."""
+class Communicators:
+    """The process groups of one rank; see the module's text."""
 
-    def __init__(self, main: ProcessGroup) -> None:
-        self.main = main
-        self._second: ProcessGroup | None = None
+    def __init__(self, gradients: ProcessGroup) -> None:
+        self.gradients = gradients
+        self._beside: dict[str, ProcessGroup] = {}
+        """The groups beside it, by name: made once, configured anew in each quorum that needs them."""
+        self._ready: set[str] = set()
+        """Those that are configured for this quorum."""
         self._place: tuple[str, str, int, int] | None = None
-        self._second_ready = False
         self._aborted = True
         self._lock = threading.Lock()
         self._formed = threading.Condition(self._lock)
         self._forming = 0
         self._quorum_id = 0
-        self._user_on_main = False
+        self._users_with_gradients = False
         self.on_formed: Callable[[], None] = lambda: None
         """Called when one of the groups has formed."""
         self._told: list[Work] = []
-        """Messages to members that have left; kept as long as Gloo may read them."""
+        """Messages to members that have left; kept as long as they may be read."""
+        self._timeout = DEFAULT_TIMEOUT
         self._sum = sum_options(ReduceOp.SUM)
         self._slots = array.array("f", bytes(_FLOATS.size))
         self._slots_tensor = torch.frombuffer(self._slots, dtype=torch.float32)
 
     def __repr__(self) -> str:
         state = "aborted" if self._aborted else "up"
-        return f"Lanes({state}, main={self.main!r}, second={'up' if self._second_ready else 'none'})"
+        return f"Communicators({state}, gradients={self.gradients!r}, beside={sorted(self._ready)})"
 
-    def configure(self, store_prefix: str, replica_id: str, rank: int, world_size: int, *, both: bool) -> None:
-        """(Re)build the data lane, and with `both` the second one, for one quorum. Raises what the group raises."""
+    def configure(self, store_prefix: str, replica_id: str, rank: int, world_size: int, *, rides: bool) -> None:
+        """(Re)build the groups for one quorum. Raises what they raise.
+
+        `rides`: the ballots ride on the gradients, so `control` is built when somebody needs it, if at all.
+        """
         with self._lock:
             self._place = (store_prefix, replica_id, rank, world_size)
-            self._second_ready = False
+            self._ready.clear()
             self._told = []
-            self._user_on_main = both
+            self._users_with_gradients = not rides
             self._check()
-        self._form(self.main, f"{store_prefix}/0")
+        self._form(self.gradients, f"{store_prefix}/gradients")
         self.on_formed()
-        if both:
-            self.second()
+        if not rides or not self.gradients.carries_cpu_memory:
+            self.control()
 
     @property
     def quorum_id(self) -> int:
@@ -114,24 +126,41 @@ class Lanes:
         if self._aborted:
             raise CollectiveError("the quorum ended while its process group was being built")
 
-    def second(self) -> ProcessGroup:
-        """The second lane, configured. All members of the quorum must call this at the same point."""
+    def control(self) -> ProcessGroup:
+        """The group for CPU memory, configured. All members of the quorum must call this at the same point."""
+        return self._group("control", self._new_control)
+
+    def users(self, tensor: torch.Tensor) -> ProcessGroup:
+        """The group for a collective of the script's over `tensor`, configured; on all members at the same point."""
+        in_cpu_memory = tensor.device.type == "cpu"
+        if self._users_with_gradients and (self.gradients.carries_cpu_memory or not in_cpu_memory):
+            return self.gradients
+        return self.control() if in_cpu_memory else self._group("users", self.gradients.sibling)
+
+    def _new_control(self) -> ProcessGroup:
+        return self.gradients.sibling() if self.gradients.carries_cpu_memory else default_process_group()
+
+    def _group(self, name: str, make: Callable[[], ProcessGroup]) -> ProcessGroup:
         with self._lock:
             if self._aborted or self._place is None:
                 raise CollectiveError("the process group of this quorum was aborted")
-            if self._second is None:
-                self._second = self.main.sibling()
-            group, prefix, ready = self._second, self._place[0], self._second_ready
+            if name not in self._beside:
+                self._beside[name] = make()
+                self._beside[name].set_timeout(self._timeout)
+            group, prefix, ready = self._beside[name], self._place[0], name in self._ready
         if not ready:
-            self._form(group, f"{prefix}/1")
-            self._second_ready = True
+            self._form(group, f"{prefix}/{name}")
+            self._ready.add(name)
             self.on_formed()
         return group
 
     def connection_fds(self) -> list[int]:
-        """Return the descriptors of both lanes' connections to the peers of this quorum, of which they tell."""
-        second = self._second if self._second_ready else None  # until then it is the last quorum's, which peers end
-        return self.main.connection_fds() + (second.connection_fds() if second is not None else [])
+        """Return the descriptors of all connections to the peers of this quorum, of which they tell."""
+        found = self.gradients.connection_fds()
+        for name, group in list(self._beside.items()):
+            if name in self._ready:  # until then it is the last quorum's, which peers end
+                found += group.connection_fds()
+        return found
 
     def sum(self, tensor: torch.Tensor, group: ProcessGroup) -> Work:
         """Launch an in-place SUM over the members of the quorum."""
@@ -147,11 +176,12 @@ class Lanes:
         tail.copy_(self._slots_tensor)
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Set the collective timeout of the data lane."""
-        self.main.set_timeout(timeout)
+        """Set the collective timeout of all groups."""
+        self._timeout = timeout
+        self.gradients.set_timeout(timeout)
 
     def abort(self, quorum_id: int | None = None) -> None:
-        """End everything pending on both lanes, here and (by closing the connections) at the peers.
+        """End everything pending on all groups, here and (by closing the connections) at the peers.
 
         `quorum_id`: of the quorum that ended. Bad news of one quorum must not hit the next, which may be open already
         when the thread that brings it gets to run (R15).
@@ -161,28 +191,35 @@ class Lanes:
                 if quorum_id is not None and quorum_id < self._quorum_id:
                     return
                 self._aborted = True
-                second = self._second
-            self.main.abort()
-            if second is not None:
-                second.abort()
+                groups = [self.gradients, *self._beside.values()]
+            for group in groups:
+                group.abort()
             with self._formed:
                 # A configure that had not begun when its group was aborted would wait for peers that never come.
                 if self._formed.wait_for(lambda: not self._forming, ABORT_RETRY_S):
                     return
 
-    def abort_user_lane(self, quorum_id: int) -> None:
-        """A member is lost after the fence: end user collectives, not the fence, which a peer may still wait for."""
+    def abort_users(self, quorum_id: int) -> None:
+        """A member is lost after the ballots: end the script's collectives, not what a peer may still wait for."""
         with self._lock:
-            group = self.main if self._user_on_main else self._second
-            stale = quorum_id < self._quorum_id
-        if group is not None and not stale:
+            if quorum_id < self._quorum_id:
+                return
+            beside = list(self._beside.values())
+            groups = [self.gradients] if self._users_with_gradients else beside
+        for group in groups:
             group.abort()
+
+    @property
+    def _messages(self) -> ProcessGroup | None:
+        """Where single messages between members travel."""
+        return self.gradients if self.gradients.carries_cpu_memory else self._beside.get("control")
 
     def tell_parted(self, ranks: Sequence[int]) -> None:
         """Members that have left and wait: this one has the last fence (or does not need them any more)."""
         with contextlib.suppress(Exception):  # aborted, which tells them, too
             for rank in ranks:
-                self._told.append(self.main.send([torch.zeros(1)], rank, PARTING_TAG))
+                assert self._messages is not None
+                self._told.append(self._messages.send([torch.zeros(1)], rank, PARTING_TAG))
 
     def linger(self, timeout_s: float) -> None:
         """Keep the connections open until every peer parts, too, or closes its side: it has the last fence (R16).
@@ -200,15 +237,15 @@ class Lanes:
         sent, received = [], []
         with contextlib.suppress(Exception):  # aborted, or a group of a kind that has no messages
             for peer, tensor in zip(peers, heard, strict=True):
-                received.append(self.main.recv([tensor], peer, PARTING_TAG))
-                sent.append(self.main.send([told], peer, PARTING_TAG))
+                assert self._messages is not None
+                received.append(self._messages.recv([tensor], peer, PARTING_TAG))
+                sent.append(self._messages.send([told], peer, PARTING_TAG))
         for work in received:  # not for `sent`: who does not get it sees the connection close, which says the same
             with contextlib.suppress(Exception):  # that one has closed its side
                 work.wait(timedelta(seconds=max(0.001, deadline - time.monotonic())))
 
     def shutdown(self) -> None:
-        """Abort and release both lanes."""
+        """Abort and release all groups."""
         self.abort()
-        self.main.shutdown()
-        if self._second is not None:
-            self._second.shutdown()
+        for group in (self.gradients, *self._beside.values()):
+            group.shutdown()

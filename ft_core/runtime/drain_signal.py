@@ -26,12 +26,8 @@ import time
 import weakref
 from typing import TYPE_CHECKING, Protocol
 
-from ft_core.errors import FaultToleranceError
-
 if TYPE_CHECKING:
     from types import FrameType
-
-    from ft_core.runtime.session import Session
 
 SAME_S = 1.0
 """SIGTERMs that follow the first one within this time are the same word, said twice."""
@@ -42,22 +38,26 @@ EXIT_S = 5.0
 log = logging.getLogger("ft_core")
 
 
-class DrainedError(FaultToleranceError):
-    """A round of asking was given up because this replica drains; never leaves the Manager."""
+class Drains(Protocol):
+    """What is asked to end by a signal."""
+
+    def drain(self, reason: str) -> None:
+        """Ask all ranks of its group to leave. Any thread; returns at once."""
+        ...
 
 
 class Sigterm:
     """The handler of one process. Called by the signal; everything else on the main thread."""
 
     def __init__(self, previous: signal._HANDLER) -> None:
-        self.sessions: tuple[weakref.ref[Session], ...] = ()
+        self.targets: tuple[weakref.ref[Drains], ...] = ()
         """Replaced as a whole, so that the handler never sees half a change."""
         self._previous = previous
         self._pid = os.getpid()
         self._first_at = 0.0
 
     def __repr__(self) -> str:
-        return f"Sigterm(sessions={len(self.sessions)}, previous={self._previous!r})"
+        return f"Sigterm(targets={len(self.targets)}, previous={self._previous!r})"
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
         """The signal has arrived."""
@@ -68,30 +68,30 @@ class Sigterm:
         present: object = signal.getsignal(number)
         if self._same_word():
             return
-        if present is self and (self._first_at or not self.sessions):
+        if present is self and (self._first_at or not self.targets):
             self.restore()
             signal.raise_signal(number)
             return
         self._first_at = time.monotonic()
         with contextlib.suppress(RuntimeError):  # the interpreter is ending anyway
-            _thread.start_new_thread(_drain_all, (self.sessions,))
+            _thread.start_new_thread(_drain_all, (self.targets,))
         if callable(self._previous) and self._previous is not signal.default_int_handler:
             self._previous(number, frame)
 
     def _same_word(self) -> bool:
         return bool(self._first_at) and time.monotonic() - self._first_at <= SAME_S
 
-    def add(self, session: Session) -> None:
+    def add(self, target: Drains) -> None:
         """Let the next signal drain this one too."""
-        alive = tuple(ref for ref in self.sessions if ref() is not None)
+        alive = tuple(ref for ref in self.targets if ref() is not None)
         if not alive:
             self._first_at = 0.0
-        self.sessions = (*alive, weakref.ref(session))
+        self.targets = (*alive, weakref.ref(target))
 
-    def remove(self, session: Session) -> None:
+    def remove(self, target: Drains) -> None:
         """This one has ended. After the last one the handler goes too, unless the same word may still be repeated."""
-        self.sessions = tuple(ref for ref in self.sessions if ref() not in (None, session))
-        if not self.sessions and not self._same_word() and _on_main_thread():
+        self.targets = tuple(ref for ref in self.targets if ref() not in (None, target))
+        if not self.targets and not self._same_word() and _on_main_thread():
             self.restore()
 
     def restore(self) -> None:
@@ -115,29 +115,29 @@ class Sigterm:
         return handler
 
 
-def on_sigterm(session: Session) -> None:
+def on_sigterm(target: Drains) -> None:
     """Let SIGTERM drain this Manager. Does nothing off the main thread, and where SIGTERM is ignored."""
     handler = Sigterm.installed() if _on_main_thread() else None
     if handler is not None:
-        handler.add(session)
+        handler.add(target)
 
 
-def forget(session: Session) -> None:
-    """This session has ended."""
+def forget(target: Drains) -> None:
+    """This one has ended."""
     handler = signal.getsignal(signal.SIGTERM)
     if isinstance(handler, Sigterm):
-        handler.remove(session)
+        handler.remove(target)
 
 
 def _on_main_thread() -> bool:
     return threading.current_thread() is threading.main_thread()
 
 
-def _drain_all(sessions: tuple[weakref.ref[Session], ...]) -> None:
-    for ref in sessions:
-        session = ref()
-        if session is not None:
-            session.drain("SIGTERM")
+def _drain_all(targets: tuple[weakref.ref[Drains], ...]) -> None:
+    for ref in targets:
+        target = ref()
+        if target is not None:
+            target.drain("SIGTERM")
 
 
 def kill(*, told_first: bool) -> None:
@@ -153,19 +153,16 @@ def kill(*, told_first: bool) -> None:
 
 
 class Ends(Protocol):
-    """What is shut down when the interpreter ends: a Manager."""
+    """What is shut down when the interpreter ends."""
 
-    _session: Session
-
-    def shutdown(self) -> None:
-        """Leave."""
+    def exit(self, within_s: float) -> None:
+        """Leave, quickly."""
         ...
 
 
 def at_exit(ref: weakref.ref[Ends]) -> None:
-    """The interpreter ends: shut the Manager down, quickly."""
-    manager = ref()
-    if manager is not None:
+    """The interpreter ends: shut it down, quickly."""
+    ended = ref()
+    if ended is not None:
         with contextlib.suppress(Exception):
-            manager._session.patience_s = min(EXIT_S, manager._session.patience_s)
-            manager.shutdown()
+            ended.exit(EXIT_S)

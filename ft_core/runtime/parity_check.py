@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     from ft_core.protocol.rank.heal_plan import Plan
     from ft_core.reduction.interface import Carrier
-    from ft_core.runtime.communicators import Lanes
+    from ft_core.runtime.communicators import Communicators
 
 log = logging.getLogger("ft_core")
 PIECES = 4
@@ -93,15 +93,15 @@ class ParityCheck:
             )  # fmt: skip
         return tired
 
-    def compare(self, mine: int | None, plan: Plan, lanes: Lanes) -> Difference:
-        """Exchange digests over the second lane; None: I do not hold the state to compare. Raises what it raises."""
+    def compare(self, mine: int | None, plan: Plan, communicators: Communicators) -> Difference:
+        """Exchange digests over the control group; None: I do not hold the state to compare. Raises what it raises."""
         slots = torch.zeros(plan.size * SLOTS)
         if mine is not None:
             first = plan.replica_rank * SLOTS
             for piece in range(PIECES):
                 slots[first + piece] = float((mine >> (16 * piece)) & 0xFFFF)
             slots[first + PIECES] = 1.0
-        lanes.sum(slots, lanes.second()).wait()
+        communicators.sum(slots, communicators.control()).wait()
         values = [int(v) for v in slots.tolist()]
         digests = [
             sum(values[first + piece] << (16 * piece) for piece in range(PIECES)) if values[first + PIECES] else None

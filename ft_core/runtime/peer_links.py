@@ -13,7 +13,6 @@ found is about the members of the quorum entered last. Any thread; one probe at 
 from __future__ import annotations
 
 import errno
-import math
 import selectors
 import socket
 import threading
@@ -22,13 +21,12 @@ from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from ft_core.protocol.types import Quorum
 
 PROBE_S = 3.0
 """How long a handshake may take: two lost packets (Linux repeats them after 1 and 3 s) are no cut."""
-LOOK_EVERY_S = 5.0
-"""How often a replica that waits for a quorum looks whether it reaches the members of its last one, until it reaches
-all of them: it may be left out because of one."""
 MAX_KEPT = 64
 """Peers outside the last quorum that it did not reach before, and keeps looking at."""
 Statement = tuple[tuple[str, ...], tuple[str, ...]]
@@ -41,7 +39,6 @@ class Links:
     def __init__(self) -> None:
         self._peers: dict[str, tuple[str, int]] = {}
         self._said: Statement = ((), ())
-        self._said_at = -math.inf
         self._lock = threading.Lock()
         self._looking: threading.Thread | None = None
 
@@ -50,13 +47,8 @@ class Links:
 
     @property
     def statement(self) -> Statement:
-        """What an open ask says."""
+        """What was found last."""
         return self._said
-
-    def refresh(self) -> None:
-        """An ask begins: what was found long ago, while a step took long, is no news."""
-        if time.monotonic() - self._said_at > LOOK_EVERY_S:
-            self._said = ((), ())
 
     def entered(self, quorum: Quorum, replica_id: str, group_rank: int) -> None:
         """A quorum was entered: its members are not known yet. Whom this rank did not reach, it keeps looking at."""
@@ -76,15 +68,18 @@ class Links:
             if found is None or peers is not self._peers:
                 return ()
             reached, refused = found
-            self._said, self._said_at = (tuple(sorted(set(peers) - reached)), tuple(sorted(reached))), time.monotonic()
+            self._said = (tuple(sorted(set(peers) - reached)), tuple(sorted(reached)))
             return tuple(sorted(set(peers) - reached - refused))
 
-    def look_again(self) -> None:
-        """Probe on a thread of its own, unless one is under way: the caller must not wait."""
-        if not self._peers:
-            return
-        if self._looking is None or not self._looking.is_alive():
-            self._looking = threading.Thread(target=self.probe, name="ft-links", daemon=True)
+    def look_again(self, seen: Callable[[], None]) -> None:
+        """Probe on a thread of its own, unless one is under way, and call `seen` there: the caller must not wait."""
+
+        def look() -> None:
+            self.probe()
+            seen()
+
+        if self._peers and (self._looking is None or not self._looking.is_alive()):
+            self._looking = threading.Thread(target=look, name="ft-links", daemon=True)
             self._looking.start()
 
 

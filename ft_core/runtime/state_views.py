@@ -1,50 +1,57 @@
-"""What of a replica's state others may receive, and when it is looked at. A part of `Manager`.
+"""What of a replica's state others may receive, and when it is looked at; and how a received one is loaded.
 
 How it works. At the boundary a quorum is asked for at, the training thread collects the whole state once: containers
 copied, tensors referenced. The quorum worker offers that view to the members that heal. The first time, before any
 training, it is also looked through for what cannot be sent. Later what fails in collecting or sending it concerns
 receivers only.
 
-Threads: the training thread.
+Invariant: state is collected and loaded between two steps only. Threads: the training thread.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ft_core.protocol.types import VOID
+from ft_core.errors import HealError
+from ft_core.protocol.rank import events as on
+from ft_core.protocol.rank.phases import Heal
+from ft_core.protocol.types import VOID, Version
+from ft_core.runtime import notices
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
-    from ft_core.protocol.rank.rank import Step
     from ft_core.reduction.interface import Carrier
-    from ft_core.runtime.startup import Config
-    from ft_core.runtime.state_transfer import Healing
+    from ft_core.runtime.shell import RankShell
     from ft_core.runtime.user_state import LiveState
 
 
 class StateViews:
-    """Mixed into `Manager`."""
+    """The state of one rank, to give and to take."""
 
-    _carriers: list[Carrier]
-    _config: Config
-    _healing: Healing
-    _live: LiveState
-    _step: Step
+    def __init__(self, shell: RankShell, live: LiveState, carriers: Sequence[Carrier], timeout_s: float) -> None:
+        self._shell, self._live, self._carriers, self._timeout_s = shell, live, carriers, timeout_s
 
-    if TYPE_CHECKING:
+    def __repr__(self) -> str:
+        return f"StateViews({self._live!r})"
 
-        def state_dict(self) -> dict[str, int]: ...  # noqa: D102 - Manager's
+    def progress(self) -> dict[str, int]:
+        """What a checkpoint must hold besides the user's state: step, batches_committed, and the version's identity."""
+        with self._shell.lock:
+            held = self._shell.rank.held
+            return {
+                "step": held.version.step, "batches_committed": held.batches_committed,
+                "epoch": held.version.epoch, "lineage": held.lineage,
+            }  # fmt: skip
 
-    def _view(self, first: bool) -> Callable[[], dict[str, Any]]:
+    def view(self, *, first: bool) -> Callable[[], dict[str, Any]]:
         """Collect the state now, for whoever calls the result.
 
         `first`: nothing was trained yet. What the user's functions raise, and what cannot be sent (`EncodingError`,
         naming the key path), is raised here. Later it is raised by the result, because a donor does not end for a join.
         """
         try:
-            state = self._whole_state()
+            state = self.whole()
         except Exception as error:
             if first:
                 raise
@@ -55,18 +62,42 @@ class StateViews:
 
             return fail
         if first:
-            self._healing.check(state)
+            self._shell.transfer.check(state)
         return lambda: state
 
-    def _collect(self) -> dict[str, Any]:
-        return self._live.collect(self._volatile(), self._config.budget.timeout_s)
+    def users(self) -> dict[str, Any]:
+        """What the user's functions return."""
+        return self._live.collect(self.volatile(), self._timeout_s)
 
-    def _whole_state(self) -> dict[str, Any]:
+    def whole(self) -> dict[str, Any]:
         """What a healing replica receives."""
-        ended = self._step.data.ended_at or VOID
-        told = {"round_step": ended.step, "round_epoch": ended.epoch, "commit_weight": self._step.commit_weight}
-        return {"user": self._collect(), "manager": self.state_dict() | told}
+        rank = self._shell.rank
+        ended = rank.data.ended_at or VOID
+        told = {"round_step": ended.step, "round_epoch": ended.epoch, "commit_weight": rank.held.commit_weight}
+        return {"user": self.users(), "manager": self.progress() | told}
 
-    def _volatile(self) -> set[int]:
+    def volatile(self) -> set[int]:
         """Storages that forward changes. Asked for anew each time: modules may replace their buffers."""
         return set().union(*(c.buffer_storages() for c in self._carriers))
+
+    def apply_received(self) -> None:
+        """Load the state that was received. A failure here leaves the state VOID and the quorum broken."""
+        shell, rank = self._shell, self._shell.rank
+        received = shell.received
+        if received is None or rank.attempt.heal is not Heal.READY:
+            return
+        shell.dispatch(on.StateTorn())
+        try:
+            self._live.apply(received.state["user"])
+            for carrier in self._carriers:
+                carrier.state_loaded()
+        except Exception as error:
+            shell.fail(HealError(f"loading the received state failed: {type(error).__name__}: {error}"))
+            raise
+        told = received.state["manager"]
+        ended = Version(told["round_step"], told["round_epoch"]) if told["round_step"] >= 0 else None
+        shell.dispatch(on.StateApplied(ended, int(told["batches_committed"]), int(told["commit_weight"])))
+        shell.received = None
+        took = f"{received.bytes / 1e6:.1f} MB in {received.seconds:.3f} s from {len(received.donors)} donors"
+        text = f"{rank.settings.replica_id}: healed to step {rank.held.version.step}: {took}"
+        notices.say(text, quiet=rank.held.version.step <= 0 or rank.settings.group_rank > 0)

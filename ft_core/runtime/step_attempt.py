@@ -18,8 +18,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ft_core.errors import CollectiveError
-from ft_core.protocol.rank.phases import Heal, Phase
+from ft_core.protocol.rank.phases import USABLE
 from ft_core.protocol.types import Outcome, Verdict
 from ft_core.reduction.interface import FENCE_SLOTS
 
@@ -28,24 +27,17 @@ if TYPE_CHECKING:
 
     from torch.distributed import Work
 
-    from ft_core.protocol.rank.phases import MustAsk
     from ft_core.reduction.batch_weights import BatchWeights
     from ft_core.reduction.interface import Carrier
-    from ft_core.runtime.quorum_worker import Round
-    from ft_core.runtime.session import Session
-
-
-USABLE = (Phase.OPEN, Phase.LAUNCHED, Phase.FENCED)
-"""Phases in which collectives may be launched; after a fence another backward pass starts another round."""
+    from ft_core.runtime.shell import RankShell
 
 
 class StepAttempt:
     """The attempt that is open on this rank. Made by `Manager.start_quorum`, replaced by the next one."""
 
     def __init__(
-        self, number: int, session: Session, round_: Round, weights: BatchWeights, carriers: Sequence[Carrier], *,
-        rides: bool,
-    ) -> None:  # fmt: skip
+        self, number: int, shell: RankShell, weights: BatchWeights, carriers: Sequence[Carrier], *, rides: bool
+    ) -> None:
         self.number = number
         self.verdict: Verdict | None = None
         self.averaged: list[torch.Tensor] = []
@@ -57,10 +49,8 @@ class StepAttempt:
         self.source = -1
         self.used = False
         """Somebody asked whether it is usable: from then on it belongs to one step."""
-        self._session = session
-        self.round = round_
-        """What its quorum comes from. Changed by `move` only, while the session's `movable` names this attempt."""
-        self.moved = False
+        self._shell = shell
+        self._rank = shell.rank
         self._weights = weights
         self._carriers = carriers
         self._rides = rides
@@ -70,11 +60,6 @@ class StepAttempt:
 
     def __repr__(self) -> str:
         return f"StepAttempt({self.number}, verdict={self.verdict})"
-
-    def move(self, why: MustAsk) -> Round:
-        """It goes on in the next quorum (R19): returns the round to be submitted. The session's lock is held."""
-        self.round, self.moved = self.round.again(why), True
-        return self.round
 
     def ready(self) -> bool:
         """A round of reductions begins: as `usable`, and its gradients are divided by the number of participants."""
@@ -86,22 +71,20 @@ class StepAttempt:
     def usable(self) -> bool:
         """Wait for the quorum. False if nothing may be launched (the reason is in `Manager.errored`)."""
         self.used = True
-        session = self._session
-        if session.movable is not None:
-            with session.lock:
-                session.movable = None
-        round_ = self.round
-        if not round_.configured.is_set():  # in the steady state it is: no lock of the event's is taken
-            round_.wait_configured()
-        with session.lock:
-            step = session.step
-            if round_.error is not None or step.phase not in USABLE:
+        shell, rank = self._shell, self._rank
+        with shell.lock:
+            rank.pin()
+        if rank.forming:
+            shell.wait_formed()
+        with shell.lock:
+            if rank.phase not in USABLE:
                 return False
-            self.participants = participants = max(1, len(step.participants))
-            self.source = step.source
-            self._contributes = step.contributes
+            mine = rank.attempt
+            self.participants = participants = max(1, len(mine.participants))
+            self.source = mine.source
+            self._contributes = mine.contributes
             if self._contributes:
-                total = 1 if step.weight is None else step.weight
+                total = 1 if mine.weight is None else mine.weight
                 weight = total if self._weights.total is None else self._weights.reference
                 self._scale, self._whole_scale = weight / participants, total / participants
             else:
@@ -111,35 +94,35 @@ class StepAttempt:
     @property
     def scale(self) -> float:
         """What a gradient is multiplied with before the sum: weight / participants; 0.0 if this member adds nothing."""
-        return self._scale if self._scale is not None and not self._session.step.soft_error else 0.0
+        return self._scale if self._scale is not None and not self._rank.attempt.soft_error else 0.0
 
     @property
     def whole_scale(self) -> float:
         """The same for what the user averages: it counts for all micro-batches of the step."""
-        return self._whole_scale if not self._session.step.soft_error else 0.0
+        return self._whole_scale if not self._rank.attempt.soft_error else 0.0
 
     @property
     def contributes(self) -> bool:
         """What this member reduces, whatever its weight, is in the result."""
-        return self._contributes and not self._session.step.soft_error
+        return self._contributes and not self._rank.attempt.soft_error
 
     @property
     def is_source(self) -> bool:
         """This member's buffers are the ones everybody takes."""
-        plan = self._session.step.plan
+        plan = self._rank.plan
         return plan is not None and plan.replica_rank == self.source
 
     def launch(self, tensor: torch.Tensor) -> Work | None:
-        """Launch an in-place SUM on the data lane; None if the quorum is broken."""
-        session = self._session
-        with session.lock:
-            if not session.step.launching(time.monotonic()):
+        """Launch an in-place SUM over the group of the gradients; None if the quorum is broken."""
+        shell = self._shell
+        with shell.lock:
+            if not self._rank.may_launch(time.monotonic()):
                 return None
-        session.expect()
+        shell.limits.expect()
         try:
-            return session.lanes.sum(tensor, session.lanes.main)
+            return shell.communicators.sum(tensor, shell.communicators.gradients)
         except Exception as error:  # noqa: BLE001 - recorded in the step: the caller is inside autograd
-            session.fail(error)
+            shell.fail(error)
             return None
 
     def launch_fence(self, flat: torch.Tensor, tail: torch.Tensor) -> Work | None:
@@ -155,15 +138,13 @@ class StepAttempt:
         """The sum of all members' slots has arrived, and every earlier bucket with it."""
         if not self._rides:
             return
-        session = self._session
-        sums = tail.tolist()
-        with session.lock:
-            session.step.acknowledged(session.control.last_ack)
-            self.verdict = session.step.judge(sums, time.monotonic())
-        session.watchdog.disarm()
+        shell, sums = self._shell, tail.tolist()
+        with shell.lock:
+            self._rank.acknowledged(shell.control.last_ack)
+            self.verdict, actions = self._rank.count(sums, time.monotonic())
+        shell.limits.disarm()
         if self.verdict.outcome is Outcome.BROKEN:
-            session.fail(CollectiveError(self.verdict.reason))
-            session.lanes.abort(self.verdict.quorum_id)
+            shell.perform(actions)
         else:
             self.rescale(self.verdict.weight)
             self._weights.reduced()
@@ -183,41 +164,38 @@ class StepAttempt:
 
     def fail(self, error: BaseException) -> None:
         """A collective of this attempt failed."""
-        self._session.fail(error)
+        self._shell.fail(error)
 
     def report(self, error: BaseException) -> None:
         """A failure here that leaves the collectives usable: the round is completed with zeros and vetoed."""
-        with self._session.lock:
-            self._session.step.fail_softly(f"{type(error).__name__}: {error}")
-            if self._session.error is None:
-                self._session.error = error if isinstance(error, Exception) else CollectiveError(str(error))
+        self._shell.report(error)
 
     def own_fence(self) -> None:
-        """Launch the fence as a reduction of its own, on the second lane, and wait for it."""
-        session = self._session
+        """Launch the fence as a reduction of its own, over the control group, and wait for it."""
+        shell = self._shell
         tail = torch.zeros(FENCE_SLOTS)
         if not self.ready() or not self._fill(tail):
             return
-        with session.lock:
-            if not session.step.launching(time.monotonic()):
+        with shell.lock:
+            if not self._rank.may_launch(time.monotonic()):
                 return
-        session.expect()
+        shell.limits.expect()
         try:
-            session.lanes.sum(tail, session.lanes.second()).wait()
+            shell.communicators.sum(tail, shell.communicators.control()).wait()
         except Exception as error:  # noqa: BLE001 - recorded in the step
-            session.fail(error)
+            shell.fail(error)
             return
         self._rides = True
         self.fence_arrived(tail)
 
     def _fill(self, tail: torch.Tensor) -> bool:
-        session = self._session
-        if session.step.heal is Heal.PENDING:
-            self.round.wait_healed()
-        with session.lock:
-            if session.step.phase not in USABLE:
+        shell, rank = self._shell, self._rank
+        if rank.receiving:
+            shell.wait_received()
+        with shell.lock:
+            if rank.phase not in USABLE:
                 return False
-            session.step.acknowledged(session.control.last_ack)
-            slots = session.step.slots(time.monotonic())
-        session.lanes.put(slots, tail)
+            rank.acknowledged(shell.control.last_ack)
+            slots = rank.ballot(time.monotonic())
+        shell.communicators.put(slots, tail)
         return True

@@ -2,7 +2,7 @@
 futures given to `Manager.wrap_future`.
 
 How it works. A work is kept until its end was seen here, whoever else waits for it; those that ended are dropped from
-the head, because collectives of one lane end in the order in which they were launched. `should_commit` waits for the
+the head, because collectives of one group end in the order in which they were launched. `should_commit` waits for the
 futures before the fence, so that a failure of theirs still vetoes for everybody, and for the works after it: a work
 that a peer never launched shows in the fence's tag at once, and would be waited for in vain here.
 

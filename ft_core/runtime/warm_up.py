@@ -14,19 +14,13 @@ Threads: the training thread.
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING
 
 from ft_core.runtime.random_state import RandomState
 from ft_core.runtime.step_attempt import StepAttempt
-from ft_core.settings import DEFAULT_ROOM
 
 if TYPE_CHECKING:
-    from ft_core.data.interface import DataListener
-    from ft_core.protocol.rank.rank import Step
-    from ft_core.reduction.batch_weights import BatchWeights
-    from ft_core.reduction.interface import Carrier
-    from ft_core.runtime.session import Session
-    from ft_core.runtime.startup import Config
+    from ft_core.runtime.steps import Steps
 
 log = logging.getLogger("ft_core")
 
@@ -66,72 +60,54 @@ class WarmUpAttempt(StepAttempt):
 
 
 class WarmUp:
-    """Mixed into `Manager`."""
+    """The warm-up of one rank, if it makes one. `wanted`: by the user."""
 
-    _attempt: StepAttempt | None
-    _attempts: int
-    _carriers: list[Carrier]
-    _config: Config
-    _data: DataListener | None
-    _session: Session
-    _step: Step
-    _weights: BatchWeights
-    _round: Any
-    _shut_down: bool
-    _step_open: bool
-    _warm_up_wanted = False
-    _random_state: RandomState | None = None
-    """Of before the warm-up that is under way."""
-    _undone = False
-    """The warm-up that is under way has come to its vote."""
+    def __init__(self, steps: Steps, *, wanted: bool) -> None:
+        self._steps, self._wanted = steps, wanted
+        self._random_state: RandomState | None = None
+        """Of before the warm-up that is under way."""
+        self.undone = False
+        """The warm-up that is under way has come to its vote."""
 
-    if TYPE_CHECKING:
-
-        def _reset_weights(self) -> None: ...
+    def __repr__(self) -> str:
+        return f"WarmUp({'under way' if self.under_way else 'not under way'})"
 
     @property
-    def warming_up(self) -> bool:
-        """This is a newcomer's first step, outside the quorum: nothing is committed until the next start_quorum."""
+    def under_way(self) -> bool:
+        """This is a newcomer's first step, outside the quorum."""
         return self._random_state is not None
 
-    @property
-    def step_open(self) -> bool:
-        """start_quorum was called, and should_commit not yet."""
-        return not self._undone if self.warming_up else self._step_open
-
-    def _begin_warm_up(self, room_id: str) -> bool:
-        """At a start_quorum: True if the attempt that is open now is a warm-up."""
-        if self.warming_up:
-            if not self._undone:  # there was no vote
-                self._undo_warm_up()
-            self._random_state = self._attempt = None
-        session = self._session
+    def begin(self, *, own_room: bool) -> bool:
+        """At a start_quorum: True if the attempt that is open now is a warm-up. `own_room`: of this Manager."""
+        steps, shell, rank = self._steps, self._steps.shell, self._steps.rank
+        if self.under_way:
+            if not self.undone:  # there was no vote
+                self.undo()
+            self._random_state = steps.attempt = None
         due = is_due(
-            wanted=self._warm_up_wanted and not (session.draining or session.fatal is not None or self._shut_down),
-            first=self._round is None,
-            others_train=bool(session.peers) and room_id in (DEFAULT_ROOM, self._config.room),
-            ranks=self._config.world_size,
-            wraps_a_model=bool(self._carriers),
-            divides_data=self._data is not None,
-            has_data=not self._step.data.exhausted,
+            wanted=self._wanted and not (rank.draining or rank.refused is not None or rank.closed),
+            first=rank.wish is None,
+            others_train=bool(shell.peers) and own_room,
+            ranks=steps.config.world_size,
+            wraps_a_model=bool(steps.carriers),
+            divides_data=steps.data is not None,
+            has_data=not rank.data.exhausted,
         )
-        self._warm_up_wanted = False
+        self._wanted = False
         if not due:
             return False
-        name = self._step.settings.replica_id
+        name = rank.settings.replica_id
         log.info("%s: others are training: the first step is a warm-up outside the quorum, and not committed", name)
-        session.control.progress(self._step.version.step, "warming up", self._step.stable)
+        shell.control.progress(rank.held.version.step, "warming up", rank.held.stable)
         self._random_state = RandomState.take()
-        self._attempts += 1
-        nowhere = cast("Any", None)  # it has no round of asking
-        self._attempt = WarmUpAttempt(self._attempts, session, nowhere, self._weights, self._carriers, rides=False)
+        steps.attempt = WarmUpAttempt(0, shell, steps.weights, steps.carriers, rides=False)
         return True
 
-    def _undo_warm_up(self) -> None:
+    def undo(self) -> None:
         """At a vote: give back what was changed. There may be more votes before the next start_quorum, which asks."""
         assert self._random_state is not None
         self._random_state.restore()
-        for carrier in self._carriers:
+        for carrier in self._steps.carriers:
             carrier.vetoed()
-        self._reset_weights()
-        self._undone = True
+        self._steps.reset_weights()
+        self.undone = True

@@ -88,7 +88,7 @@ class DeathNotice:
     """What makes the death of the process of one Manager known at once.
 
     Args:
-        connections: returns the descriptors of the connections whose end tells others of this process's death.
+        connections: returns the descriptors of the connections whose end shows this process's death to others.
     """
 
     def __init__(self, connections: Callable[[], Iterable[int]]) -> None:

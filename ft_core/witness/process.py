@@ -1,12 +1,12 @@
 """The witness: waits for the death of the training processes that it is connected to, and ends their connections.
 
 How it works. A training process sends, over a Unix socket, the page of a robust mutex that one of its threads holds,
-and duplicates of the connections whose end tells others of its death (`link` is that side). One thread per mutex waits
+and duplicates of the connections whose end shows its death to others (`link` is that side). One thread per mutex waits
 for it. If its holder died, all duplicates that belong to that mutex are shut down: that ends the connection itself, not
 only the duplicate, so every peer sees the end of file now instead of when the kernel has freed the process's memory.
-Whoever runs the witness may be told, too (`died`): ftrun is, and starts a replacement at once.
+Whoever runs the witness may be notified, too (`died`): ftrun is, and starts a replacement at once.
 
-A mutex is released, too, when only its thread ends or when the process execs; `is_ending` tells these from a death, so
+A mutex is released, too, when only its thread ends or when the process execs; `is_ending` sees that these are none, so
 that nothing which still runs loses a connection. Duplicates are dropped when the owner sends a new set, when it lets go
 of the mutex, and when its connection to the witness ends: they never outlive what they were sent for. What the owner
 sent just before it died may be read after its death is known: it is shut down then.
@@ -55,7 +55,7 @@ FINISH_S = 1.0
 HEAD = struct.Struct("=BI")
 """What to do, and which mutex (a number of the sender's)."""
 WATCH, CONNECTIONS, MORE, RELEASE = range(1, 5)
-"""A mutex to wait for, with its page and what /proc says of its holder (see `Watched`); the connections to end with it
+"""A mutex to wait for, with its page and what /proc shows of its holder (see `Watched`); the connections to end with it
 (MORE: further ones of that set); forget it."""
 PF_EXITING = 0x4
 """The kernel's flag of a task that is ending, in field 9 of /proc/<pid>/stat."""
@@ -143,7 +143,7 @@ class Witness:
         self._died = died
         self._watched: dict[tuple[int, int], Watched] = {}
         self._orphans: set[Watched] = set()
-        """Whose connection to the witness has ended, but whose mutex has not told yet that they died."""
+        """Processes whose connection to the witness has ended, but whose mutex has not shown yet that they died."""
         self._lock = threading.Lock()
 
     def __repr__(self) -> str:

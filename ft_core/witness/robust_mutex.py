@@ -4,7 +4,7 @@ How it works. The page is an anonymous file (memfd), so that it needs no /dev/sh
 of the robust mutexes that a thread holds as the first act of that thread's end, before the process's memory and
 descriptors go, and whoever waits for one of them gets EOWNERDEAD (pthread_mutex_lock(3p), robust futexes: the kernel's
 Documentation/locking/robust-futexes). The list is per thread, and is left behind by exec, too; a forked child owns
-nothing. One byte beside the mutex says that the holder is letting go of it by intention.
+nothing. One byte beside the mutex shows that the holder is letting go of it by intention.
 
 Invariant: only the thread that locked it unlocks it. Nothing here needs torch. Threads: `lock` and `unlock` by the
 holder, `wait` by a thread of the witness that has nothing else to do; `mark_regular` by any thread.
@@ -22,7 +22,7 @@ PAGE_BYTES = 4096
 _MUTEX_BYTES = 64
 """Room for a pthread_mutex_t, which has 40 to 48 bytes on the systems we know."""
 _REGULAR_AT = 64
-"""Where the byte is that says that the holder ends regularly."""
+"""Offset of the byte that shows that the holder ends regularly."""
 _SHARED = 1  # PTHREAD_PROCESS_SHARED
 _ROBUST = 1  # PTHREAD_MUTEX_ROBUST
 
@@ -79,7 +79,7 @@ class RobustMutex:
         _check(_libc.pthread_mutex_trylock(self._mutex))
 
     def unlock(self) -> None:
-        """Let go of it, by the thread that locked it; whoever waits is told that this was no death."""
+        """Let go of it, by the thread that locked it; whoever waits learns that this was no death."""
         self.mark_regular()
         _check(_libc.pthread_mutex_unlock(self._mutex))
 

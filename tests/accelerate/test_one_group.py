@@ -100,7 +100,7 @@ def test_a_quorum_that_breaks_is_formed_anew_with_the_next_batch() -> None:
     for index, (x,) in enumerate(s.data):
         quorum = s.accelerator.manager.quorum_id
         if index == 3:
-            s.accelerator.manager._session.fail(RuntimeError("a peer is gone"))
+            s.accelerator.manager._runtime.shell.fail(RuntimeError("a peer is gone"))
         s.step(x)
         assert s.accelerator.optimizer_step_was_skipped == (index == 3)
         assert index != 3 or s.accelerator._run.window.silent

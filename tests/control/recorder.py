@@ -1,4 +1,4 @@
-"""A LeaseHandler that writes down what it is told, and lets a test wait for it; and a replica made of one."""
+"""A PushHandler that writes down what it is told, and lets a test wait for it; and a replica made of one."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ import time
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from ft_core.control.lighthouse.lease_client import LeaseClient, LeaseSettings, Peers
+from ft_core.control.lighthouse.lease_client import LeaseClient, LeaseSettings
 from ft_core.protocol.lighthouse.events import Hello
-from ft_core.protocol.types import VOID, Ask, Quorum, Version
+from ft_core.protocol.pushes import Answer, Busy, Change, Lost, Order, Over, Push, Reason, Refusal, Welcome
+from ft_core.protocol.types import Ask, Quorum, Version
 from ft_core.settings import TimeBudget
 
 if TYPE_CHECKING:
@@ -60,37 +61,30 @@ class Recorder:
             highest_id=self.quorum.quorum_id,
         )
 
-    def on_welcome(self, peers: Peers) -> None:
-        self.note("welcome", peers)
-
-    def on_quorum(self, seq: int, quorum: Quorum) -> None:
-        self.quorum = quorum
-        self.note("quorum", seq, quorum)
-
-    def on_reason(self, reason: str, paused_s: float = 0.0) -> None:
-        self.note("reason", reason)
-        self.note("awaited", paused_s)
-
-    def on_change_pending(self, quorum_id: int, reason: str) -> None:
-        self.note("change_pending", quorum_id, reason)
-
-    def on_member_lost(self, quorum_id: int, lost: tuple[str, ...], held: Version = VOID) -> None:
-        self.note("member_lost", quorum_id, lost)
-
-    def on_paused(self, quorum_id: int, replica_id: str, for_s: float) -> None:
-        self.note("paused", quorum_id, replica_id, for_s)
-
-    def on_superseded(self, quorum_id: int) -> None:
-        self.note("superseded", quorum_id)
-
-    def on_refused(self, error: Exception) -> None:
-        self.note("refused", error)
-
-    def on_drain(self, reason: str) -> None:
-        self.note("drain", reason)
-
-    def on_kill(self, reason: str) -> None:
-        self.note("kill", reason)
+    def on_push(self, push: Push) -> None:
+        match push:
+            case Welcome():
+                self.note("welcome", push.peers)
+            case Answer():
+                self.quorum = push.quorum
+                self.note("quorum", push.seq, push.quorum)
+            case Reason():
+                self.note("reason", push.text)
+                self.note("awaited", push.paused_s)
+            case Change():
+                self.note("change_pending", push.quorum_id, push.reason)
+            case Lost():
+                self.note("member_lost", push.quorum_id, push.lost)
+            case Busy():
+                self.note("paused", push.quorum_id, push.replica_id, push.for_s)
+            case Over():
+                self.note("superseded", push.quorum_id)
+            case Refusal():
+                self.note("refused", push.error)
+            case Order():
+                self.note("kill" if push.kill else "drain", push.reason)
+            case _:
+                raise AssertionError(push)
 
 
 class Replica:

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from ft_core.errors import ConfigError, JobFinishedError, ProtocolError, RefusedError
 from ft_core.protocol.lighthouse.events import Hello, Left, Progress
+from ft_core.protocol.pushes import Acked, Answer, Busy, Change, Lost, Order, Over, Push, Reason, Refusal
 from ft_core.protocol.types import VOID, Ask, Member, Outcome, Quorum, Verdict, Version
 from ft_core.rpc import codec
 from ft_core.rpc.codec import pb
@@ -55,14 +56,14 @@ VERDICTS = st.builds(
 PROGRESSES = st.builds(Progress, st.just("me"), st.just(7), STEPS, NAMES, VERSIONS, MILLIS, ADDRESSES)
 LEFTS = st.builds(Left, st.just("me"), st.just(7), TEXTS, st.booleans(), VERSIONS, st.booleans())
 PUSHES = (
-    st.builds(codec.Answer, INT64, QUORUMS)
-    | st.builds(codec.Reason, TEXTS)
-    | st.builds(codec.Change, INT64, TEXTS)
-    | st.builds(codec.Lost, INT64, ADDRESSES, VERSIONS)
-    | st.builds(codec.Busy, INT64, NAMES, MILLIS)
-    | st.builds(codec.Over, INT64)
-    | st.builds(codec.Order, st.booleans(), TEXTS)
-    | st.builds(codec.Acked, st.integers(0, 10**9).map(float), MILLIS)
+    st.builds(Answer, INT64, QUORUMS)
+    | st.builds(Reason, TEXTS)
+    | st.builds(Change, INT64, TEXTS)
+    | st.builds(Lost, INT64, ADDRESSES, VERSIONS)
+    | st.builds(Busy, INT64, NAMES, MILLIS)
+    | st.builds(Over, INT64)
+    | st.builds(Order, st.booleans(), TEXTS)
+    | st.builds(Acked, st.integers(0, 10**9).map(float), MILLIS)
 )
 FAST = settings(max_examples=60, deadline=None)
 
@@ -77,7 +78,7 @@ def test_hello_arrives(hello: Hello, room: str) -> None:
 @FAST
 @given(ASKS)
 def test_ask_arrives(ask: Ask) -> None:
-    assert codec.decode_lease_request(codec.encode_ask(ask), ask.replica_id) == ask
+    assert codec.decode_lease_request(codec.encode_lease(ask), ask.replica_id) == ask
     assert codec.decode_group_request(codec.encode_rank(codec.RankAsk(ask, "x"))) == codec.RankAsk(ask, "x")
 
 
@@ -85,29 +86,27 @@ def test_ask_arrives(ask: Ask) -> None:
 @given(PROGRESSES, LEFTS, st.integers(0, 10**9).map(float))
 def test_progress_and_goodbye_arrive(progress: Progress, left: Left, clock_s: float) -> None:
     renewal = codec.Renewal(clock_s, progress)
-    assert codec.decode_lease_request(codec.encode_renewal(renewal), "me", 7) == renewal
-    assert codec.decode_lease_request(codec.encode_left(left), "me", 7) == left
+    assert codec.decode_lease_request(codec.encode_lease(renewal), "me", 7) == renewal
+    assert codec.decode_lease_request(codec.encode_lease(left), "me", 7) == left
 
 
 @FAST
 @given(VERDICTS)
 def test_verdict_arrives(verdict: Verdict) -> None:
     assert codec.decode_group_request(codec.encode_rank(verdict)) == verdict
-    assert codec.decode_group_push(codec.encode_push(verdict)) == verdict
+    assert codec.decode_push(codec.encode_push(verdict)) == verdict
 
 
 @FAST
 @given(PUSHES)
-def test_pushes_mean_the_same_to_a_lease_and_to_a_rank(push: codec.Push) -> None:
-    data = codec.encode_push(push)
-    assert codec.decode_lease_push(data) == push
-    assert codec.decode_group_push(data) == push
+def test_a_push_arrives(push: Push) -> None:
+    assert codec.decode_push(codec.encode_push(push)) == push
 
 
 @FAST
 @given(QUORUMS, INT64)
 def test_a_shared_quorum_answers_each_member(quorum: Quorum, seq: int) -> None:
-    assert codec.decode_lease_push(codec.answer(seq, codec.encode_quorum(quorum))) == codec.Answer(seq, quorum)
+    assert codec.decode_push(codec.answer(seq, codec.encode_quorum(quorum))) == Answer(seq, quorum)
     assert codec.decode_quorum_info(codec.encode_quorum_info(quorum)) == quorum
 
 
@@ -117,8 +116,7 @@ def test_garbage_is_a_protocol_error_or_nothing(data: bytes) -> None:
     for decode in (
         codec.decode_lease_request,
         codec.decode_group_request,
-        codec.decode_lease_push,
-        codec.decode_group_push,
+        codec.decode_push,
     ):
         with contextlib.suppress(ProtocolError):
             decode(data)
@@ -126,8 +124,8 @@ def test_garbage_is_a_protocol_error_or_nothing(data: bytes) -> None:
 
 @pytest.mark.parametrize("error", [RefusedError("r"), JobFinishedError("f"), ProtocolError("p"), ConfigError("c")])
 def test_a_refusal_arrives_as_the_error_it_is(error: Exception) -> None:
-    push = codec.decode_lease_push(codec.encode_push(codec.Refusal(error)))
-    assert isinstance(push, codec.Refusal)
+    push = codec.decode_push(codec.encode_push(Refusal(error)))
+    assert isinstance(push, Refusal)
     assert type(push.error) is type(error)
     assert str(push.error) == str(error)
 
@@ -167,7 +165,7 @@ ASK = Ask("a:1", 1)
 def test_a_broken_bound_is_the_senders_mistake(change: dict[str, Any], names: str) -> None:
     with pytest.raises((ConfigError, ProtocolError), match=names):
         # A version below VOID can be written down but not read: protobuf has no bounds of its own.
-        codec.decode_lease_request(codec.encode_ask(replace(ASK, **change)), "a:1")
+        codec.decode_lease_request(codec.encode_lease(replace(ASK, **change)), "a:1")
 
 
 def test_what_arrives_is_bounded_too() -> None:
@@ -185,16 +183,16 @@ def test_what_arrives_is_bounded_too() -> None:
     for _ in range(2):
         twice.members.add(replica_id="a", group_world_size=1)
     with pytest.raises(ProtocolError, match="twice"):
-        codec.decode_lease_push(pb.LeasePush(quorum=twice).SerializeToString())
+        codec.decode_push(pb.Push(quorum=twice).SerializeToString())
 
 
 def test_a_push_of_a_later_release_is_passed_over() -> None:
-    assert codec.decode_lease_push(b"") is None
+    assert codec.decode_push(b"") is None
 
 
 def test_long_reasons_are_cut_and_long_layouts_left_out() -> None:
-    push = codec.decode_lease_push(codec.encode_push(codec.Reason("x" * 10_000)))
-    assert isinstance(push, codec.Reason)
+    push = codec.decode_push(codec.encode_push(Reason("x" * 10_000)))
+    assert isinstance(push, Reason)
     assert len(push.text) == codec.MAX_TEXT
     lines = tuple(f"layer{n}.weight float32 [1024, 1024]" for n in range(100_000))
     opening = codec.decode_lease_request(codec.encode_hello(Hello("a", "a", 0, 1, layout_lines=lines), "r", ""))
@@ -212,9 +210,9 @@ def test_a_quorum_of_the_largest_asks_that_are_taken_can_be_sent() -> None:
         text * codec.MAX_NAME, 1, Version(MAX_STEP, 2**63 - 1), 2**64 - 1, quorum_id=2**63 - 1, heal_addresses=many,
         store_address=text * codec.MAX_ADDRESS, address=text * codec.MAX_ADDRESS, data=text * codec.MAX_DATA,
     )  # fmt: skip
-    taken = codec.decode_lease_request(codec.encode_ask(ask), ask.replica_id)
+    taken = codec.decode_lease_request(codec.encode_lease(ask), ask.replica_id)
     assert isinstance(taken, Ask)
     quorum = Quorum(2**63 - 1, (Member.of(taken),), 2**62)
     assert MAX_REPLICAS * len(codec.encode_quorum(quorum)) < codec.MAX_PUSH_BYTES
     with pytest.raises(ConfigError, match=r"Ask.heal_addresses has 1\d+ bytes in all; at most 163840 are allowed"):
-        codec.encode_ask(replace(ask, heal_addresses=(*many, text * 99)))
+        codec.encode_lease(replace(ask, heal_addresses=(*many, text * 99)))

@@ -276,6 +276,16 @@ def test_a_vote_that_nobody_joins_is_broken_at_the_timeout(group: Group) -> None
     assert "did not agree" in verdict.reason
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_vote_that_waited_too_long_is_not_counted(group: Group, rank: int) -> None:
+    """Otherwise the ranks that vote later apply a commit that this one does not."""
+    vote = Verdict(group.answers()[0].quorum_id, 0, COMMIT)
+    assert group.controls[rank].vote(vote, 0.1).outcome is BROKEN
+    others = [group.controls[other].vote(vote, 5.0) for other in range(SIZE) if other != rank]
+    assert [verdict.outcome for verdict in others] == [BROKEN, BROKEN]
+    assert "did not agree" in others[0].reason
+
+
 def test_the_lighthouses_pushes_reach_every_rank(group: Group, replica: Callable[..., Replica]) -> None:
     other = replica("h:1", group_world_size=SIZE)
     other.lease.wait_connected(5)

@@ -222,7 +222,7 @@ def test_a_differing_protocol_version_is_refused(lighthouse: LighthouseServer) -
     hello = pb.LeaseRequest(hello=pb.Hello(protocol_version=99, release="9.9", room="default", replica_id="x"))
     pushes = converse(channel, hello.SerializeToString())
     channel.close()
-    refused = pb.LeasePush.FromString(pushes[0]).refused
+    refused = pb.Push.FromString(pushes[0]).refused
     assert refused.kind == pb.Refused.Kind.PROTOCOL
     assert "version 99" in refused.reason
     assert "upgrade ft-training on the lighthouse" in refused.reason
@@ -240,7 +240,7 @@ def test_garbage_disturbs_nobody(trio: list[Replica], lighthouse: LighthouseServ
                 pass
     channel = open_channel(lighthouse.address(), "addr", None)
     pushes = converse(channel, b"\xff\xff\xff")
-    assert pb.LeasePush.FromString(pushes[0]).refused.kind == pb.Refused.Kind.PROTOCOL
+    assert pb.Push.FromString(pushes[0]).refused.kind == pb.Refused.Kind.PROTOCOL
     unary: grpc.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary(f"/{LIGHTHOUSE}/Quorum")
     with pytest.raises(grpc.RpcError, match="not a QuorumRequest"):
         unary(b"\xff\xff\xff", timeout=5)
@@ -378,7 +378,7 @@ def test_a_failing_handler_does_not_end_the_lease(replica: Callable[..., Replica
         if len(one.recorder.of("broken")) == 1:
             raise RuntimeError("a bug in a handler")
 
-    one.recorder.on_welcome = broken  # type: ignore[method-assign, assignment]
+    one.recorder.on_push = broken  # type: ignore[method-assign, assignment]
     one.lease.start()
     one.recorder.wait("broken", lambda: len(one.recorder.of("broken")) >= 2)
 

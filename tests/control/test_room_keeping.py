@@ -14,6 +14,7 @@ from ft_core.errors import JobFinishedError, RefusedError
 from ft_core.protocol.lighthouse.events import Asked, Hello, LeaseEnded, Left
 from ft_core.protocol.lighthouse.room import Room
 from ft_core.protocol.lighthouse.room_keeping import MAX_FINISHED, MAX_ROOMS, FinishedRooms, replaceable
+from ft_core.protocol.pushes import Answer, Push, Refusal, Welcome
 from ft_core.protocol.quorum_ids import QuorumIds
 from ft_core.protocol.types import Ask, Version
 from ft_core.rpc import codec
@@ -41,7 +42,7 @@ class Stream:
         self._call: grpc.aio.StreamStreamCall[bytes, bytes] = channel.stream_stream(f"/{LIGHTHOUSE}/Lease")()
         self._room, self._name = room, name
 
-    async def open(self) -> codec.Push:
+    async def open(self) -> Push:
         """Hello; the answer."""
         hello = Hello(f"{self._name}:1", self._name, 0, 1)
         await self._call.write(codec.encode_hello(hello, self._room, "test"))
@@ -49,13 +50,13 @@ class Stream:
 
     async def ask(self) -> None:
         """Ask, and be in a quorum."""
-        await self._call.write(codec.encode_ask(Ask(f"{self._name}:1", 1)))
-        while not isinstance(await self._next(), codec.Answer):
+        await self._call.write(codec.encode_lease(Ask(f"{self._name}:1", 1)))
+        while not isinstance(await self._next(), Answer):
             pass
 
     async def finish(self) -> None:
         """Training is over."""
-        await self._call.write(codec.encode_left(Left(f"{self._name}:1", 0, "out of data", True, Version(7, 1), True)))
+        await self._call.write(codec.encode_lease(Left(f"{self._name}:1", 0, "out of data", True, Version(7, 1), True)))
         while await self._call.read() is not grpc.aio.EOF:
             pass
 
@@ -63,10 +64,10 @@ class Stream:
         """The connection closes, without a word."""
         self._call.cancel()
 
-    async def _next(self) -> codec.Push:
+    async def _next(self) -> Push:
         data = await self._call.read()
         assert isinstance(data, bytes)
-        push = codec.decode_lease_push(data)
+        push = codec.decode_push(data)
         assert push is not None
         return push
 
@@ -83,7 +84,7 @@ def test_a_thousand_runs_of_one_job_at_one_lighthouse(server: LighthouseServer) 
             for nth in range(RUNS):
                 stream = Stream(channel, room_of_run(nth))
                 opened = await stream.open()
-                assert isinstance(opened, codec.Welcome), f"run {nth}: {opened}"
+                assert isinstance(opened, Welcome), f"run {nth}: {opened}"
                 if nth % 2:
                     await stream.vanish()
                 else:
@@ -91,7 +92,7 @@ def test_a_thousand_runs_of_one_job_at_one_lighthouse(server: LighthouseServer) 
                     await stream.finish()
             for nth in (0, RUNS // 2, RUNS - 2):
                 late = await Stream(channel, room_of_run(nth), "late").open()
-                assert isinstance(late, codec.Refusal), "it would train again over the checkpoints"
+                assert isinstance(late, Refusal), "it would train again over the checkpoints"
                 assert isinstance(late.error, JobFinishedError)
             await beside.finish()
 
@@ -114,13 +115,13 @@ def test_rooms_with_living_replicas_are_never_forgotten(server: LighthouseServer
         async with grpc.aio.insecure_channel(server.address().removeprefix("http://"), options=options) as channel:
             streams = [Stream(channel, f"job {number}") for number in range(MAX_ROOMS)]
             for stream in streams:
-                assert isinstance(await stream.open(), codec.Welcome)
+                assert isinstance(await stream.open(), Welcome)
             refused = await Stream(channel, "one more").open()
-            assert isinstance(refused, codec.Refusal)
+            assert isinstance(refused, Refusal)
             assert isinstance(refused.error, RefusedError)
             assert "all of 256 rooms here have living replicas: start a lighthouse for 'one more'" in str(refused.error)
             await streams[5].finish()
-            assert isinstance(await Stream(channel, "one more").open(), codec.Welcome)
+            assert isinstance(await Stream(channel, "one more").open(), Welcome)
 
     asyncio.run(run())
 

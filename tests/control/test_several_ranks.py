@@ -13,7 +13,8 @@ from torch._C._distributed_c10d import TCPStore
 
 from ft_core import DistributedDataParallel, Manager, OptimizerWrapper, ProcessGroupGloo
 from ft_core.errors import HealError, RefusedError
-from ft_core.protocol.group.group import UNEVEN
+from ft_core.protocol.group.merge import UNEVEN
+from ft_core.protocol.pushes import Over
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -118,7 +119,7 @@ def test_a_rank_that_cannot_be_healed_costs_all_one_step(
             if all(other.manager.current_step() > 3 for other in a.ranks):
                 break
             committed.wait(0.01)
-        healing = rank.manager._healing
+        healing = rank.manager._runtime.shell.transfer
         receive = healing.receive
 
         def failing(*_: Any) -> Received:
@@ -126,7 +127,7 @@ def test_a_rank_that_cannot_be_healed_costs_all_one_step(
             raise HealError("injected: no donor could be received from")
 
         healing.receive = failing  # type: ignore[assignment, method-assign]
-        rank.manager._session.fail(OSError("injected: a connection broke"))
+        rank.manager._runtime.shell.fail(OSError("injected: a connection broke"))
 
     bad.at[3] = falls_behind
     with caplog.at_level("INFO", logger="ft_core"):
@@ -175,20 +176,18 @@ def test_what_one_rank_hears_between_vote_and_answer(lighthouse: LighthouseServe
     a, b = Group(lighthouse, "a"), Group(lighthouse, "b")
 
     def hears_late(rank: Rank) -> None:
-        session = rank.manager._session
-        vote = session.control.vote
+        shell = rank.manager._runtime.shell
+        vote = shell.control.vote
 
         def then_vote(verdict: Verdict, limit_s: float) -> Verdict:
-            del session.control.vote
+            del shell.control.vote
             if what == "lost":
-                with session.lock:
-                    assert session.step.plan is not None
-                    session.step.lost(session.step.plan.quorum_id, "somebody is gone")
+                shell.on_push(Over(shell.rank.quorum_id))
             else:
-                session.fail(OSError("a late failure"))
+                shell.fail(OSError("a late failure"))
             return vote(verdict, limit_s)
 
-        session.control.vote = then_vote  # type: ignore[method-assign,assignment]
+        shell.control.vote = then_vote  # type: ignore[method-assign,assignment]
 
     b.ranks[1].at[3] = hears_late
     a.start()

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from ft_core.certificates import Tls
-from ft_core.control.group.ranks import group_tls
+from ft_core.control.group.tls import group_tls
 from ft_core.control.lighthouse.lease_client import LeaseClient, LeaseSettings
 from ft_core.coordination import LighthouseClient, LighthouseServer
 from ft_core.errors import ConfigError, LighthouseError

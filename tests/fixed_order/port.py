@@ -23,7 +23,7 @@ class Port(Membership, FakePort):
     def __init__(self, groups: int = 1, place: int | None = 0, ranks: int = 1) -> None:
         Membership.__init__(self, groups, place)
         FakePort.__init__(self)
-        self._config = SimpleNamespace(world_size=ranks)
+        self._runtime = SimpleNamespace(config=SimpleNamespace(world_size=ranks))
         self.whole_steps = False
         self.attempts: list[FakeAttempt] = []
         self.faults: dict[str, Any] = {}

@@ -73,7 +73,7 @@ class Model(pl.LightningModule):
         following = (place[0], batch_idx + 1)
         if following == DEATH and GROUP == 1:
             note("between", following).touch()
-            wait_for(lambda: strategy.manager._step.broken)
+            wait_for(lambda: strategy.manager._runtime.rank.broken)
             wait_for(note("vetoed", following).exists)
         if place == DEATH and GROUP == 0:
             note("vetoed", place).touch()

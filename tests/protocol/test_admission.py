@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ft_core.protocol.group.group import Mismatch, merge_asks
+from ft_core.protocol.group.merge import Mismatch, merge_asks
 from ft_core.protocol.lighthouse.events import Announce, Asked, Ended, Left
 from ft_core.protocol.lighthouse.model_signature import setting_lines
 from ft_core.protocol.lighthouse.quorum_rule import decide

@@ -7,7 +7,8 @@ import itertools
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ft_core.protocol.group.group import MAX_OPEN_VOTES, Mismatch, Votes, merge_asks, merge_votes
+from ft_core.protocol.group.merge import Mismatch, merge_asks, merge_votes
+from ft_core.protocol.group.votes import MAX_OPEN_VOTES, Votes
 from ft_core.protocol.types import VOID, Ask, Outcome, Verdict, Version
 
 COMMIT, VETO, BROKEN = (Verdict(9, 2, o, o.value) for o in Outcome)

@@ -1,92 +1,102 @@
-"""R12 at the boundary: the ranks of a group go on, or ask, together, whatever one of them heard since the vote."""
+"""R12 at the boundary: the ranks of a group go on, or ask, together, whatever one of them learnt since the vote."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-import pytest
-
+from ft_core.errors import CollectiveError
+from ft_core.protocol.rank import actions as do
+from ft_core.protocol.rank import events as on
 from ft_core.protocol.rank.phases import Go, MustAsk, Phase
-from ft_core.protocol.rank.settings import MemberRules
-from ft_core.protocol.types import Outcome
-from tests.protocol.rig import Rig
-
-if TYPE_CHECKING:
-    from ft_core.protocol.rank.rank import Step
+from ft_core.protocol.rank.rank import Settled
+from ft_core.protocol.rank.settings import RankRules
+from ft_core.protocol.types import Outcome, Verdict
+from tests.protocol.rig import CheckedRank, Rig, only, trained, wish
 
 
-def ranks(rules: MemberRules | None = None) -> Step:
+def ranks(rules: RankRules | None = None) -> CheckedRank:
     """A rank of a group of two, after a committed step."""
-    rig = Rig(group_world_size=2, rules=rules or MemberRules())
-    rig.form()
-    rig.attempt()
-    return rig["a"]
+    return trained(group_world_size=2, rules=rules or RankRules())["a"]
+
+
+def loses_b(rank: CheckedRank) -> do.Actions:
+    return rank.handle(on.MemberLost(rank.quorum_id, ("b",)), 0.0)
 
 
 def test_what_broke_since_the_vote_is_told_in_the_next_one() -> None:
-    step = ranks()
-    assert step.plan is not None
-    step.lost(step.plan.quorum_id, "b is gone")
-    assert step.phase is Phase.BROKEN
-    assert isinstance(step.boundary(), Go)
-    assert isinstance(step.boundary(), Go)  # asked again before anything was launched
-    assert not step.launching(0.0)
-    verdict = step.vote()
-    assert (verdict.outcome, verdict.reason) == (Outcome.BROKEN, "b is gone")
-    step.settle(verdict)
-    assert isinstance(step.boundary(), MustAsk)
+    rank = ranks()
+    loses_b(rank)
+    assert rank.phase is Phase.BROKEN
+    assert [rank.boundary(), rank.boundary()] == [Go()] * 2, "asked again before anything was launched"
+    assert str(rank.error) == "lost b", "nothing that is launched now has a result"
+    assert not rank.may_launch(0.0)
+    verdict = rank.own_vote()
+    assert verdict == Verdict(rank.quorum_id, 1, Outcome.BROKEN, "lost b")
+    assert rank.settle(verdict) == Settled(commit=False, actions=(do.Abort(rank.quorum_id),))
+    assert rank.boundary() == MustAsk("lost b", failed=True)
 
 
-def fenced() -> Step:
+def counted() -> CheckedRank:
     rig = Rig(group_world_size=2)
     rig.form()
-    assert {v.outcome for v in rig.fence().values()} == {Outcome.COMMIT}
+    assert {v.outcome for v in rig.count().values()} == {Outcome.COMMIT}
     return rig["a"]
 
 
-def test_a_loss_heard_before_the_vote_is_told_in_it() -> None:
-    step = fenced()
-    assert step.plan is not None
-    step.lost(step.plan.quorum_id, "b is gone")
-    told = step.vote()
+def test_a_loss_learnt_before_the_vote_is_told_in_it() -> None:
+    rank = counted()
+    assert loses_b(rank) == (do.AbortUserGroup(rank.quorum_id),)
+    told = rank.own_vote()
     assert (told.outcome, told.change) == (Outcome.COMMIT, True)
-    assert step.settle(told)
-    assert isinstance(step.boundary(), MustAsk)
+    assert rank.settle(told) == Settled(commit=True, actions=())
+    assert rank.boundary() == MustAsk("lost b", failed=False)
 
 
-def test_a_loss_heard_between_vote_and_answer_waits_for_the_next_vote() -> None:
-    step = fenced()
-    assert step.plan is not None
-    told = step.vote()
+def test_a_loss_learnt_between_vote_and_answer_waits_for_the_next_vote() -> None:
+    rank = counted()
+    told = rank.own_vote()
     assert not told.change
-    step.lost(step.plan.quorum_id, "b is gone")
-    assert step.settle(told)  # as the others of the group do, who have not heard of it
-    assert isinstance(step.boundary(), Go)
-    assert not step.launching(0.0)
-    verdict = step.vote()
-    assert (verdict.outcome, verdict.reason) == (Outcome.BROKEN, "b is gone")
+    assert loses_b(rank) == (do.AbortUserGroup(rank.quorum_id),)
+    # As the others of the group do, who have not learnt of it.
+    assert rank.settle(told) == Settled(commit=True, actions=(do.Abort(rank.quorum_id),))
+    assert rank.boundary() == Go()
+    assert not rank.may_launch(0.0)
+    assert rank.own_vote() == Verdict(rank.quorum_id, 1, Outcome.BROKEN, "lost b")
+
+
+def test_alone_a_loss_learnt_after_the_vote_makes_the_next_boundary_ask() -> None:
+    rig = Rig()
+    rig.form()
+    rig.count()
+    rank = rig["a"]
+    told = rank.own_vote()
+    loses_b(rank)
+    assert rank.settle(told) == Settled(commit=True, actions=())
+    assert rank.boundary() == MustAsk("lost b", failed=False)
 
 
 def test_a_vote_that_was_skipped_ends_the_agreement() -> None:
-    step = ranks()
-    step.launching(0.0)
-    step.break_("its collective failed")
-    assert isinstance(step.boundary(), MustAsk)
+    rank = ranks()
+    rank.may_launch(0.0)
+    rank.handle(on.CollectiveFailed(CollectiveError("its collective failed")), 0.0)
+    assert rank.boundary() == MustAsk("its collective failed", failed=True)
 
 
-@pytest.mark.parametrize("rules", [MemberRules(r12_alike=False)])
-def test_without_the_rule_one_rank_asks_alone(rules: MemberRules) -> None:
-    step = ranks(rules)
-    assert step.plan is not None
-    step.lost(step.plan.quorum_id, "b is gone")
-    assert isinstance(step.boundary(), MustAsk)
+def test_an_ask_of_the_scripts_ends_the_agreement() -> None:
+    """All ranks of the group change the room: one that gets no quorum has nothing to wait for in a vote."""
+    rank = ranks()
+    room = MustAsk("changing to room 2", failed=False)
+    ask = only(rank.handle(on.QuorumWanted(wish(timeout_s=5.0), room), 0.0), do.SendAsk).ask
+    assert (ask.reason, ask.failed) == ("changing to room 2", False)
+    rank.handle(on.Tick(), 5.0)
+    assert rank.boundary() == MustAsk("no quorum within 5 s (quorum_timeout): the lighthouse gave no reason", True)
+
+
+def test_without_the_rule_one_rank_asks_alone() -> None:
+    rank = ranks(RankRules(r12_alike=False))
+    loses_b(rank)
+    assert rank.boundary() == MustAsk("lost b", failed=True)
 
 
 def test_a_group_of_one_asks_at_once() -> None:
-    rig = Rig()
-    rig.form()
-    rig.attempt()
-    step = rig["a"]
-    assert step.plan is not None
-    step.lost(step.plan.quorum_id, "b is gone")
-    assert isinstance(step.boundary(), MustAsk)
+    rank = trained()["a"]
+    loses_b(rank)
+    assert rank.boundary() == MustAsk("lost b", failed=True)

@@ -1,61 +1,49 @@
-"""`rank.Step`: what each transition allows, and that a verdict is a function of the sum alone."""
+"""`rank.Rank`, its steps: what each allows, and what it leads to."""
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from ft_core.protocol.lineage import fold_lineage
+from ft_core.errors import CollectiveError
+from ft_core.protocol.rank import actions as do
+from ft_core.protocol.rank import events as on
 from ft_core.protocol.rank.ballot import (
-    CONTRIBUTED,
-    COUNT,
-    EXHAUSTED,
     FENCE_SLOTS,
-    MAX_WEIGHT,
-    NO_LEASE,
-    TAG0,
-    WEIGHT_HIGH,
-    WEIGHT_LOW,
 )
-from ft_core.protocol.rank.handover import hands_over
-from ft_core.protocol.rank.heal_plan import WorldSizeMode
 from ft_core.protocol.rank.phases import Go, Heal, MustAsk, Phase
+from ft_core.protocol.rank.rank import Counted, Settled
+from ft_core.protocol.rank.settings import RankRules
 from ft_core.protocol.types import VOID, Outcome, Verdict, Version
-from tests.protocol.rig import Rig, new_step
+from tests.protocol.rig import CheckedRank, Rig, kinds, new_rank, trained
+
+NAN = on.SoftError(CollectiveError("a NaN"))
 
 
 def test_three_untrained_replicas_start_from_one_state_and_all_contribute() -> None:
     rig = Rig()
     plans = rig.form()
     assert [plans[n].heals for n in "abc"] == [False, True, True]
-    assert len({s.lineage for s in rig.steps.values()}) == 1
+    assert len({r.held.lineage for r in rig.ranks.values()}) == 1
     assert rig.attempt() == dict.fromkeys("abc", True)
-    versions = {s.version for s in rig.steps.values()}
-    assert versions == {Version(1, rig["a"].plan.quorum_id)}  # type: ignore[union-attr]
-    assert rig["a"].batches_committed == 3
-    assert all(isinstance(s.boundary(), Go) for s in rig.steps.values())
+    assert {r.held.version for r in rig.ranks.values()} == {Version(1, rig["a"].quorum_id)}
+    assert rig["a"].held.batches_committed == 3
+    assert [r.boundary() for r in rig.ranks.values()] == [Go()] * 3
 
 
 def test_a_newcomer_sends_zeros_once_and_contributes_from_the_next_attempt() -> None:
-    rig = Rig("ab")
-    rig.form()
+    rig = trained("ab")
+    rig.all(on.ChangePending(rig["a"].quorum_id, "c wants to join"))
     rig.attempt()
-    for step in rig.steps.values():
-        step.want_change(step.plan.quorum_id, "c wants to join")  # type: ignore[union-attr]
-    rig.attempt()
-    rig.steps["c"] = new_step("c", lineage=9)
+    rig.ranks["c"] = new_rank("c", lineage=9)
     rig.form()
-    assert not rig["c"].participating
-    verdict = rig.fence()["a"]
+    assert not rig["c"].attempt.participating
+    verdict = rig.count()["a"]
     assert (verdict.weight, verdict.contributors, verdict.healed) == (2, 2, True)
-    rig["c"].heal_applied(None, 0, 0)
-    assert [s.settle(s.verdict) for s in rig.steps.values() if s.verdict] == [True] * 3
-    assert rig.fence()["c"].contributors == 3
-    assert rig["c"].participants == (0, 1, 2)
+    assert rig.settle() == dict.fromkeys("abc", True)
+    assert rig.count()["c"].contributors == 3
+    assert rig["c"].attempt.participants == (0, 1, 2)
 
 
 def test_boundary_says_why() -> None:
@@ -63,215 +51,166 @@ def test_boundary_says_why() -> None:
     assert rig["a"].boundary() == MustAsk("joining", failed=False)
     rig.form()
     assert rig["a"].boundary() == Go()
-    rig["a"].launching(0.0)
-    assert rig["a"].boundary() == MustAsk(
+    rig["a"].may_launch(0.0)
+    launched = MustAsk(
         "start_quorum was called while collectives of the last attempt had no completed fence", failed=True
     )
-    assert rig["a"].boundary().failed, "asking again gives the same answer"  # type: ignore[union-attr]
+    assert [rig["a"].boundary(), rig["a"].boundary()] == [launched] * 2, "asking again gives the same answer"
     rig = Rig("ab")
     rig.form()
-    rig.fence()
+    rig.count()
     assert rig["a"].boundary() == MustAsk(
         "the last attempt was agreed by everybody but should_commit was not called for it", failed=True
     )
 
 
+def test_a_boundary_also_ends_an_attempt_that_was_voted_on() -> None:
+    """The group's answer did not come, and the script goes on all the same."""
+    rig = Rig(group_world_size=2)
+    rig.form()
+    rig.count()
+    rank = rig["a"]
+    rank.own_vote()
+    rig.handle("a", on.MemberLost(rank.quorum_id, ("b",)))
+    assert rank.phase is Phase.COUNTED
+    assert rank.boundary().failed  # type: ignore[union-attr]
+    assert (rank.phase, rank.attempt.verdict) == (Phase.BROKEN, None)
+
+
+@pytest.mark.parametrize("counted", [False, True])
+def test_without_r4_an_attempt_that_was_skipped_is_forgotten(counted: bool) -> None:
+    rig = Rig("ab", rules=RankRules(r4_aligned=False))
+    rig.form()
+    rig.count() if counted else rig.sums()
+    rig["a"].own_vote()
+    assert rig["a"].boundary() == Go()
+    assert rig["a"].phase is Phase.OPEN
+
+
 def test_a_verdict_is_latched_and_a_later_push_only_asks() -> None:
     rig = Rig("ab")
     rig.form()
-    verdict = rig.fence()["a"]
-    step = rig["a"]
-    assert not step.lost(verdict.quorum_id, "b is lost")
-    assert step.judge([0.0] * FENCE_SLOTS, 0.0) is verdict
-    assert step.settle(verdict)
-    assert step.boundary() == MustAsk("b is lost", failed=False)
-    assert not step.lost(verdict.quorum_id, "b is lost, again"), "nothing is launched and the next boundary asks"
-    assert step.phase is Phase.OPEN
+    verdict, rank = rig.count()["a"], rig["a"]
+    lost = on.MemberLost(verdict.quorum_id, ("b",))
+    assert rank.handle(lost, 0.0) == (do.AbortUserGroup(verdict.quorum_id),)
+    assert rank.count([0.0] * FENCE_SLOTS, 0.0) == Counted(verdict, ())
+    assert rank.settle(verdict) == Settled(commit=True, actions=())
+    assert rank.boundary() == MustAsk("lost b", failed=False)
+    assert rank.handle(lost, 0.0) == (), "nothing is launched and the next boundary asks"
+    assert rank.phase is Phase.OPEN
 
 
 def test_a_broken_member_launches_nothing_and_commits_nothing() -> None:
     rig = Rig("ab")
     rig.form()
-    step = rig["a"]
-    assert step.lost(step.plan.quorum_id, "b is lost")  # type: ignore[union-attr]
-    assert not step.launching(0.0)
-    verdict = step.judge([0.0] * FENCE_SLOTS, 0.0)
-    assert verdict.outcome is Outcome.BROKEN
-    assert not step.settle(verdict)
-    assert step.boundary() == MustAsk("b is lost", failed=True)
+    rank = rig["a"]
+    quorum_id = rank.quorum_id
+    assert rank.handle(on.MemberLost(quorum_id, ("b",)), 0.0) == (
+        do.Abort(quorum_id),
+        do.TellGroup(quorum_id, "lost b"),
+    )
+    assert not rank.may_launch(0.0)
+    assert not rank.may_launch_user_op()
+    verdict = Verdict(quorum_id, 0, Outcome.BROKEN, "lost b")
+    assert rank.count([0.0] * FENCE_SLOTS, 0.0) == Counted(verdict, ())
+    assert rank.own_vote() == verdict
+    assert rank.settle(verdict) == Settled(commit=False, actions=(do.Abort(quorum_id),))
+    assert rank.boundary() == MustAsk("lost b", failed=True)
 
 
 def test_an_error_reported_after_the_fence_was_launched_breaks_its_reporter_alone() -> None:
     rig = Rig("ab")
     rig.form()
-    rig["a"].launching(0.0)
-    rig["b"].launching(0.0)
-    sums = [x + y for x, y in zip(rig["a"].slots(0.0), rig["b"].slots(0.0), strict=True)]
-    rig["a"].fail_softly("a NaN, found late")
-    mine, theirs = rig["a"].judge(sums, 0.0), rig["b"].judge(sums, 0.0)
-    assert (mine.outcome, theirs.outcome) == (Outcome.BROKEN, Outcome.COMMIT)
-    assert mine.reason == "reported too late to veto the others: a NaN, found late"
-    rig["b"].fail_softly("found after the fence came back")
-    assert rig["b"].phase is Phase.BROKEN
+    sums = rig.sums()
+    rig.handle("a", NAN)
+    mine, theirs = rig["a"].count(sums, 0.0), rig["b"].count(sums, 0.0)
+    assert (mine.verdict.outcome, theirs.verdict.outcome) == (Outcome.BROKEN, Outcome.COMMIT)
+    reason = "reported too late to veto the others: CollectiveError: a NaN"
+    assert mine.verdict.reason == reason
+    assert mine.actions == (do.Abort(rig["a"].quorum_id), do.TellGroup(rig["a"].quorum_id, reason))
+    rig.handle("b", NAN)
+    assert (rig["b"].phase, rig["b"].broken_reason) == (Phase.BROKEN, reason)
+
+
+def test_without_r0_a_late_error_skips_what_the_others_commit() -> None:
+    rig = Rig("ab", rules=RankRules(r0_verdict=False))
+    rig.form()
+    sums = rig.sums()
+    rig.handle("a", NAN)
+    assert [rig[n].count(sums, 0.0).verdict.outcome for n in "ab"] == [Outcome.COMMIT] * 2
+    assert rig.settle() == {"a": False, "b": True}
 
 
 def test_after_its_vote_a_rank_follows_its_group_whatever_fails() -> None:
     """Found as I6: one rank applied the commit, the other reported late; the group's whole state became worthless."""
     rig = Rig("ab", group_world_size=2)
     rig.form()
-    rig.fence()
-    step = rig["a"]
-    vote = step.vote()
+    rig.count()
+    rank = rig["a"]
+    vote = rank.own_vote()
     assert vote.outcome is Outcome.COMMIT
-    step.fail_softly("too late altogether")
-    assert not step.break_("a bucket, late")
-    assert step.settle(vote)
-    assert isinstance(step.boundary(), Go), "the group's other rank has not heard of it"
-    assert step.vote().reason == "a bucket, late"
-    rig["b"].break_("a bucket failed")
-    assert rig["b"].vote().outcome is Outcome.BROKEN
+    assert rig.handle("a", NAN) == ()
+    assert rig.handle("a", on.CollectiveFailed(CollectiveError("a bucket, late"))) == ()
+    assert not rank.may_launch(0.0), "the attempt is over"
+    assert rank.settle(vote) == Settled(commit=True, actions=(do.Abort(vote.quorum_id),))
+    assert rank.boundary() == Go(), "the group's other rank has not heard of it"
+    assert rank.own_vote().reason == "a bucket, late"
+    rig.fail("b", "a bucket failed")
+    assert rig["b"].own_vote().outcome is Outcome.BROKEN
 
 
-def test_a_push_that_overtakes_entering_is_not_lost() -> None:
+def test_the_groups_answer_may_break_what_this_rank_voted_for() -> None:
+    rig = Rig("ab", group_world_size=2)
+    rig.form()
+    rig.count()
+    rank = rig["a"]
+    vote = rank.own_vote()
+    rig.handle("a", on.MemberLost(vote.quorum_id, ("b",)))
+    broken = replace(vote, outcome=Outcome.BROKEN, reason="rank 1 says so")
+    assert rank.settle(broken) == Settled(commit=False, actions=(do.Abort(vote.quorum_id),))
+    assert rank.boundary() == MustAsk("rank 1 says so", failed=True)
+
+
+def test_a_vote_says_why_nothing_came() -> None:
+    rank = new_rank("a")
+    assert rank.own_vote() == Verdict(0, 0, Outcome.BROKEN, "there was no quorum")
     rig = Rig("ab")
     rig.form()
-    next_id = (rig.next_id + 1) << 32 | 7
-    for step in rig.steps.values():
-        step.break_("test")
-    rig["a"].want_change(next_id, "c wants to join")
-    rig["a"].lost(next_id - 1, "not about the next one")
-    rig.form()
-    assert rig["a"].change_wanted == "c wants to join"
-    next_id = (rig.next_id + 1) << 32 | 7
-    rig["b"].lost(next_id, "a is lost")
-    for step in rig.steps.values():
-        step.break_("test")
-    with pytest.raises(AssertionError):
-        rig.form()
-    assert rig["b"].boundary() == MustAsk("a is lost", failed=True)
+    quorum_id = rig["a"].quorum_id
+    assert rig["a"].own_vote() == Verdict(quorum_id, 0, Outcome.BROKEN, "the fence was never launched")
+    rig.handle("a", NAN)
+    assert rig["a"].own_vote().reason == "a NaN"
+    assert rig["a"].settle(rig["a"].own_vote()) == Settled(commit=False, actions=(do.Abort(quorum_id),))
+    assert rig["a"].broken_reason == "a NaN"
 
 
-@pytest.mark.parametrize("difference", ["version", "lineage", "attempt", "layout", "user_ops"])
-def test_the_tag_shows_every_difference(difference: str) -> None:
-    rig = Rig()
-    rig.form()
+def test_what_went_wrong_is_known_until_the_next_step_begins() -> None:
+    rig = trained("ab")
+    rig.handle("a", NAN)
+    assert str(rig["a"].error) == "a NaN"
     rig.attempt()
-    step = rig["b"]
-    if difference == "version":
-        step.base = step.version = Version(9, step.version.epoch)
-    elif difference == "lineage":
-        step.base_lineage = step.lineage = 12345
-    else:
-        setattr(step, difference, 5)
-    assert {v.outcome for v in rig.fence().values()} == {Outcome.BROKEN}
-    assert "another attempt or holds another state" in rig["a"].broken_reason
-
-
-def test_a_missing_member_or_a_nan_is_broken_not_committed() -> None:
-    rig = Rig()
+    assert str(rig["a"].error) == "a NaN", "should_commit returned False: this says why"
+    assert rig["a"].boundary() == Go()
+    assert rig["a"].error is None
+    rig.fail("a", "first")
+    rig.handle("a", NAN)
+    assert str(rig["a"].error) == "first"
+    assert rig["a"].boundary().failed  # type: ignore[union-attr]
+    assert str(rig["a"].error) == "first"
+    rig.fail("b")
     rig.form()
-    assert rig.fence(tamper=[float("nan")] * FENCE_SLOTS)["a"].outcome is Outcome.BROKEN
-    rig = Rig()
-    rig.form()
-    two = rig.fence("ab")
-    assert two["a"].outcome is Outcome.BROKEN
-
-
-def test_256_members_with_the_largest_weights_sum_exactly_in_float32() -> None:
-    import struct
-
-    def float32(x: float) -> float:
-        return float(struct.unpack("<f", struct.pack("<f", x))[0])
-
-    rig = Rig([f"r{i:03}" for i in range(256)])  # type: ignore[arg-type]
-    names = list(rig.steps)
-    members_weight = [MAX_WEIGHT if i % 2 else 65535 for i in range(256)]
-    rig.form(names)  # type: ignore[arg-type]
-    slots = []
-    for step, weight in zip(rig.steps.values(), members_weight, strict=True):
-        step.weight = weight
-        step.launching(0.0)
-        slots.append(step.slots(0.0))
-    sums = [0.0] * FENCE_SLOTS
-    for row in slots:
-        assert all(0 <= x < 65536 and x == int(x) for x in row)
-        sums = [float32(a + b) for a, b in zip(sums, row, strict=True)]
-    verdict = rig["r000"].judge(sums, 0.0)
-    assert (verdict.outcome, verdict.weight, verdict.contributors) == (Outcome.COMMIT, sum(members_weight), 256)
-
-
-def test_soft_failure_vetoes_for_all_and_rebuilds_nothing() -> None:
-    rig = Rig()
-    rig.form()
-    rig["b"].fail_softly("NaN loss")
-    verdicts = rig.fence()
-    assert verdicts["b"].reason == "NaN loss"
-    assert verdicts["a"].reason == "1 of 3 members failed in this step"
-    assert [s.settle(verdicts[n]) for n, s in rig.steps.items()] == [False] * 3
-    assert all(s.boundary() == Go() for s in rig.steps.values())
-    assert rig.attempt() == dict.fromkeys("abc", True)
-
-
-def test_autonomy() -> None:
-    rig = Rig("ab", autonomy_s=10.0, orphan_s=15.0)
-    rig.form()
-    rig.now = 11.0
-    rig["b"].lease_acked_at = 5.0
-    assert rig.fence()["a"].outcome is Outcome.COMMIT, "one lease is enough"
-    for step in rig.steps.values():
-        step.settle(step.verdict)  # type: ignore[arg-type]
-    rig.now = 16.0
-    stable = rig["a"].stable
-    verdict = rig.fence()["a"]
-    assert (verdict.outcome, verdict.reason) == (
-        Outcome.VETO, "no member has had a lease for autonomy_s=10 s: waiting for one",
-    )  # fmt: skip
-    assert rig["a"].stable == stable, "nothing is published that the room may have gone on without"
-
-
-def test_a_fence_that_took_too_long_without_a_lease_is_broken() -> None:
-    rig = Rig("ab", autonomy_s=10.0, orphan_s=15.0)
-    rig.form()
-    slots = []
-    for step in rig.steps.values():
-        step.launching(9.0)
-        slots.append(step.slots(9.0))
-    sums = [x + y for x, y in zip(*slots, strict=True)]
-    assert rig["a"].judge(sums, 14.1).outcome is Outcome.BROKEN
-    rig["b"].lease_acked_at = 8.0
-    assert rig["b"].judge(sums, 14.1).outcome is Outcome.COMMIT
-
-
-def test_out_of_data_stops_everybody_also_with_spares_and_a_member_that_cannot_heal() -> None:
-    rig = Rig("ab")
-    rig.form()
-    rig["a"].data.exhausted = True
-    verdict = rig.fence()["a"]
-    assert (verdict.outcome, verdict.weight, verdict.exhausted) == (Outcome.COMMIT, 1, False)
-    rig = Rig(mode=WorldSizeMode.FIXED_WITH_SPARES, min_replicas=1)
-    rig.form()
-    rig["a"].data.exhausted = True
-    assert rig.fence()["c"].exhausted, "spares have data left, but nobody would ever use it"
-    rig = Rig("ab")
-    rig.form()
-    rig.attempt()
-    for step in rig.steps.values():
-        step.break_("test")
-        step.data.exhausted = True
-    rig.steps["c"] = new_step("c")
-    rig.form(heal=False)
-    rig["c"].heal_failed(rig["c"].plan.quorum_id, "no donor")  # type: ignore[union-attr]
-    assert rig.fence()["a"].exhausted
+    assert rig["a"].error is None
 
 
 def test_stop_and_leave_reach_everybody() -> None:
     rig = Rig()
     rig.form()
-    rig["b"].departure.stop_wanted = True
-    assert rig.fence()["a"].stop
+    rig.handle("b", on.StopWanted())
+    assert rig.attempt() == dict.fromkeys("abc", True)
+    assert [r.departure.stop_agreed for r in rig.ranks.values()] == [True] * 3
     rig = Rig()
     rig.form()
-    rig["b"].departure.leaving = True
+    rig.handle("b", on.LeaveWanted())
     rig.attempt()
     assert rig["a"].boundary() == MustAsk("a member asked for a change of membership", failed=False)
 
@@ -280,178 +219,226 @@ def test_max_retries_counts_a_members_own_failures_first() -> None:
     rig = Rig("ab", max_retries=2)
     rig.form()
     for _ in range(3):
-        rig["b"].fail_softly("bad loss")
+        rig.handle("b", NAN)
         rig.attempt()
     assert rig["b"].gave_up() == "3 attempts in a row failed on this replica (max_retries=2)"
     assert rig["a"].gave_up() == ""
     for _ in range(2):
-        rig["b"].fail_softly("bad loss")
+        rig.handle("b", NAN)
         rig.attempt()
     assert rig["a"].gave_up() == "5 attempts in a row were not committed (max_retries=2)"
-    rig["a"].break_("test")
-    rig["b"].break_("test")
+    rig.fail()
     rig.form()
     assert rig["a"].gave_up() == "", "the others' counters reset with the new quorum"
 
 
 def test_a_member_that_can_never_heal_gives_up_in_the_end() -> None:
-    rig = Rig("ab", max_retries=2)
-    rig.form()
-    rig.attempt()
-    for step in rig.steps.values():
-        step.break_("test")
-    rig.steps["c"] = new_step("c", max_retries=2)
+    rig = trained("ab", max_retries=2)
+    rig.fail()
+    rig.ranks["c"] = new_rank("c", max_retries=2)
     for _ in range(3):
         rig.form(heal=False)
-        rig["c"].heal_failed(rig["c"].plan.quorum_id, "no donor")  # type: ignore[union-attr]
+        rig.handle("c", on.ReceiveFailed(rig["c"].quorum_id, CollectiveError("no donor")))
         assert rig.attempt() == {"a": True, "b": True, "c": False}
     assert rig["c"].gave_up() == "3 attempts in a row failed on this replica (max_retries=2)"
 
 
 def test_a_torn_member_is_void_until_it_is_healed() -> None:
-    rig = Rig("ab")
-    rig.form()
-    rig.attempt()
-    for step in rig.steps.values():
-        step.break_("test")
-    rig["b"].tear()
+    rig = trained("ab")
+    rig.fail()
+    rig.handle("b", on.StateTorn())
     plans = rig.form(heal=False)
-    assert rig["b"].version == VOID
+    assert rig["b"].held.version == VOID
     assert plans["b"].heals
-    assert not rig["b"].contributes
-    rig.receive("b", apply=True)
-    assert rig["b"].version == rig["a"].version
+    assert not rig["b"].attempt.contributes
+    rig.handle("b", on.StateReceived(rig["b"].quorum_id), on.StateApplied(None, 7, 3))
+    assert rig["b"].held.version == rig["a"].held.version
+    assert (rig["b"].held.batches_committed, rig["b"].held.commit_weight) == (7, 3), "the donor's"
+
+
+def test_what_was_not_written_over_is_held_as_before() -> None:
+    rank = trained("ab")["a"]
+    held = rank.held.version
+    rank.handle(on.StateTorn(), 0.0)
+    rank.handle(on.StateUntouched(held), 0.0)
+    assert (rank.held.version, rank.attempt.behind) == (held, False)
+    without = trained("ab", rules=RankRules(r7_void=False))["a"]
+    without.handle(on.StateTorn(), 0.0)
+    assert without.held.version.step == 1
 
 
 def test_collectives_of_the_user_are_expected_as_often_as_they_come() -> None:
     rig = Rig()
     rig.form()
-    step = rig["a"]
-    expected = [step.expects_user_op]
+    rank = rig["a"]
+    expected = [rank.attempt.expects_user_op]
     for calls in (True, True, False, False):
         if calls:
-            for name in rig.steps:
-                rig[name].launching_user_op()
-        expected.append(step.expects_user_op)
+            assert all(r.may_launch_user_op() for r in rig.ranks.values())
+        assert rank.attempt.idle is not calls
+        expected.append(rank.attempt.expects_user_op)
         rig.attempt()
     assert expected == [False, True, True, True, False]
 
 
 def test_who_leaves_a_broken_quorum_hands_over_what_only_it_may_hold() -> None:
-    rig = Rig()
-    rig.form()
-    rig.attempt()
-    step = rig["a"]
-    assert hands_over(step) is None  # its quorum stands: the last fence tells
-    step.break_("a peer died")
-    why = hands_over(step)
-    assert why is not None
-    assert why.failed
-    step.stable = step.version
-    assert hands_over(step) is None
-    step.stable = VOID
-    step.tear()
-    assert hands_over(step) is None
+    rank = trained()["a"]
+    assert rank.hands_over() is None, "its quorum stands: the last fence tells"
+    rank.handle(on.CollectiveFailed(CollectiveError("a peer died")), 0.0)
+    assert rank.hands_over() == MustAsk("a peer died", failed=True)
+    rank.held.stable = rank.held.version
+    assert rank.hands_over() is None, "all hold it"
+    rank.held.stable = VOID
+    rank.handle(on.StateTorn(), 0.0)
+    assert rank.hands_over() is None, "it holds nothing"
+    assert new_rank("a").hands_over() is None, "it was in no quorum"
+    for rig in (trained("a"), trained(group_world_size=2)):
+        rig.fail("a")
+        assert rig["a"].hands_over() is None, "nobody else is there; a group of several ranks asks no more"
 
 
 def test_what_is_planned_for_another_quorum_is_refused() -> None:
     rig = Rig("ab")
     rig.form(heal=False)
-    assert not rig["b"].healed(12345)
-    assert not rig["b"].configured(12345)
-    rig["b"].heal_failed(12345, "stale")
-    assert rig["b"].heal is Heal.PENDING
-    assert not rig["a"].lost(12345, "stale")
+    stale = CollectiveError("stale")
+    for event in (on.StateReceived(12345), on.GroupsUp(12345), on.ReceiveFailed(12345, stale, final=True)):
+        assert rig.handle("b", event) == ()
+    assert rig["b"].attempt.heal is Heal.PENDING
+    assert rig.handle("a", on.MemberLost(12345, ("b",))) == ()
     assert rig["a"].phase is Phase.OPEN
 
 
-def test_slots_are_what_the_header_says() -> None:
-    rig = Rig("ab")
-    rig.form()
-    rig["a"].weight = 70000
-    row = rig["a"].slots(0.0)
-    assert (row[WEIGHT_LOW], row[WEIGHT_HIGH]) == (70000 % 65536, 1.0)
-    assert (row[COUNT], row[CONTRIBUTED], row[EXHAUSTED], row[NO_LEASE]) == (1.0, 1.0, 0.0, 0.0)
-    assert sum(int(row[TAG0 + i]) << (16 * i) for i in range(4)) == rig["a"].tag()
-    rig["a"].weight = 0
-    assert rig["a"].slots(0.0)[CONTRIBUTED] == 0.0
+@pytest.mark.parametrize("again", [False, True])
+def test_members_whose_states_differ_commit_nothing_and_the_minority_heals(again: bool) -> None:
+    rig = trained()
+    for number, rank in enumerate(rig.ranks.values()):
+        rank.sampled(int(number == 2))
+        if again:
+            rig.handle(rank.settings.replica_id, on.DifferenceTolerated())
+    verdicts = rig.count()
+    assert [r.attempt.states_differ for r in rig.ranks.values()] == [not again] * 3
+    for name, verdict in verdicts.items():
+        assert rig.handle(name, on.StatesDiffer(verdict, "c differs", mine=name == "c")) == ()
+    assert rig.settle() == dict.fromkeys("abc", False)
+    assert [r.boundary() for r in rig.ranks.values()] == [MustAsk("c differs", failed=False)] * 3
+    assert [rank for rank, plan in enumerate(rig.form().values()) if plan.heals] == [2]
 
 
-def test_a_zero_sum_vetoes() -> None:
-    rig = Rig("ab")
-    rig.form()
-    rig["a"].weight = rig["b"].weight = 0
-    assert rig.fence()["a"].reason == "no member contributed a gradient"
-
-
-@settings(max_examples=200, deadline=None)
-@given(
-    st.lists(st.tuples(st.integers(0, MAX_WEIGHT), st.booleans(), st.booleans(), st.booleans()), min_size=1, max_size=6)
-)
-def test_every_member_reaches_the_same_verdict(inputs: list[tuple[int, bool, bool, bool]]) -> None:
-    rig = Rig("abcdef"[: len(inputs)])
-    rig.form()
-    for step, (weight, soft, exhausted, leaving) in zip(rig.steps.values(), inputs, strict=True):
-        step.weight, step.data.exhausted, step.departure.leaving = weight, exhausted, leaving
-        if soft:
-            step.fail_softly("x")
-    verdicts = rig.fence()
-    assert len({(v.outcome, v.weight, v.contributors, v.change, v.exhausted) for v in verdicts.values()}) == 1
-    expected = sum(w for w, soft, exhausted, _ in inputs if not soft and not exhausted)
-    verdict = verdicts["a"]
-    assert verdict.weight == expected
-    commit = expected > 0 and not any(soft for _, soft, _, _ in inputs)
-    assert verdict.outcome is (Outcome.COMMIT if commit else Outcome.VETO)
-    assert rig["a"].divisor(verdict) == expected
-
-
-def test_lineage_depends_on_everything_in_the_history() -> None:
-    base = (5, 7, 0, ("a", "b"))
-    others = [(6, 7, 0, ("a", "b")), (5, 8, 0, ("a", "b")), (5, 7, 1, ("a", "b")), (5, 7, 0, ("a", "c"))]
-    values = [fold_lineage(*args) for args in (base, *others)]
-    assert len(set(values)) == 5
-    assert all(0 <= v < 2**63 for v in values)
-
-
-def test_phases_refuse_what_is_not_theirs() -> None:
-    """No call in any order of a few raises or moves a step that is outside."""
-    calls = ("lost", "break_", "want_change", "fail_softly", "heal_failed", "boundary", "launching", "configured")
-    for sequence in itertools.permutations(calls, 3):
-        step = new_step("a")
-        for name in sequence:
-            method = getattr(step, name)
-            {
-                "lost": lambda m=method: m(1, "x"), "break_": lambda m=method: m("x"),
-                "want_change": lambda m=method: m(1, "x"), "fail_softly": lambda m=method: m("x"),
-                "heal_failed": lambda m=method: m(1, "x"), "boundary": lambda m=method: m(),
-                "launching": lambda m=method: m(0.0), "configured": lambda m=method: m(1),
-            }[name]()  # fmt: skip
-        assert step.phase is Phase.OUTSIDE
-        assert step.version == Version(0, 0)
+def test_what_a_push_has_broken_meanwhile_is_not_vetoed_for_its_state() -> None:
+    rig = trained(rules=RankRules(r0_verdict=False))
+    verdict = rig.count()["a"]
+    rig.handle("a", on.MemberLost(verdict.quorum_id, ("b",)), on.StatesDiffer(verdict, "a differs", mine=True))
+    assert (rig["a"].phase, rig["a"].ask_next, rig["a"].held.version.step) == (Phase.BROKEN, "", 1)
 
 
 def test_repr() -> None:
     rig = Rig("ab")
-    assert repr(rig["a"]) == "Step(step 0, quorum=none, outside, heal=none)"
+    assert repr(rig["a"]) == "Rank(step 0, outside, Attempt(none on step 0, heal=none))"
     rig.form()
-    rig["a"].break_("b is lost")
-    assert repr(rig["a"]) == "Step(step 0, quorum=0x200000007.0, broken, heal=none, b is lost)"
+    rig.fail("a", "b is lost")
+    assert repr(rig["a"]) == "Rank(step 0, broken, Attempt(0x200000007.0 on step 0, heal=none), b is lost)"
     assert Verdict(1, 2, Outcome.VETO).reason == ""
 
 
 def test_a_drain_is_told_to_the_group_and_acted_on_when_the_group_has_agreed() -> None:
     rig = Rig("ab")
     rig.form()
-    rig["a"].departure.drain_wanted = True
-    rig.fence()
-    assert [rig[n].vote().drain for n in "ab"] == [True, False]
+    drain = on.DrainOrdered("maintenance")
+    assert rig.handle("a", drain) == (do.Report("asked to drain: maintenance"),)
+    assert rig.handle("a", on.DrainOrdered("again")) == ()
+    rig.count()
+    assert [rig[n].own_vote().drain for n in "ab"] == [True, False]
     assert not rig["a"].departure.drain_agreed
     for name in "ab":  # b is another rank of the same group
-        rig[name].settle(replace(rig[name].vote(), drain=True))
+        rig[name].settle(replace(rig[name].own_vote(), drain=True))
         assert rig[name].departure.drain_agreed
         assert rig[name].boundary() == Go()
     broken = Rig("ab")
     broken.form()
-    broken["a"].departure.drain_wanted = True
-    broken["a"].break_("a bucket failed")
-    assert not broken["a"].vote().drain
+    broken.handle("a", drain)
+    broken.fail("a", "a bucket failed")
+    assert not broken["a"].own_vote().drain
+
+
+def test_before_the_first_quorum() -> None:
+    rank = new_rank("a")
+    rank.require_whole_steps()
+    rank.handle(on.Restored(Version(5, 9), 77, 40), 0.0)
+    assert (rank.held.version, rank.held.lineage, rank.held.batches_committed) == (Version(5, 9), 77, 40)
+    assert (rank.attempt.whole_steps, rank.held.restored, rank.quorum, rank.quorum_id) == (True, True, None, 0)
+    assert (rank.attempt.participants, rank.attempt.source, rank.attempt.participating) == ((), -1, False)
+
+
+# ---------------------------------------------------------------- members that leave
+
+
+def left(rank: CheckedRank, held: Version, *names: str) -> do.Actions:
+    return rank.handle(on.MemberLost(rank.quorum_id, names or ("b",), held), 0.0)
+
+
+def test_who_has_left_is_told_when_nothing_is_under_way_here_that_it_waits_for() -> None:
+    """R16: it keeps its connections open meanwhile. Who leaves with the commit of this attempt has sent its part."""
+    rig = trained()
+    quorum_id = rig["a"].quorum_id
+    older, newer = rig["a"].attempt.base, Version(2, quorum_id)
+    idle = left(rig["a"], older, "b", "c")
+    assert idle == (do.CancelReceive(), do.TellGroup(quorum_id, "left by b, c"), do.TellParted(quorum_id, (1, 2)))
+    rig = trained()
+    sums = rig.sums()
+    rank = rig["a"]
+    assert left(rank, newer) == (), "its ballot of this attempt arrives"
+    assert rank.count(sums, 0.0).verdict.outcome is Outcome.COMMIT
+    assert left(rank, newer, "c") == (do.TellParted(quorum_id, (1, 2)),)
+    assert rank.settle(rank.own_vote()) == Settled(commit=True, actions=())
+    assert rank.boundary() == MustAsk("left by b", failed=False)
+
+
+def test_a_script_that_waits_for_who_has_left_is_ended() -> None:
+    rig = trained()
+    rank = rig["a"]
+    assert rank.may_launch_user_op()
+    assert kinds(left(rank, rank.attempt.base)) == ["Abort", "TellGroup", "TellParted"]
+    rig = trained()
+    rig.sums()
+    rank = rig["a"]
+    assert kinds(left(rank, rank.attempt.base)) == ["Abort", "TellGroup", "TellParted"], "not in this attempt any more"
+    rig = trained()
+    rig.count()
+    rank = rig["a"]
+    assert kinds(left(rank, rank.attempt.base)) == ["AbortUserGroup", "TellParted"]
+
+
+def test_what_is_still_under_way_when_the_attempt_ends_is_told_then() -> None:
+    rig = trained()
+    rig.sums()
+    rank = rig["a"]
+    newer = Version(2, rank.quorum_id)
+    assert left(rank, newer) == ()
+    assert kinds(rank.handle(on.CollectiveFailed(CollectiveError("c died")), 0.0)) == ["Abort", "TellGroup"]
+    assert rank.settle(rank.own_vote()).actions == (do.TellParted(rank.quorum_id, (1,)), do.Abort(rank.quorum_id))
+    assert rank.parted == ()
+
+
+def test_without_r16_a_goodbye_is_a_loss() -> None:
+    rig = trained(rules=RankRules(r16_parting=False))
+    rig.sums()
+    rank = rig["a"]
+    assert kinds(left(rank, Version(2, rank.quorum_id))) == ["Abort", "TellGroup", "TellParted"]
+
+
+def test_a_rank_that_drains_and_broke_ends_nothing_more() -> None:
+    """Whoever it waited with was told when it broke; it leaves now."""
+    rig = trained(exits_on_drain=True)
+    rig.handle("a", on.DrainOrdered("maintenance"))
+    rig.fail("a", "c died")
+    assert rig["a"].settle(rig["a"].own_vote()) == Settled(commit=False, actions=())
+
+
+def test_a_collective_waits_for_longer_while_somebody_is_paused() -> None:
+    rank = trained()["a"]
+    assert rank.overdue(60.0, 100.0) is None
+    rank.handle(on.Paused(rank.quorum_id, "b", 30.0), 100.0)
+    rank.handle(on.Paused(1, "c", 500.0), 100.0)
+    assert rank.overdue(60.0, 110.0) == 130.0, "c's pause is of another quorum"
+    rank.handle(on.Paused(rank.quorum_id, "b", 0.0), 120.0)
+    assert (rank.overdue(60.0, 121.0), rank.overdue(60.0, 180.0)) == (180.0, None)

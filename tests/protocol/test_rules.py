@@ -5,116 +5,97 @@ The simulation cannot find them missing, so each has a scenario that fails witho
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import replace
 
+from ft_core.errors import CollectiveError
 from ft_core.protocol.lighthouse.crash_backoff import CRASH_DELAY_S, CRASH_FREE
+from ft_core.protocol.lighthouse.events import Left
 from ft_core.protocol.lighthouse.view import Life
+from ft_core.protocol.rank import events as on
 from ft_core.protocol.rank.phases import MustAsk, Phase
-from ft_core.protocol.rank.settings import MemberRules
+from ft_core.protocol.rank.settings import RankRules
 from ft_core.protocol.types import VOID, Outcome, Version
-from tests.protocol.rig import Rig, new_step
+from tests.protocol.rig import Rig, new_rank, trained
 from tests.protocol.test_room import LIVENESS, Script
-
-
-def two_generals(**more: Any) -> Rig:
-    """The last fence completed on a, but not on b: a commits, b breaks."""
-    rig = Rig("ab", **more)
-    rig.form()
-    rig.attempt()
-    for step in rig.steps.values():
-        step.launching(0.0)
-    sums = [x + y for x, y in zip(*(s.slots(0.0) for s in rig.steps.values()), strict=True)]
-    rig["a"].settle(rig["a"].judge(sums, 0.0))
-    rig["b"].break_("a peer left")
-    rig["a"].break_("b is lost")
-    return rig
 
 
 def test_r6_a_version_is_stable_only_once_everybody_was_seen_to_hold_it() -> None:
     rig = Rig("ab")
     rig.form()
-    assert rig["a"].stable == VOID
+    assert rig["a"].held.stable == VOID
     rig.attempt()
-    assert rig["a"].stable == Version(0, 0), "step 1 is committed, but b may not have seen that"
-    committed = rig["a"].version
-    rig["b"].fail_softly("a veto publishes too")
+    assert rig["a"].held.stable == Version(0, 0), "step 1 is committed, but b may not have seen that"
+    committed = rig["a"].held.version
+    rig.handle("b", on.SoftError(ValueError("a veto publishes too")))
     rig.attempt()
-    assert rig["a"].stable == committed
-    rig = two_generals()
-    assert rig["a"].version > rig["a"].stable
+    assert rig["a"].held.stable == committed
+    rig.sums()
+    rig.fail("b")
+    assert rig["b"].held.stable == committed
 
 
 def test_r10_roles_switch_only_when_every_planned_heal_is_ready() -> None:
     for ready_rule, switched in ((True, False), (False, True)):
-        rig = Rig("ab", rules=MemberRules(r10_ready=ready_rule))
-        rig.form()
-        rig.attempt()
-        for step in rig.steps.values():
-            step.break_("test")
-        rig.steps["c"] = new_step("c", rules=MemberRules(r10_ready=ready_rule))
+        rules = RankRules(r10_ready=ready_rule)
+        rig = trained("ab", rules=rules)
+        rig.fail()
+        rig.ranks["c"] = new_rank("c", rules=rules)
         rig.form(heal=False)
         assert rig.attempt() == {"a": True, "b": True, "c": False}
-        assert rig["a"].roles_switched is switched
+        assert rig["a"].attempt.roles_switched is switched
 
 
 def test_r11_a_healing_member_never_vetoes() -> None:
-    rig = Rig("ab")
-    rig.form()
-    rig.attempt()
-    for step in rig.steps.values():
-        step.break_("test")
-    rig.steps["c"] = new_step("c")
+    rig = trained("ab")
+    rig.fail()
+    rig.ranks["c"] = new_rank("c")
     rig.form(heal=False)
-    rig["c"].fail_softly("its loss is garbage: it computes on an untrained model")
-    rig["c"].heal_failed(rig["c"].plan.quorum_id, "too slow")  # type: ignore[union-attr]
+    garbage = ValueError("its loss is garbage: it computes on an untrained model")
+    rig.handle("c", on.SoftError(garbage), on.ReceiveFailed(rig["c"].quorum_id, CollectiveError("too slow")))
     assert rig.attempt() == {"a": True, "b": True, "c": False}
-    assert {s.boundary() for s in rig.steps.values()} == {
+    assert [r.boundary() for r in rig.ranks.values()] == [
+        MustAsk("a member asked for a change of membership", failed=False),
         MustAsk("a member asked for a change of membership", failed=False),
         MustAsk("left behind by a commit", failed=False),
-    }  # fmt: skip
+    ]  # fmt: skip
 
 
 def test_r12_no_rank_applies_a_commit_that_another_rank_of_its_group_cannot() -> None:
     """Found as I6: should_commit returned True on one rank and False on the other."""
-    rig = Rig("ab", group_world_size=2)
-    rig.form()
-    rig.attempt()
-    verdict = rig.fence()["a"]
-    from dataclasses import replace
-
-    assert not rig["a"].settle(replace(verdict, behind=True))
+    rig = trained("ab", group_world_size=2)
+    verdict = rig.count()["a"]
+    assert not rig["a"].settle(replace(verdict, behind=True)).commit
     assert rig["a"].boundary() == MustAsk("left behind by a commit", failed=False)
 
 
 def test_r13_without_healing_a_member_behind_waits_and_never_commits() -> None:
     rig = Rig("ab")
-    rig.form(allow_heal=False, heal=False, init_sync=False)
+    rig.form(allow_heal=False, init_sync=False)
     assert rig.attempt() == {"a": True, "b": True}
-    for step in rig.steps.values():
-        step.break_("test")
-    rig.steps["c"] = new_step("c")
-    plans = rig.form(allow_heal=False, heal=False)
+    rig.fail()
+    rig.ranks["c"] = new_rank("c")
+    plans = rig.form(allow_heal=False)
     assert plans["c"].excluded
     assert rig.attempt() == {"a": True, "b": True, "c": False}
-    assert rig["a"].divisor(rig.fence("abc")["a"]) == 2
+    assert rig["a"].divisor(rig.count()["a"]) == 2
 
 
 def test_r14_a_quorum_is_configured_at_most_once() -> None:
     rig = Rig("ab")
     plans = rig.form()
-    assert not rig["a"].configured(plans["a"].quorum_id)
-    rig["b"].break_("configure failed")
-    assert not rig["b"].configured(plans["b"].quorum_id)
+    up = on.GroupsUp(plans["a"].quorum_id)
+    assert rig.handle("a", up) == ()
+    rig.fail("b", "configure failed")
+    assert rig.handle("b", up) == ()
     assert rig["b"].phase is Phase.BROKEN
 
 
 def test_r15_events_of_another_quorum_do_not_touch_this_one() -> None:
     for rule in (True, False):
-        rig = Rig("ab", rules=MemberRules(r15_stale=rule))
-        plans = rig.form()
-        stale = rig["a"].lost(plans["a"].quorum_id - 1, "c is lost")
-        assert stale is not rule
-        assert (rig.attempt if rule else rig["a"].boundary)()
+        rig = Rig("ab", rules=RankRules(r15_stale=rule))
+        quorum_id = rig.form()["a"].quorum_id - 1
+        assert rig["a"].handle(on.MemberLost(quorum_id, ("c",)), 0.0) == () or not rule
+        assert rig["a"].phase is (Phase.OPEN if rule else Phase.BROKEN)
 
 
 def test_r15_crash_looping_joiners_are_debounced_and_a_supervisors_word_counts_as_a_crash() -> None:
@@ -131,8 +112,6 @@ def test_r15_crash_looping_joiners_are_debounced_and_a_supervisors_word_counts_a
 
 
 def test_r16_an_agreed_goodbye_disturbs_nobody_and_a_sudden_one_is_told() -> None:
-    from ft_core.protocol.lighthouse.events import Left
-
     for agreed in (True, False):
         script = Script()
         script.train("a", "b")
@@ -145,9 +124,8 @@ def test_r16_an_agreed_goodbye_disturbs_nobody_and_a_sudden_one_is_told() -> Non
 def test_r16_all_exhausted_is_a_stop_not_a_veto_loop() -> None:
     rig = Rig("ab")
     rig.form()
-    for step in rig.steps.values():
-        step.data.exhausted = True
-    verdict = rig.fence()["a"]
+    rig.all(on.DataEnded(applies=True, ends=False))
+    verdict = rig.count()["a"]
     assert (verdict.outcome, verdict.exhausted, verdict.reason) == (Outcome.VETO, True, "every member is out of data")
 
 

@@ -251,10 +251,10 @@ class Replica:
     def die(self) -> None:
         """As by SIGKILL: connections close, nothing is said."""
         manager = self.manager
-        manager._left = True
-        manager._pin()  # its threads live on, and must not ask for it
-        cast("LoopbackControl", manager._session.control).connected = False
-        manager._session.lanes.abort()
+        manager._runtime.leaving.left = True
+        manager._runtime.pinned()  # its threads live on, and must not ask for it
+        cast("LoopbackControl", manager._runtime.shell.control).connected = False
+        manager._runtime.shell.communicators.abort()
         self.cluster.lighthouse.cut(manager.replica_id)
 
     def join(self, timeout_s: float = LIMIT_S) -> None:
@@ -312,7 +312,7 @@ class Cluster:
         def wanted() -> bool:
             others = [r for r in self.replicas if r is not replica and r.thread.is_alive()]
             managers = [r.manager for r in others if hasattr(r, "manager")]  # one may still be about to make it
-            return asks() or any(m._healing.snapshot_wanted for m in managers)
+            return asks() or any(m._runtime.shell.transfer.snapshot_wanted for m in managers)
 
         def act(actor: Replica) -> None:
             self.start(replica)
@@ -344,7 +344,7 @@ class Cluster:
 
         def act(actor: Replica) -> None:
             manager, lighthouse = actor.manager, self.lighthouse
-            step = manager._step
+            step = manager._runtime.rank
             for place in [place for place, action in actor.actions.items() if action is act]:
                 del actor.actions[place]  # see `_later`: the newcomer is in by then, and may wait for the actor
 
@@ -352,14 +352,14 @@ class Cluster:
                 is_in = len(replica.commits) > commits or not replica.thread.is_alive()
                 return is_in or lighthouse.asking(replica.name)
 
-            lighthouse.wait_for(lambda: comes() or manager._healing.snapshot_wanted)
+            lighthouse.wait_for(lambda: comes() or manager._runtime.shell.transfer.snapshot_wanted)
             if not comes() and not self._last_chance(actor):
                 self._later(actor, act)
                 return
             while not comes():  # a later boundary would be too late: the state is given here
-                if manager._healing.snapshot_wanted:
-                    manager._healing.offer_live(manager._whole_state)
-                lighthouse.wait_for(lambda: comes() or manager._healing.snapshot_wanted)
+                if manager._runtime.shell.transfer.snapshot_wanted:
+                    manager._runtime.shell.transfer.offer_live(manager._runtime.views.whole)
+                lighthouse.wait_for(lambda: comes() or manager._runtime.shell.transfer.snapshot_wanted)
             lighthouse.wait_for(
                 lambda: step.change_wanted or step.ask_next or step.broken or not lighthouse.asking(replica.name)
             )

@@ -18,15 +18,16 @@ from typing import TYPE_CHECKING
 from ft_core.errors import JobFinishedError, RefusedError
 from ft_core.protocol.lighthouse import events
 from ft_core.protocol.lighthouse.room import Room
+from ft_core.protocol.pushes import Answer, Busy, Change, Lost, Order, Over, Push, Reason, Refusal, Welcome
 from ft_core.protocol.quorum_ids import QuorumIds
 from ft_core.protocol.types import VOID, Ask, Version
 from ft_core.settings import LighthouseSettings
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
-    from ft_core.control.lighthouse.lease_client import LeaseHandler
-    from ft_core.protocol.types import Quorum, Verdict
+    from ft_core.control.lighthouse.lease_client import PushHandler
+    from ft_core.protocol.types import Verdict
 
 
 _boots = itertools.count(1)
@@ -40,7 +41,7 @@ class Loopback:
         self.settings = LighthouseSettings(boot_window_s=0.0, **settings)  # type: ignore[arg-type]
         self.ids = QuorumIds(boot=next(_boots), noise=7)
         self.rooms: dict[str, Room] = {}
-        self.handlers: dict[str, LeaseHandler] = {}
+        self.handlers: dict[str, PushHandler] = {}
         self.generation = 0
         self.log: list[str] = []
         self.asks = 0
@@ -135,35 +136,31 @@ class Loopback:
         with self._changed:
             self.event(events.Ended(replica_id), room)
 
-    def _push(self, effect: events.Effect) -> None:  # noqa: C901 - one case per effect
-        def to(replica_id: str, call: Callable[[LeaseHandler], None]) -> None:
-            handler = self.handlers.get(replica_id)
-            if handler is not None:
-                self._pushes.put(lambda: call(handler))
-
+    def _push(self, effect: events.Effect) -> None:
         match effect:
-            case events.Announce(quorum, targets):
-                for replica_id, seq in targets:
-                    to(replica_id, functools.partial(_answer, seq, quorum))
+            case events.Announce(quorum, asked):
+                for replica_id, seq in asked:
+                    self._to((replica_id,), Answer(seq, quorum))
             case events.Explain(targets, reason, paused_s):
-                for replica_id in targets:
-                    to(replica_id, lambda h: h.on_reason(reason, paused_s))
+                self._to(targets, Reason(reason, paused_s))
             case events.ChangePending(targets, quorum_id, reason):
-                for replica_id in targets:
-                    to(replica_id, lambda h: h.on_change_pending(quorum_id, reason))
+                self._to(targets, Change(quorum_id, reason))
             case events.MemberLost(targets, quorum_id, lost, held):
-                for replica_id in targets:
-                    to(replica_id, lambda h: h.on_member_lost(quorum_id, lost, held))
+                self._to(targets, Lost(quorum_id, lost, held))
             case events.Paused(targets, quorum_id, who, for_s):
-                for replica_id in targets:
-                    to(replica_id, lambda h: h.on_paused(quorum_id, who, for_s))
+                self._to(targets, Busy(quorum_id, who, for_s))
             case events.Superseded(replica_id, quorum_id):
-                to(replica_id, lambda h: h.on_superseded(quorum_id))
+                self._to((replica_id,), Over(quorum_id))
             case events.Refuse(replica_id, reason, finished):
-                error = (JobFinishedError if finished else RefusedError)(reason)
-                to(replica_id, lambda h: h.on_refused(error))
+                self._to((replica_id,), Refusal((JobFinishedError if finished else RefusedError)(reason)))
             case events.Note(text):
                 self.log.append(text)
+
+    def _to(self, targets: Iterable[str], push: Push) -> None:
+        for replica_id in targets:
+            handler = self.handlers.get(replica_id)
+            if handler is not None:
+                self._pushes.put(functools.partial(handler.on_push, push))
 
     def _deliver(self) -> None:
         while (push := self._pushes.get()) is not None:
@@ -181,14 +178,10 @@ class Loopback:
                     self._changed.wait(max(0.001, min(times.values()) - now) if times else None)
 
 
-def _answer(seq: int, quorum: Quorum, handler: LeaseHandler) -> None:
-    handler.on_quorum(seq, quorum)
-
-
 class LoopbackControl:
     """`link.Control` over a Loopback, for a group of one rank."""
 
-    def __init__(self, loopback: Loopback, replica_id: str, handler: LeaseHandler) -> None:
+    def __init__(self, loopback: Loopback, replica_id: str, handler: PushHandler) -> None:
         self._loopback, self._id, self._handler = loopback, replica_id, handler
         self._room = "default"
         self.connected = False
@@ -217,7 +210,7 @@ class LoopbackControl:
             quorum = lb.room_named(self._room).last_quorum
             lb.event(replace(self._handler.hello(), generation=self.generation), self._room)
         peers = tuple((q.replica_id, q.heal_addresses) for q in quorum.members) if quorum else ()
-        self._handler.on_welcome(peers)
+        self._handler.on_push(Welcome(5.0, peers))
 
     def wait_connected(self, timeout_s: float) -> None: ...
 
@@ -249,7 +242,7 @@ class LoopbackControl:
     def break_group(self, quorum_id: int, reason: str) -> None: ...
 
     def drain(self, reason: str) -> None:
-        self._handler.on_drain(reason)
+        self._handler.on_push(Order(kill=False, reason=reason))
 
     def shutdown(self, timeout_s: float = 5.0) -> None:
         if self.connected:

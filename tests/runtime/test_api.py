@@ -15,7 +15,8 @@ from ft_core import DistributedDataParallel, Manager, ProcessGroupGloo
 from ft_core.errors import ConfigError, JobFinishedError, LighthouseError, QuorumTimeoutError, RefusedError, UsageError
 from ft_core.manager import WorldSizeMode
 from ft_core.process_group import ProcessGroupDummy
-from ft_core.runtime import startup as setup
+from ft_core.protocol.pushes import Order, Refusal
+from ft_core.runtime import config as setup
 from tests.runtime.harness import LIMIT_S, Cluster, Replica, crash, mlp
 
 if TYPE_CHECKING:
@@ -455,8 +456,8 @@ def test_allreduce_after_a_failure_returns_at_once(cluster: Cluster) -> None:
     def act(replica: Replica) -> str:
         manager = replica.manager
         if replica.index == 1:  # before the first has launched anything, it would go on alone, in the next quorum
-            first = cluster.replicas[0].manager._session
-            cluster.lighthouse.wait_for(lambda: first.step.user_ops > 0)
+            first = cluster.replicas[0].manager._runtime.rank
+            cluster.lighthouse.wait_for(lambda: first.attempt.user_ops > 0)
             crash(replica)
         manager.wait_quorum()
         manager.allreduce(torch.ones(4)).wait()
@@ -611,7 +612,7 @@ def test_a_refusal_is_raised(lighthouse: Loopback) -> None:
     manager = make()
     manager.start_quorum()
     assert manager.should_commit()
-    manager._session.on_refused(RefusedError("wrong token: set FT_TOKEN"))
+    manager._runtime.shell.on_push(Refusal(RefusedError("wrong token: set FT_TOKEN")))
     with pytest.raises(LighthouseError, match="FT_TOKEN"):
         manager.start_quorum()
     manager.shutdown()
@@ -638,5 +639,5 @@ def test_a_dummy_group_works(lighthouse: Loopback) -> None:
 
 def test_drain_is_seen_by_the_loop(manager: Manager) -> None:
     assert manager.drain_reason == ""
-    manager._session.on_drain("node goes away")
+    manager._runtime.shell.on_push(Order(kill=False, reason="node goes away"))
     assert manager.drain_reason == "node goes away"

@@ -82,7 +82,7 @@ def test_a_newcomer_that_an_attempt_which_moves_would_wait_for(cluster: Cluster)
     """In the middle of a step no live state is handed out, so that attempt is given up (R19)."""
 
     def hears_of_it(replica: Replica) -> None:
-        cluster.lighthouse.wait_for(lambda: replica.manager._step.broken)
+        cluster.lighthouse.wait_for(lambda: replica.manager._runtime.rank.broken)
 
     again = BetweenSteps(1, name="r1", seed=77, min_replica_size=2)
     first = BetweenSteps(0, min_replica_size=2, at={(3, "forward"): hears_of_it})

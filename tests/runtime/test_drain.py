@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from ft_core.errors import CollectiveError
+from ft_core.protocol.pushes import Order
 from ft_core.runtime.drain_signal import EXIT_S
 from tests.runtime.harness import Cluster, Replica, crash, hang
 
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 
 def drain(replica: Replica) -> None:
     """As the lease thread does when the lighthouse pushes the order."""
-    replica.manager._session.on_drain("node goes away")
+    replica.manager._runtime.shell.on_push(Order(kill=False, reason="node goes away"))
 
 
 class Drained(Replica):
@@ -140,7 +141,7 @@ def test_whoever_drains_hands_over_a_commit_that_the_other_has_not_seen(cluster:
 
     def misses_it(replica: Replica) -> None:
         cluster.lighthouse.wait_for(lambda: len(leaver.commits) == 4)
-        replica.manager._session.fail(CollectiveError("connection reset by peer"))
+        replica.manager._runtime.shell.fail(CollectiveError("connection reset by peer"))
 
     other = Replica(1, steps=8, at={(3, "backward"): misses_it})
     cluster.run(leaver, other)
@@ -155,7 +156,7 @@ def test_draining_while_it_heals(cluster: Cluster, monkeypatch: pytest.MonkeyPat
     newcomer = Drained(2, steps=12)
 
     def slow(manager: Manager) -> None:
-        healing = manager._healing
+        healing = manager._runtime.shell.transfer
 
         def receive(plan: Any, into: Any, cancel: threading.Event) -> Any:
             from ft_core.errors import HealError

@@ -14,6 +14,7 @@ import torch
 
 from ft_core import Manager, ProcessGroupGloo
 from ft_core.errors import LighthouseError
+from ft_core.protocol.pushes import Change
 from tests.runtime.harness import LIMIT_S, Cluster, Replica, crash, crash_seen, digest_of, fail
 
 if TYPE_CHECKING:
@@ -216,7 +217,7 @@ def test_steps_go_on_without_a_lease_for_autonomy_s_and_no_longer(cluster: Clust
 
     def lose_lease(replica: Replica) -> None:
         for r in replicas:
-            cast("LoopbackControl", r.manager._session.control).no_lease_since = time.monotonic()
+            cast("LoopbackControl", r.manager._runtime.shell.control).no_lease_since = time.monotonic()
 
     def over(replica: Replica) -> None:
         past.wait(0.4)
@@ -224,7 +225,7 @@ def test_steps_go_on_without_a_lease_for_autonomy_s_and_no_longer(cluster: Clust
 
     def restore(replica: Replica) -> None:
         for r in replicas:
-            cast("LoopbackControl", r.manager._session.control).no_lease_since = None
+            cast("LoopbackControl", r.manager._runtime.shell.control).no_lease_since = None
 
     past = threading.Event()
     replicas[0].actions[2, "boundary"] = lose_lease
@@ -247,7 +248,7 @@ def test_a_frozen_replica_is_lost_and_heals(cluster: Cluster) -> None:
         cluster.lighthouse.wait_for(lambda: all(r.manager.current_step() == 3 for r in others))
         cluster.lighthouse.cut(replica.manager.replica_id, silence_s=100.0)
         assert replica.gate.wait(LIMIT_S)
-        replica.manager._session.control.start()  # the lease is re-opened
+        replica.manager._runtime.shell.control.start()  # the lease is re-opened
 
     def thaw(actor: Replica) -> None:
         frozen.gate.set()
@@ -267,9 +268,8 @@ def test_finishing_while_a_change_is_pending_loses_no_last_step(cluster: Cluster
     replicas = [Replica(i, steps=4) for i in range(3)]
 
     def change(replica: Replica) -> None:
-        session = replica.manager._session
-        assert session.step.plan is not None
-        session.on_change_pending(session.step.plan.quorum_id, "somebody wants to join")
+        shell = replica.manager._runtime.shell
+        shell.on_push(Change(shell.rank.quorum_id, "somebody wants to join"))
 
     replicas[victim].actions[3, "forward"] = change
     cluster.run(*replicas)

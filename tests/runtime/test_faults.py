@@ -12,6 +12,8 @@ import torch
 from ft_core.checkpointing import CheckpointTransport
 from ft_core.errors import HealError, PeerError
 from ft_core.process_group import FakeProcessGroupWrapper, ProcessGroupGloo
+from ft_core.protocol.pushes import Change
+from ft_core.protocol.rank import events as rank_events
 from tests.runtime.harness import LIMIT_S, Cluster, Crash, Replica, both, crash, fail, hang, soft_error
 
 POINTS = ["boundary", "started", "forward", "backward", "stepped"]
@@ -82,13 +84,12 @@ def test_an_error_reported_while_the_quorum_forms_counts(cluster: Cluster) -> No
     lighthouse = cluster.lighthouse
 
     def change(replica: Replica) -> None:
-        session = replica.manager._session
-        assert session.step.plan is not None
-        session.on_change_pending(session.step.plan.quorum_id, "somebody wants to join")
+        shell = replica.manager._runtime.shell
+        shell.on_push(Change(shell.rank.quorum_id, "somebody wants to join"))
         lighthouse.hold_asks.clear()
 
     def report(replica: Replica) -> None:
-        assert not replica.manager._round.configured.is_set()  # type: ignore[union-attr]
+        assert replica.manager._runtime.rank.forming
         soft_error(replica)
         lighthouse.release_asks()
 
@@ -278,20 +279,18 @@ def test_a_loss_pushed_just_before_configure_ends_it(cluster: Cluster) -> None:
     cluster.expected = 3
     cluster.start(slow, Replica(1), dying)
     assert entered.wait(LIMIT_S)
-    dying.manager._session.control.shutdown()
-    dying.manager._shut_down = True
-    session = slow.manager._session
-    cluster.lighthouse.wait_for(lambda: session.step.phase.value == "broken")
+    dying.manager._runtime.shell.control.shutdown()
+    dying.manager._runtime.leaving.shut_down = True
+    rank = slow.manager._runtime.rank
+    cluster.lighthouse.wait_for(lambda: rank.broken)
     release.set()
     slow.join()
     cluster.replicas[1].join()
     assert slow.error is None
     assert [c.step for c in slow.commits] == list(range(1, 7))
-    dying.manager._shut_down = False
-    dying.manager._left = True
-    with dying.manager._session.changed:
-        dying.manager._session.closed = True
-        dying.manager._session.changed.notify_all()
+    dying.manager._runtime.leaving.shut_down = False
+    dying.manager._runtime.leaving.left = True
+    dying.manager._runtime.shell.dispatch(rank_events.ShutDown())
     dying.join()
 
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 
+from ft_core.protocol.pushes import Refusal
 from tests.runtime.harness import LIMIT_S, Cluster, Replica
 
 if TYPE_CHECKING:
@@ -19,11 +20,13 @@ WAITS = "training waits for the lighthouse"
 
 def lease(*replicas: Replica, gone: bool) -> None:
     for replica in replicas:
-        cast("LoopbackControl", replica.manager._session.control).no_lease_since = time.monotonic() if gone else None
+        control = cast("LoopbackControl", replica.manager._runtime.shell.control)
+        control.no_lease_since = time.monotonic() if gone else None
 
 
 def waiting(*replicas: Replica) -> bool:
-    return all(WAITS in r.manager._session.reason and r.manager._step.awaits_lease for r in replicas)
+    ranks = [r.manager._runtime.rank for r in replicas]
+    return all(WAITS in rank.reason and rank.attempt.awaits_lease for rank in ranks)
 
 
 class Outage:
@@ -73,7 +76,7 @@ def test_a_replica_that_drains_meanwhile_holds_nobody(cluster: Cluster) -> None:
     replicas = two()
     Outage(cluster, *replicas).until_all_wait()
     started = time.monotonic()
-    replicas[1].manager._session.drain("pre-empted")
+    replicas[1].manager._runtime.shell.drain("pre-empted")
     replicas[1].thread.join(LIMIT_S)
     assert isinstance(replicas[1].error, SystemExit)
     assert time.monotonic() - started < 4.0
@@ -102,5 +105,5 @@ def test_a_replica_that_dies_meanwhile_is_noticed(cluster: Cluster) -> None:
     replicas[0].thread.join(LIMIT_S)
     assert replicas[0].error is None
     assert [c.step for c in replicas[0].commits] == list(range(1, 9))
-    replicas[1].manager._session.on_refused(RuntimeError("ended by the test"))
+    replicas[1].manager._runtime.shell.on_push(Refusal(RuntimeError("ended by the test")))
     cluster.join()

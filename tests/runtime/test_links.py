@@ -86,18 +86,6 @@ def test_a_new_quorum_begins_with_nothing_known_but_who_was_cut_off_is_looked_at
         assert links.statement == (("cut",), ("up",))
 
 
-def test_a_look_that_is_old_says_nothing() -> None:
-    links = Links()
-    with listener() as up:
-        links.entered(quorum(me=1, up=up), "me", 0)
-        links.probe(0.2)
-        links.refresh()
-        assert links.statement == ((), ("up",))
-        links._said_at -= 100.0
-        links.refresh()
-        assert not links.statement[1]
-
-
 def test_the_watchdog_looks_into_a_long_wait_before_its_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ft_core.runtime.collective_timeout.IDLE_S", 0.05)
     looked, fired = threading.Event(), threading.Event()

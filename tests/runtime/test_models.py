@@ -64,11 +64,9 @@ def test_who_could_not_follow_a_commit_heals(cluster: Cluster, build: Any) -> No
 
     def loses_its_ring(replica: Replica) -> None:
         """Once the others have committed the step and launched the next one, which they lose."""
-        others = [r.manager for r in replica.cluster.replicas if r is not replica]
-        cluster.lighthouse.wait_for(
-            lambda: all(m.current_step() == 4 and m._step.phase is Phase.LAUNCHED for m in others)
-        )
-        replica.manager._session.fail(OSError("injected: a connection broke"))
+        others = [r.manager._runtime.rank for r in replica.cluster.replicas if r is not replica]
+        cluster.lighthouse.wait_for(lambda: all(r.attempt.base.step == 4 and r.phase is Phase.REDUCING for r in others))
+        replica.manager._runtime.shell.fail(OSError("injected: a connection broke"))
 
     replicas = [Counting(0), Counting(1, at={(3, "backward"): loses_its_ring}), Counting(2)]
     cluster.run(*replicas)
@@ -236,7 +234,7 @@ def test_the_divisor_follows_who_really_contributed(cluster: Cluster) -> None:
     idle = Replica(1, optim=sgd)
 
     def no_data(replica: Replica) -> None:
-        replica.manager._step.data.exhausted = True
+        replica.manager._runtime.rank.data.exhausted = True
 
     idle.actions[2, "boundary"] = no_data
     cluster.run(Replica(0, optim=sgd), idle)
@@ -254,9 +252,9 @@ def test_weighted_gradients(cluster: Cluster) -> None:
 
     class Weighted(Manual):
         def iteration(self) -> None:
-            self.manager._step.weight = (1, 3, 5)[self.index]
+            self.manager._runtime.rank.attempt.weight = (1, 3, 5)[self.index]
             if self.index == 2:
-                self.manager._step.data.exhausted = True
+                self.manager._runtime.rank.data.exhausted = True
             self.manager.start_quorum()
             value = torch.full((2,), float(self.index))
             self.manager.allreduce(value).wait()

@@ -17,18 +17,14 @@ if TYPE_CHECKING:
 
 def until_moved(replica: Replica) -> None:
     """Computes for as long as it takes until the next quorum is there."""
-    manager = replica.manager
-
-    def there() -> bool:
-        attempt = manager.current_attempt()
-        return attempt is not None and attempt.moved and attempt.round.configured.is_set()
-
-    replica.cluster.lighthouse.wait_for(there)
+    rank = replica.manager._runtime.rank
+    before = rank.quorum_id
+    replica.cluster.lighthouse.wait_for(lambda: rank.quorum_id != before and not rank.forming)
 
 
 def until_broken(replica: Replica) -> None:
     """Computes until it has heard of the death."""
-    replica.cluster.lighthouse.wait_for(lambda: replica.manager._step.broken)
+    replica.cluster.lighthouse.wait_for(lambda: replica.manager._runtime.rank.broken)
 
 
 def own_collective(replica: Replica) -> None:
@@ -57,8 +53,8 @@ def test_only_who_has_launched_something_computes_again(cluster: Cluster) -> Non
     slow, quick = Replica(0, at={(3, "forward"): both(here, until_moved)}), Replica(1)
 
     def launched() -> bool:
-        step = quick.manager._step
-        return step.base.step == 3 and step.phase is Phase.LAUNCHED
+        step = quick.manager._runtime.rank
+        return step.attempt.base.step == 3 and step.phase is Phase.REDUCING
 
     def dies(replica: Replica) -> None:
         replica.cluster.lighthouse.wait_for(launched)
@@ -74,7 +70,7 @@ def test_a_death_after_the_fence_costs_nothing(cluster: Cluster) -> None:
     """The step is settled first; the next one asks, also where nobody pushes anything."""
 
     def until_it_must_ask(replica: Replica) -> None:
-        replica.cluster.lighthouse.wait_for(lambda: bool(replica.manager._step.ask_next))
+        replica.cluster.lighthouse.wait_for(lambda: bool(replica.manager._runtime.rank.ask_next))
 
     here = together(3)
     survivors = [Replica(i, at={(3, "backward"): both(here, until_it_must_ask)}) for i in range(2)]
@@ -130,9 +126,9 @@ def test_the_end_of_the_last_quorums_second_lane_is_no_news(cluster: Cluster) ->
     first, second = Replica(0, steps=9), Replica(1, steps=9)
 
     def late(replica: Replica) -> None:
-        cluster.lighthouse.wait_for(lambda: first.manager._session.lanes._forming > 0)
+        cluster.lighthouse.wait_for(lambda: first.manager._runtime.shell.communicators._forming > 0)
         idle.wait(0.2)  # the point: it would be told now
-        assert replica.manager._step.phase is Phase.OPEN
+        assert replica.manager._runtime.rank.phase is Phase.OPEN
         own_collective(replica)
 
     for replica in (first, second):
@@ -152,14 +148,15 @@ def test_a_quorum_in_which_somebody_needs_state_is_left_again(cluster: Cluster) 
 
     def starts(actor: Replica) -> None:
         cluster.start(again)
-        cluster.lighthouse.wait_for(lambda: actor.manager._healing.snapshot_wanted)  # given by its start_quorum
+        transfer = actor.manager._runtime.shell.transfer
+        cluster.lighthouse.wait_for(lambda: transfer.snapshot_wanted)  # given by its start_quorum
 
     def until_the_newcomer_asks(_: Replica) -> None:
         cluster.lighthouse.wait_for(lambda: cluster.lighthouse.asking(again.name))
 
     def until_refused(replica: Replica) -> None:
         until_moved(replica)
-        left.append(replica.manager._step.broken_reason)
+        left.append(replica.manager._runtime.rank.broken_reason)
 
     waits = both(until_the_newcomer_asks, here)
     survivors = [Replica(i, steps=9, at={(3, "forward"): both(waits, until_refused)}) for i in range(2)]

@@ -21,7 +21,7 @@ LENGTH = 240
 
 def fails_to_heal(replica: Replica, times: int = 1) -> None:
     """Its next heals end in a HealError after the quorum was formed, as when all donors are too slow."""
-    healing = replica.manager._healing
+    healing = replica.manager._runtime.shell.transfer
     receive, left = healing.receive, [times]
 
     def failing(*args: Any) -> Any:
@@ -37,7 +37,7 @@ def loses_its_ring(replica: Replica) -> None:
     """Once the others have committed the step: it falls behind."""
     others = [r for r in replica.cluster.replicas if r is not replica and hasattr(r, "manager")]
     replica.cluster.lighthouse.wait_for(lambda: any(r.manager.current_step() > replica.step for r in others))
-    replica.manager._session.fail(OSError("injected: a connection broke"))
+    replica.manager._runtime.shell.fail(OSError("injected: a connection broke"))
 
 
 class Exact(Counter):

@@ -15,7 +15,7 @@ from ft_core.runtime import drain_signal
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from ft_core.runtime.session import Session
+    from ft_core.runtime.drain_signal import Drains
 
 LIMIT_S = 10.0
 
@@ -33,8 +33,8 @@ class Asked:
         return self.reasons.get(timeout=LIMIT_S)
 
     @property
-    def session(self) -> Session:
-        return cast("Session", self)
+    def session(self) -> Drains:
+        return cast("Drains", self)
 
 
 class Previous:

@@ -75,13 +75,12 @@ def test_a_round_keeps_no_state_once_its_quorum_stands(cluster: Cluster) -> None
     kept = []
 
     def look(replica: Replica) -> None:
-        round_ = replica.manager._round
-        assert round_ is not None
-        kept.append((round_.state, round_.in_place, replica.manager._healing._prefetched))
+        shell = replica.manager._runtime.shell
+        kept.append((shell._view, shell._in_place, shell.received, shell.transfer._prefetched))
 
     late = Replica(2, steps=8)
     donor = Replica(0, steps=8, at={(2, "boundary"): cluster.joins(late), (7, "boundary"): look})
     late.actions[7, "boundary"] = look
     cluster.run(donor, Replica(1, steps=8))
     cluster.check(steps=8)
-    assert kept == [(None, None, None)] * 2
+    assert kept == [(None, None, None, None)] * 2

@@ -48,7 +48,7 @@ def comes_and_goes(cluster: Cluster, newcomer: Replica, *donors: Replica) -> Non
         return not newcomer.thread.is_alive()
 
     def asked(donor: Replica) -> None:
-        lighthouse.wait_for(lambda: donor.manager._healing.snapshot_wanted or over())
+        lighthouse.wait_for(lambda: donor.manager._runtime.shell.transfer.snapshot_wanted or over())
 
     donors[0].actions[5, "boundary"] = lambda _: cluster.start(newcomer)
     for donor in donors:

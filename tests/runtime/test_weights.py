@@ -132,9 +132,13 @@ def test_with_faults(cluster: Cluster, point: str, action: Action) -> None:
     check(cluster)
 
 
+def loses_its_ring(replica: Replica) -> None:
+    replica.manager._runtime.shell.fail(OSError("lost"))
+
+
 def test_with_a_newcomer_and_one_that_fell_behind(cluster: Cluster) -> None:
     late = Weighing(2, uneven)
-    behind = Weighing(1, accumulated, steps=8, at={(4, "backward"): lambda r: r.manager._session.fail(OSError("lost"))})
+    behind = Weighing(1, accumulated, steps=8, at={(4, "backward"): loses_its_ring})
     cluster.run(Weighing(0, accumulated, steps=8, at={(2, "boundary"): cluster.joins(late)}), behind)
     late.steps = 8
     cluster.check()
@@ -254,21 +258,21 @@ def test_a_loss_inside_the_module_is_weighed_once(cluster: Cluster) -> None:
 def test_weights_belong_to_one_step(cluster: Cluster) -> None:
     def skips_votes(replica: Replica) -> None:
         assert isinstance(replica, Weighing)
-        step = replica.manager._step
+        step = replica.manager._runtime.rank
         replica.optimizer.zero_grad()
         replica.loss().backward()
-        assert step.weight == 9
+        assert step.attempt.weight == 9
         replica.optimizer.zero_grad()
-        assert step.weight is None, "what was reduced without a vote is void"
+        assert step.attempt.weight is None, "what was reduced without a vote is void"
         replica.loss().backward()
-        assert step.weight == 9
+        assert step.attempt.weight == 9
         assert replica.manager.should_commit()
-        assert step.weight is None
+        assert step.attempt.weight is None
         replica.manager.set_batch_weight(4)  # also before the step begins
         replica.optimizer.zero_grad()
-        assert step.weight == 4
+        assert step.attempt.weight == 4
         replica.manager.set_batch_weight(0)
-        assert step.weight == 4
+        assert step.attempt.weight == 4
 
     cluster.run(Weighing(0, lambda *_: [4, 2, 3], loop=skips_votes))
     cluster.check()
@@ -301,7 +305,7 @@ def test_bad_weights(cluster: Cluster) -> None:
             manager.set_batch_weight(1)
         assert manager.should_commit()
         manager.set_batch_weight(np.int64(4))
-        assert manager._step.weight == 4
+        assert manager._runtime.rank.attempt.weight == 4
 
     cluster.run(Replica(0, loop=mistakes))
     cluster.check()

@@ -1,4 +1,4 @@
-"""Run seeds: `python -m tests.simulation --seed N --trace`, or `--seeds 2000 [--start N]`."""
+"""Run seeds: `python -m tests.simulation --seed N --trace`, or `--seeds 2000 [--start N]`; `--ranks 2` for all."""
 
 from __future__ import annotations
 
@@ -15,19 +15,22 @@ def main() -> int:
     parser.add_argument("--seed", type=int)
     parser.add_argument("--seeds", type=int, default=200)
     parser.add_argument("--start", type=int, default=0)
+    parser.add_argument("--ranks", type=int, help="ranks of each group; default: drawn")
     parser.add_argument("--trace", action="store_true", help="print the whole transcript, not its last 60 lines")
     parser.add_argument("--keep-going", action="store_true")
     args = parser.parse_args()
+    fixed = {} if args.ranks is None else {"ranks": args.ranks}
     if args.seed is not None:
-        result = simulate(args.seed)
-        print(Config.draw(args.seed))
+        config = Config.draw(args.seed, **fixed)
+        result = simulate(args.seed, config)
+        print(config)
         print(result.world.transcript(0 if args.trace else 60))
         print(result.violation or "every invariant held", dict(result.world.history.remainder))
         return result.violation is not None
     began, found, remainder = time.perf_counter(), Counter[str](), Counter[str]()
     events = commits = heals = 0
     for seed in range(args.start, args.start + args.seeds):
-        world = (result := simulate(seed)).world
+        world = (result := simulate(seed, Config.draw(seed, **fixed))).world
         events, commits = events + world.events, commits + world.history.commits
         heals += world.history.heals
         remainder.update(world.history.remainder)

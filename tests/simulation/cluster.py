@@ -3,10 +3,10 @@
 How it works. `World` owns the clock, one event queue and one random generator; a run is a pure function of its seed
 and its config. `Lighthouse` hosts a real `room.Room` and can be restarted; a `Group` is one replica group, its
 `Rank`s run a real `rank.Step` each through ask, configure, heal, forward, launch, fence and settle, and agree through
-`group.Votes`; a `Conn` is one lease stream (in order, but lossy at its end); a `Ring` is the data plane of one group
-rank in one quorum. An operation completes for a member when all members have launched it; if somebody aborts before
-all have received it, the dice decide who does (two generals). A frozen process does nothing; what arrives meanwhile is
-handled when it thaws.
+the real machine of their leader (`leader`); a `Conn` is one lease stream (in order, but lossy at its end); a `Ring` is
+the data plane of one group rank in one quorum. An operation completes for a member when all members have launched it;
+if somebody aborts before all have received it, the dice decide who does (two generals). A frozen process does nothing;
+what arrives meanwhile is handled when it thaws.
 
 A run has a safety phase with faults, then a liveness phase: faults stop, everything is brought back, and everybody has
 to commit again within a bound. `history` checks DESIGN 4's invariants at each event that could break them.
@@ -14,17 +14,16 @@ to commit again within a bound. `history` checks DESIGN 4's invariants at each e
 
 from __future__ import annotations
 
-import functools
 import heapq
 import itertools
-import operator
 import random
 from collections import deque
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from ft_core.control.group.pending_votes import Waiting
-from ft_core.protocol.group.group import Mismatch, Votes, merge_asks
+from ft_core.errors import JobFinishedError, RefusedError, StateLostError
+from ft_core.protocol.group import events as group_events
+from ft_core.protocol.group.group import GroupRules
 from ft_core.protocol.lighthouse import events as room_events
 from ft_core.protocol.lighthouse.model_signature import setting_lines
 from ft_core.protocol.lighthouse.quorum_rule import decide
@@ -32,20 +31,19 @@ from ft_core.protocol.lighthouse.reachability import Holds
 from ft_core.protocol.lighthouse.room import Room
 from ft_core.protocol.lighthouse.rules import Rules
 from ft_core.protocol.lighthouse.view import Life, NotReady, View
-from ft_core.protocol.pauses import Pauses, Wait
+from ft_core.protocol.pushes import Acked, Answer, Busy, Change, Lost, Over, Push, Reason, Refusal
 from ft_core.protocol.quorum_ids import QuorumIds
+from ft_core.protocol.rank import events as rank_events
 from ft_core.protocol.rank.ballot import FENCE_SLOTS
-from ft_core.protocol.rank.handover import hands_over
 from ft_core.protocol.rank.heal_plan import WorldSizeMode
-from ft_core.protocol.rank.moving import may_move, why_not_here
-from ft_core.protocol.rank.phases import Go, Heal, Phase
-from ft_core.protocol.rank.rank import Step
-from ft_core.protocol.rank.settings import MemberRules, StepSettings
-from ft_core.protocol.types import VOID, Ask, Outcome, Quorum, Verdict, Version
-from ft_core.settings import LighthouseSettings
+from ft_core.protocol.rank.rank import Rank as Machine
+from ft_core.protocol.rank.settings import RankRules, RankSettings
+from ft_core.protocol.types import VOID, Ask, Quorum, Version
+from ft_core.settings import MAX_REPLICAS, LighthouseSettings
 from tests.simulation.encoding import check_travels
 from tests.simulation.history import History, Violation
-from tests.simulation.samples import Samples
+from tests.simulation.leader import Leader, RankLink
+from tests.simulation.rank import Rank
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -60,7 +58,7 @@ FAULTS = (
 
 LATE_S = 1.5
 """When a group that is set up wrongly comes: the others train then."""
-PASSING = frozenset({"pause", "configure", "late", "skip", "soft", "heal"})
+PASSING = frozenset({"pause", "configure", "late", "skip", "soft", "heal", "rank_stream"})
 """Faults that are announced, or cost an attempt: they are no reason to give up waiting."""
 
 
@@ -74,6 +72,8 @@ class Config:
     choosy: tuple[int, int] = (-1, 0)
     """A group that is configured with another min_replicas than the rest, and with which."""
     expected: int = 0
+    places: int = MAX_REPLICAS
+    """How many groups a quorum holds."""
     faults: tuple[str, ...] = ()
     fault_every_s: float = 1.0
     safety_s: float = 12.0
@@ -122,7 +122,10 @@ class Config:
     """Settings that have to be equal are part of the layout."""
     data: bool = True
     """Check that no sample is lost or comes twice; not where data run out by another rule."""
-    member_rules: MemberRules = field(default_factory=MemberRules)
+    late_rank: bool = False
+    """The last rank of a group starts later than the others."""
+    member_rules: RankRules = field(default_factory=RankRules)
+    group_rules: GroupRules = field(default_factory=GroupRules)
     room_rules: Rules = field(default_factory=Rules)
     unique_ids: bool = True
 
@@ -150,6 +153,9 @@ class Config:
         if rng.random() < 0.15:
             values["faults"] += ("stranger",)
         values.update(fixed)
+        if values["ranks"] > 1 and "faults" not in fixed and rng.random() < 0.6:
+            values["faults"] += ("rank_stream", "late_vote")
+            values.setdefault("late_rank", rng.random() < 0.3)
         return Config(**values)
 
 
@@ -182,6 +188,8 @@ class World:
         self.trouble_at = 0.0
         """When a fault that is not announced began or ended last."""
         self.strangers = 0
+        self.given_up: set[int] = set()
+        """Groups (numbers) that gave up waiting for a quorum, and will be started again."""
         self.from_scratch = False
         self._queue: list[tuple[float, int, Group | Rank | None, Callable[..., None], tuple[Any, ...]]] = []
         self._count = 0
@@ -226,7 +234,7 @@ class World:
         bound = self.now + config.liveness_bound_s
         while self.now < bound and not self._all_well(goal):
             self._until(min(self.now + 0.5, bound))
-        if not self._all_well(goal):
+        if not self._all_well(goal, at_last=True):
             stuck = [repr(g) for rid, g in self.active.items() if g.commits < goal.get(rid, (0, 0))[1] + 2]
             raise Violation(
                 "I7",
@@ -235,14 +243,23 @@ class World:
             )
         self.check_bounds()
 
-    def _all_well(self, goal: dict[str, tuple[int, int]]) -> bool:
-        alive = [g for g in self.active.values() if not g.done and not self.set_up_wrongly(g.number)]
+    def _all_well(self, goal: dict[str, tuple[int, int]], at_last: bool = False) -> bool:
+        """Every group that should train has made two commits since; in the end but those that are held back (R15).
+
+        A group that has given up, and will be started again, should train too.
+        """
+        running = [g for g in self.active.values() if not g.done]
+        alive = [g for g in running if not self.set_up_wrongly(g.number)]
         if self.config.finish_at or not self.config.allow_heal:
             alive = [g for g in alive if not g.behind_for_good()]
+        away = not at_last and any(not self.set_up_wrongly(number) for number in self.given_up)
         if len(alive) < self.config.min_replicas:
-            return True
-        stuck = sum(g.commits < goal.get(g.rid, (0, 0))[1] + 2 for g in alive)
-        return stuck <= bool(self.config.cut_forever)
+            return not away
+        stuck = [g for g in alive if g.commits < goal.get(g.rid, (0, 0))[1] + 2]
+        if at_last:
+            stuck = [g for g in stuck if not self._held_for_crashes(g.rid, self.now)]
+        no_place = max(0, len(running) - self.config.places)
+        return not away and len(stuck) <= no_place + bool(self.config.cut_forever)
 
     def set_up_wrongly(self, number: int) -> bool:
         """A group that need not commit: it never heals, cannot be reached or is configured differently."""
@@ -312,34 +329,47 @@ class World:
 
     # ------------------------------------------------------------ giving up
 
+    def ring(self, quorum: Quorum, index: int) -> Ring:
+        """The process group of one group rank in a quorum."""
+        key = (quorum.quorum_id, index)
+        if key not in self.rings:
+            self.rings[key] = Ring(self, quorum, index)
+        return self.rings[key]
+
+    def trouble(self) -> None:
+        """A fault that nobody announces has ended."""
+        self.trouble_at = self.now
+
     def troubled(self) -> bool:
         """A fault that nobody announces is going on."""
         groups = [g for g in self.active.values() if not g.done]
         cut = any(g.cut_lighthouse or g.cut_peers or g.proxy_down or g.deaf for g in groups)
-        stuck = cut or any(g.frozen or any(r.stopped for r in g.ranks) for g in groups)
+        stuck = cut or any(
+            g.frozen or g.late_until > self.now or any(r.stopped or r.link.cut for r in g.ranks) for g in groups
+        )
         return (
             stuck or bool(self.links) or self.lighthouse is None or len({g.number for g in groups}) < self.config.groups
         )
 
     def paused_peer(self, rank: Rank, since: float, why: str) -> None:
         """A rank breaks its quorum: not because of a peer that is paused, if nothing else was wrong meanwhile (I7)."""
-        plan, config = rank.step.plan, self.config
+        plan, config = rank.machine.plan, self.config
         if plan is None or self.trouble_at >= since or self.troubled():
             return
         busy = [g.rid for g in self.active.values() if g.rid in plan.quorum.ids and g.busy_until > self.now]
         if busy and not any(map(self.set_up_wrongly, range(config.groups))):
             raise Violation("I7", f"{rank.name} breaks its quorum: {why}, though {', '.join(busy)} announced a pause")
 
-    def _held_for_crashes(self, rank: Rank, since: float) -> bool:
+    def _held_for_crashes(self, replica_id: str, since: float) -> bool:
         """Its name crashed repeatedly before (R15): up to 30 s, for which a real quorum_timeout has the time."""
-        record = self.room.records.get(rank.step.settings.replica_id) if self.room else None
+        record = self.room.records.get(replica_id) if self.room else None
         return record is not None and record.admitted_at > since
 
     def gives_up(self, rank: Rank, since: float, why: str) -> None:
         """A rank has waited for too long. Nobody may while the others are fine, or just paused (I7)."""
         config = self.config
         excused = config.finish_at or not config.allow_heal or any(map(self.set_up_wrongly, range(config.groups)))
-        excused = excused or self.trouble_at >= since or self._held_for_crashes(rank, since)
+        excused = excused or self.trouble_at >= since or self._held_for_crashes(rank.machine.settings.replica_id, since)
         if not excused and not self.troubled():
             busy = [g.rid for g in self.active.values() if g.busy_until > since]
             raise Violation("I7", f"{rank.name} gives up: {why}, though only {busy or 'nobody'} was paused")
@@ -369,6 +399,7 @@ class World:
         self.at(self.between(0.02, 3.0), None, self._restart, group.number)
 
     def _restart(self, number: int) -> None:
+        self.given_up.discard(number)
         if not self.living(number):
             self.spawn(number)
 
@@ -384,6 +415,23 @@ class World:
             rank = self.rng.choice(others)
             rank.stop()
             self.at(self._how_long(), None, rank.resume)
+
+    def _fault_rank_stream(self, _: str, group: Group) -> None:
+        """The stream of a rank to its leader breaks: with its vote, its ask, or what it was told under way."""
+        links = [link for link in group.leader.links[1:] if link.stream is not None and link.stream.client_open]
+        if not links:
+            return
+        link = self.rng.choice(links)
+        assert link.stream is not None
+        self.say("the stream of %s to its leader breaks", link.rank.name)
+        link.stream.break_()
+        if self.rng.random() < 0.3:
+            link.cut, self.trouble_at = True, self.now
+            self.at(self._how_long(), None, self._rank_stream_back, link)
+
+    def _rank_stream_back(self, link: RankLink) -> None:
+        self.trouble_at = self.now
+        link.cut = False
 
     def _fault_duplicate(self, _: str, group: Group) -> None:
         """A scheduler believes a frozen or cut-off process lost and starts another."""
@@ -546,7 +594,7 @@ class World:
             self.say("%s is asked to drain", group.rid)
             group.leaving = True
             for rank in group.ranks:
-                rank.step.departure.leave()
+                rank.dispatch(rank_events.LeaveWanted())
             self.at(self.between(0.5, 4.0), None, self._restart, group.number)
 
     def _fault_shutdown(self, kind: str, group: Group) -> None:
@@ -571,6 +619,7 @@ class World:
             if group.frozen:
                 group.thaw()
             for rank in group.ranks:
+                rank.link.cut = False
                 rank.resume()
         self.trouble_at = self.now
         if self.lighthouse is None:
@@ -645,24 +694,25 @@ class Lighthouse:
             case room_events.Announce(quorum, to):
                 world.history.formed_or_repeated(quorum, world.boots, self.room)
                 for replica_id, seq in to:
-                    self._push(replica_id, ("quorum", seq, quorum))
+                    self._push(replica_id, Answer(seq, quorum))
             case room_events.Note(text):
                 world.say("lighthouse: %s", text)
             case room_events.Explain(to, reason, paused_s):
                 world.say("lighthouse to %s: %s", ", ".join(to), reason)
-                self._push_all(to, ("reason", paused_s))
+                self._push_all(to, Reason(reason, paused_s))
             case room_events.Superseded(replica_id, quorum_id):
-                self._push(replica_id, ("lost", quorum_id, "superseded"))
+                self._push(replica_id, Over(quorum_id))
             case room_events.Refuse(replica_id, reason, finished, lost):
                 if lost:
                     self._check_lost(replica_id)
-                self._push(replica_id, ("refused", finished, reason, lost))
+                error = JobFinishedError if finished else StateLostError if lost else RefusedError
+                self._push(replica_id, Refusal(error(reason)))
             case room_events.MemberLost(to, quorum_id, lost, held):
-                self._push_all(to, ("lost", quorum_id, f"{', '.join(lost)} is lost", held))
+                self._push_all(to, Lost(quorum_id, lost, held))
             case room_events.ChangePending(to, quorum_id, reason):
-                self._push_all(to, ("change", quorum_id, reason))
+                self._push_all(to, Change(quorum_id, reason))
             case room_events.Paused(to, quorum_id, who, for_s):
-                self._push_all(to, ("paused", quorum_id, who, for_s))
+                self._push_all(to, Busy(quorum_id, who, for_s))
 
     def _check_lost(self, replica_id: str) -> None:
         """R21: nobody whose lease stands holds what the job has committed."""
@@ -670,18 +720,18 @@ class Lighthouse:
         for group in self.world.active.values():
             conn = group.conn
             leased = group.alive and not group.done and conn is not None and conn.client_open and conn.server_open
-            held = {rank.step.version for rank in group.ranks}  # several: the group's state is none
+            held = {rank.machine.held.version for rank in group.ranks}  # several: the group's state is none
             if leased and len(held) == 1 and min(held).step > 0 and group.rid in members:
                 raise Violation("I7", f"{replica_id} is told that all state is lost, but {group.rid} holds it")
 
-    def _push_all(self, to: tuple[str, ...], message: tuple[Any, ...]) -> None:
+    def _push_all(self, to: tuple[str, ...], push: Push) -> None:
         for replica_id in to:
-            self._push(replica_id, message)
+            self._push(replica_id, push)
 
-    def _push(self, replica_id: str, message: tuple[Any, ...]) -> None:
+    def _push(self, replica_id: str, push: Push) -> None:
         conn = self.conns.get(replica_id)
         if conn is not None:
-            conn.push(message)
+            conn.push(push)
 
 
 class Conn:
@@ -716,25 +766,25 @@ class Conn:
         self.lighthouse.handle(event)
         room = self.lighthouse.room
         if isinstance(event, room_events.Asked) and room.reason:  # its shell tells who asks what it has told the others
-            self.push(("reason", max(0.0, room.paused_until - self.world.now)))
+            self.push(Reason(room.reason, max(0.0, room.paused_until - self.world.now)))
         if isinstance(event, room_events.Hello | room_events.Progress):
-            self.push(("ack", sent_at))
+            self.push(Acked(sent_at))
         elif isinstance(event, room_events.Left):
             self.server_open = False
 
-    def push(self, message: tuple[Any, ...]) -> None:
+    def push(self, push: Push) -> None:
         """Lighthouse to client."""
         if self.server_open:
             self._down_at = max(self._down_at, self.world.now + self.world.between(0.001, 0.02))
-            self.world.at(self._down_at - self.world.now, self.group, self._deliver, message)
+            self.world.at(self._down_at - self.world.now, self.group, self._deliver, push)
 
-    def _deliver(self, message: tuple[Any, ...]) -> None:
+    def _deliver(self, push: Push) -> None:
         if not self.client_open or self.group.conn is not self:
             return
         if self.group.cut_lighthouse or self.group.deaf:
-            self.held.append((self._deliver, (message,)))
+            self.held.append((self._deliver, (push,)))
             return
-        self.group.on_push(message)
+        self.group.on_push(push)
 
     def release(self) -> None:
         """A partition ended: TCP sends again what was held up, if the connection still stands."""
@@ -765,7 +815,7 @@ class Conn:
 
 
 class Group:
-    """One incarnation of a replica group: its lease, its group server, its ranks."""
+    """One incarnation of a replica group: its lease, its leader, its ranks."""
 
     def __init__(self, world: World, number: int, incarnation: int) -> None:
         self.world = world
@@ -786,12 +836,13 @@ class Group:
         self.deferred: list[tuple[Group | Rank, Callable[..., None], tuple[Any, ...]]] = []
         self.injected: set[str] = set()
         self.slow_until = 0.0
-        self.pauses = Pauses()
-        """Of the members of the quorum; those of its own ranks under its own id."""
-        self.quorum_pauses = Pauses()
-        """Of those that the next quorum waits for."""
-        self.incomplete = False
-        """A rank is missing, and the lighthouse has been told."""
+        self.late_until = 0.0
+        """Until when one of its ranks does not vote, and says nothing."""
+        self.paused_until = 0.0
+        """Until when one of its ranks is busy, as its leader says."""
+        self._incomplete: tuple[int, str] | None = None
+        """What was reported since the last ask: a rank is missing."""
+        self.last_ack = 0.0
         self.commits = 0
         self.unleased_since: float | None = world.now
         self.excused_at = -1.0
@@ -799,19 +850,15 @@ class Group:
         self.conn: Conn | None = None
         self._generation = 0
         self._open_ask: Ask | None = None
-        self.statement: tuple[tuple[str, ...], tuple[str, ...]] = ((), ())
-        """Members of the last quorum that it could not, and that it could open a connection to."""
         self.known_cut: tuple[str, ...] = ()
         """Whom it could not reach when it looked last."""
-        self._asks: dict[int, Ask] = {}
-        self.votes = Votes(world.config.ranks)
-        self.waiting = Waiting()
         self.ranks: list[Rank] = []
+        self.leader = Leader(self)
 
     def __repr__(self) -> str:
         state = "frozen" if self.frozen else "alive" if self.alive else "dead"
         asks = f", asking seq {self._open_ask.seq}" if self._open_ask else ""
-        return f"{self.rid} ({state}{asks}, {', '.join(repr(r.step) for r in self.ranks)})"
+        return f"{self.rid} ({state}{asks}, {', '.join(repr(r.machine) for r in self.ranks)})"
 
     @property
     def busy_until(self) -> float:
@@ -843,20 +890,23 @@ class Group:
         """The process is up."""
         config = self.world.config
         for index in range(config.ranks):
-            settings = StepSettings(
+            settings = RankSettings(
                 replica_id=self.rid, group_rank=index, group_world_size=config.ranks, min_replicas=self.min_replicas,
                 mode=WorldSizeMode.FIXED_WITH_SPARES if self.fixed_with_spares else WorldSizeMode.DYNAMIC,
-                autonomy_s=config.autonomy_s, orphan_s=config.orphan_s, rules=config.member_rules,
+                timeout_s=config.timeout_s, autonomy_s=config.autonomy_s, orphan_s=config.orphan_s,
+                look_s=config.look_s, rules=config.member_rules,
             )  # fmt: skip
-            step = Step(settings, lineage=self.world.rng.getrandbits(62), now=self.world.now)
+            machine = Machine(settings, lineage=self.world.rng.getrandbits(62), now=self.world.now)
+            machine.describe(LAYOUT + (config.compared and self.fixed_with_spares))
             if self.leaving:
-                step.departure.leave()
-            step.describe(LAYOUT + (config.compared and self.fixed_with_spares))
-            self.ranks.append(Rank(self, index, step))
+                machine.handle(rank_events.LeaveWanted(), self.world.now)
+            self.ranks.append(Rank(self, index, machine))
+        self.leader.start()
         self.connect()
         self.world.at(self.world.between(0.0, 0.1), self, self._progress)
         for rank in self.ranks:
-            self.world.at(self.world.between(0.01, 0.15), self, rank.boundary)
+            late = self.world.between(0.3, 3.0) if config.late_rank and rank.index == config.ranks - 1 else 0.0
+            self.world.at(late + self.world.between(0.01, 0.15), self, rank.start)
 
     def die(self, how: str, *, hidden: bool = False) -> None:
         """The process ends without a word."""
@@ -947,8 +997,8 @@ class Group:
         self.conn.send(self.hello(), world.now)
         if self._open_ask is not None:
             self.conn.send(room_events.Asked(self._open_ask, self._generation), world.now)
-        if self.incomplete:
-            self._report_incomplete()
+        if self._incomplete is not None:
+            self.report_incomplete(*self._incomplete)
 
     def conn_lost(self, conn: Conn) -> None:
         """The client sees its stream end."""
@@ -957,24 +1007,21 @@ class Group:
             self.world.at(self.world.between(0.0, 0.03), self, self.connect)
 
     def hello(self) -> room_events.Hello:
-        """What this group presents when it (re-)opens its lease."""
-        config, step = self.world.config, self.ranks[0].step
-        quorum = step.quorum
-        versions = {rank.step.version for rank in self.ranks}
+        """What this group presents when it (re-)opens its lease: rank 0 does it for all."""
+        config, rank = self.world.config, self.ranks[0].machine
+        quorum = rank.quorum
         return room_events.Hello(
-            self.rid, self.name, self._generation, self.incarnation,
-            version=step.version if len(versions) == 1 else VOID,
-            stable=self.stable(), highest_id=max(rank.step.highest_id for rank in self.ranks),
-            quorum_id=quorum.quorum_id if quorum else 0, members=quorum.ids if quorum else (),
-            expected=config.expected, min_replicas=self.min_replicas, group_world_size=config.ranks,
-            join_s=config.join_s, liveness_s=config.liveness_s, orphan_s=config.orphan_s,
-            paused_s=max(0.0, self.busy_until - self.world.now),
-            layout=step.layout, layout_lines=self.layout_lines(),
+            self.rid, self.name, self._generation, self.incarnation, version=rank.held.version,
+            stable=rank.held.stable, highest_id=rank.highest_id, quorum_id=quorum.quorum_id if quorum else 0,
+            members=quorum.ids if quorum else (), expected=config.expected, min_replicas=self.min_replicas,
+            group_world_size=config.ranks, join_s=config.join_s, liveness_s=config.liveness_s,
+            orphan_s=config.orphan_s, paused_s=max(0.0, self.paused_until - self.world.now),
+            layout=rank.attempt.signature, layout_lines=self.layout_lines(),
         )  # fmt: skip
 
     def stable(self) -> Version:
         """The newest version every rank knows to be held by its whole quorum."""
-        return min(rank.step.stable for rank in self.ranks)
+        return min(rank.machine.held.stable for rank in self.ranks)
 
     def _progress(self) -> None:
         world = self.world
@@ -986,167 +1033,75 @@ class Group:
         """Renew the lease."""
         if self.done or self.conn is None or not self.conn.client_open:
             return
-        step, now = self.ranks[0].step, self.world.now
-        paused = max(0.0, self.busy_until - now)
+        rank, now = self.ranks[0].machine, self.world.now
+        paused = max(0.0, self.paused_until - now)
         event = room_events.Progress(
-            self.rid, self._generation, max(step.version.step, 0), step.phase.value, self.stable(), paused
+            self.rid,
+            self._generation,
+            max(rank.held.version.step, 0),
+            rank.phase.value,
+            rank.held.stable,
+            paused,
         )
         self.conn.send(event, now)
 
-    def busy(self) -> None:
-        """A rank announces what it is about to do, or is back: its group and the lighthouse learn it."""
-        for_s = max(0.0, self.busy_until - self.world.now)
-        self.pauses.announce(self.rid, for_s, self.world.now)
-        if self.world.config.member_rules.r12_pauses:
-            self.waiting_for_ranks(for_s)
-        self.report()
-
-    def waiting_for_ranks(self, for_s: float) -> None:
-        """Those that have asked already wait for one that is paused and has not."""
-        absent = [rank for rank in self.ranks if rank.index not in self._asks and rank.busy_until > self.world.now]
-        self.quorum_pauses.announce(self.rid, for_s if absent else 0.0, self.world.now)
-
-    def on_push(self, message: tuple[Any, ...]) -> None:
+    def on_push(self, push: Push) -> None:
         """Something arrived from the lighthouse."""
-        kind, *rest = message
-        if kind == "quorum":
-            self._on_quorum(*rest)
-        elif kind == "paused":
-            quorum_id, who, for_s = rest
-            if quorum_id >= self.ranks[0].quorum_id:
-                self.pauses.announce(who, for_s, self.world.now)
-        elif kind == "reason":
-            self.quorum_pauses.announce("", rest[0], self.world.now)
-        elif kind == "refused":
-            self.world.say("%s is refused: %s", self.rid, rest[1])
-            fine = self.ranks[0].step.plan is not None and not self.world.set_up_wrongly(self.number)
-            if self.world.config.odd and fine and not rest[0]:  # where nobody was in a quorum, the first one counts
-                raise Violation("I7", f"{self.rid} is refused because of one that is set up wrongly: {rest[1]}")
-            void = self.ranks[0].step.version < Version(0, 0)
-            self.stop()
-            if rest[2] or void:  # R21: whoever runs the job decides that it may begin again
-                self.world.at(self.world.between(0.4, 1.0), None, self.world.begin_again, self.number)
-        for rank in self.ranks:
-            if kind == "ack":
-                rank.step.acknowledged(max(rank.step.lease_acked_at, rest[0]))
-            elif kind == "lost":
-                rank.told(rank.lost, *rest)
-            elif kind == "change":
-                rank.told(rank.step.want_change, *rest)
+        match push:
+            case Acked():
+                self.leader.handle(group_events.Welcomed())
+                rank, self.last_ack = self.ranks[0].machine, max(self.last_ack, push.clock_s)
+                rank.acknowledged(max(rank.attempt.lease_acked_at, push.clock_s))
+            case Answer():
+                if self._open_ask is not None and self._open_ask.seq == push.seq:
+                    self._open_ask = None
+                    self.leader.handle(group_events.Answered(push.seq, push.quorum))
+            case Refusal():
+                self.leader.handle(group_events.RefusedByLighthouse(push.error))
+            case _:
+                self.leader.handle(group_events.Pushed(push))
 
-    def _on_quorum(self, seq: int, quorum: Quorum) -> None:
-        if self._open_ask is None or self._open_ask.seq != seq:
-            return
-        world = self.world
-        self._open_ask = None
-        asked, self._asks = self._asks, {}
-        self.pauses.forget()
-        self.quorum_pauses.forget()
-        self.pauses.announce(self.rid, self.busy_until - world.now, world.now)
-        for rank in self.ranks:
-            if rank.index in asked:
-                world.at(world.between(0.0, 0.01), rank, rank.enter, quorum)
-        if len(asked) < len(self.ranks):
-            world.at(0.011, self, self._lacks_a_rank, quorum.quorum_id)
+    def refused(self, error: Exception) -> None:
+        """It is over."""
+        world, finished = self.world, isinstance(error, JobFinishedError)
+        world.say("%s is refused: %s", self.rid, error)
+        fine = self.ranks[0].machine.plan is not None and not world.set_up_wrongly(self.number)
+        if world.config.odd and fine and not finished:  # where nobody was in a quorum, the first one counts
+            raise Violation("I7", f"{self.rid} is refused because of one that is set up wrongly: {error}")
+        if finished and not self.world.config.finish_at:
+            raise Violation("I7", f"{self.rid} is refused: {error}: but nobody has finished")
+        void = self.ranks[0].machine.held.version < Version(0, 0)
+        self.stop()
+        if isinstance(error, StateLostError) or void:  # R21: whoever runs the job decides that it may begin again
+            world.at(world.between(0.4, 1.0), None, world.begin_again, self.number)
 
-    # ------------------------------------------------------------ the group server
-
-    def submit(self, index: int, ask: Ask) -> None:
-        """A rank asks. The others are told (any rank that leaves the quorum makes the group leave it)."""
-        self._asks[index] = ask
-        for rank in self.ranks:
-            if rank.index != index and rank.index not in self._asks:
-                why = f"rank {index} of this group asks for a new quorum: {ask.reason}"
-                rank.told(rank.lost, ask.quorum_id, why)
-        if self.world.config.member_rules.r12_pauses:
-            self.waiting_for_ranks(max(0.0, self.busy_until - self.world.now))
-        merged = merge_asks(self._asks, len(self.ranks))
-        if isinstance(merged, Mismatch):
-            raise Violation("sim", merged.reason)
-        if merged is None:
-            return
-        merged = replace(merged, unreachable=self.statement[0], reached=self.statement[1])
-        self._open_ask, self.incomplete = merged, False
-        self.world.at(self.world.config.look_s, self, self._look_again, merged)
-        if merged.version == VOID:  # some of its ranks were healed, some not: as good as torn
+    def ask(self, ask: Ask) -> None:
+        """All ranks have asked: so does the group."""
+        self._open_ask, self._incomplete = ask, None
+        if ask.version == VOID:  # some of its ranks were healed, some not: as good as torn
             for rank in self.ranks:
                 rank.was_torn = True
         self.world.say(
-            "%s asks (seq %d) at %s, leaving %#x%s: %s", self.rid, merged.seq, merged.version, merged.quorum_id,
-            ", failed" if merged.failed else "", merged.reason,
+            "%s asks (seq %d) at %s, leaving %#x%s: %s", self.rid, ask.seq, ask.version, ask.quorum_id,
+            ", failed" if ask.failed else "", ask.reason,
         )  # fmt: skip
         if self.conn is not None and self.conn.client_open:
-            self.conn.send(room_events.Asked(merged, self._generation), self.world.now)
+            self.conn.send(room_events.Asked(ask, self._generation), self.world.now)
 
-    def probe(self) -> None:
-        """Look to whom of the last quorum a connection can be opened."""
-        quorum, world = self.ranks[0].step.quorum, self.world
+    def report_incomplete(self, quorum_id: int, reason: str) -> None:
+        """A rank is missing: the lighthouse is told, again on each new lease until all have asked."""
+        self._incomplete = quorum_id, reason
+        if self.conn is not None and self.conn.client_open:
+            event = room_events.Incomplete(self.rid, self._generation, quorum_id, reason)
+            self.conn.send(event, self.world.now)
+
+    def look(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """To whom of the last quorum no connection can be opened, and to whom one can."""
+        quorum, world = self.ranks[0].machine.quorum, self.world
         others = {*(quorum.ids if quorum else ()), *self.known_cut} - {self.rid}
         reached = {i for i in others if world.can_open(self, world.groups[i])}
-        self.statement = tuple(sorted(set(others) - reached)), tuple(sorted(reached))
-        self.known_cut = self.statement[0]
-
-    def _look_again(self, ask: Ask) -> None:
-        if self._open_ask is not ask or self.done or (ask.reached and not ask.unreachable):
-            return
-        self.probe()
-        if self.statement == (ask.unreachable, ask.reached):
-            self.world.at(self.world.config.look_s, self, self._look_again, ask)
-            return
-        step = self.ranks[0].step
-        step.asks += 1
-        again = replace(ask, seq=step.asks, unreachable=self.statement[0], reached=self.statement[1])
-        self._open_ask = again
-        self.world.say("%s asks again (seq %d): it cannot reach %s", self.rid, again.seq, ", ".join(again.unreachable))
-        self.world.at(self.world.config.look_s, self, self._look_again, again)
-        if self.conn is not None and self.conn.client_open:
-            self.conn.send(room_events.Asked(again, self._generation), self.world.now)
-
-    def vote(self, index: int, verdict: Verdict) -> None:
-        """A rank's verdict; when the group's is decided, every rank settles."""
-        result = self.votes.cast(index, verdict)
-        if len(self.votes._open) > 8:
-            raise Violation("I9", "votes")
-        decided = self.waiting.result(verdict.quorum_id, verdict.attempt)
-        if decided is None and result is not None:
-            self.waiting.decided(result)
-            decided = result
-        if decided is not None:
-            self._settle(decided)
-
-    def _settle(self, result: Verdict) -> None:
-        for rank in self.ranks:
-            step = rank.step
-            if step.plan is not None and (step.plan.quorum_id, step.attempt) == (result.quorum_id, result.attempt):
-                self.world.at(self.world.between(0.0, 0.002), rank, rank.settle, result)
-
-    def rank_silent(self, rank: Rank, stopped_at: float) -> None:
-        """The leader has not heard of a rank for a liveness timeout."""
-        if rank.stopped and rank.stopped_at == stopped_at and not self.done:
-            self._asks.pop(rank.index, None)
-            self._lacks_a_rank(self.ranks[0].quorum_id)
-
-    def _lacks_a_rank(self, quorum_id: int) -> None:
-        """The group can neither go on nor ask: its ranks and the lighthouse are told."""
-        if self.done:
-            return
-        self.world.say("%s lacks a rank", self.rid)
-        self.incomplete = True
-        self.waiting.broke(quorum_id, "a rank is missing")
-        for rank in self.ranks:
-            if rank.index not in self._asks:
-                rank.told(rank.lost, quorum_id, "a rank of this group is missing")
-            plan = rank.step.plan
-            result = self.waiting.result(quorum_id, rank.step.attempt)
-            if plan is not None and plan.quorum_id == quorum_id and result is not None:
-                self.world.at(self.world.between(0.0, 0.002), rank, rank.settle, result)
-        self._report_incomplete()
-
-    def _report_incomplete(self) -> None:
-        if self.conn is not None and self.conn.client_open:
-            quorum_id = self.ranks[0].quorum_id
-            event = room_events.Incomplete(self.rid, self._generation, quorum_id, f"{self.rid} lacks a rank")
-            self.conn.send(event, self.world.now)
+        self.known_cut = tuple(sorted(others - reached))
+        return self.known_cut, tuple(sorted(reached))
 
     def goodbye(self, why: str, *, agreed: bool, finished: bool) -> None:
         """Leave on purpose."""
@@ -1154,7 +1109,8 @@ class Group:
             return
         self.world.say("%s leaves: %s", self.rid, why)
         if self.conn is not None:
-            event = room_events.Left(self.rid, self._generation, why, finished, self.ranks[0].step.version, agreed)
+            held = self.ranks[0].machine.held.version
+            event = room_events.Left(self.rid, self._generation, why, finished, held, agreed)
             self.conn.send(event, self.world.now)
         self.stop()
 
@@ -1167,598 +1123,7 @@ class Group:
 
     def behind_for_good(self) -> bool:
         """Excluded with allow_heal=False."""
-        return any(rank.step.plan is not None and rank.step.plan.excluded for rank in self.ranks)
-
-
-# ---------------------------------------------------------------- a rank
-
-
-Gradients = tuple[tuple[int, int], ...]
-"""(who gave it, the state it was taken at) each."""
-
-
-class Rank:
-    """One rank's training loop around a real Step."""
-
-    def __init__(self, group: Group, index: int, step: Step) -> None:
-        self.world = group.world
-        self.group = group
-        self.index = index
-        self.step = step
-        self.name = group.rid if group.world.config.ranks == 1 else f"{group.rid}/{index}"
-        self.state = hash((1, group.key, index))
-        self.samples = Samples()
-        self.places = 0
-        """Participants of the attempt that was launched last."""
-        self.received_samples = self.samples
-        self.received: int | None = None
-        self.received_round: Version | None = None
-        self.ring: Ring | None = None
-        self.stopped = False
-        """SIGSTOP to this rank alone."""
-        self.stopped_at = 0.0
-        self.deferred: list[tuple[Group | Rank, Callable[..., None], tuple[Any, ...]]] = []
-        self.busy_until = self.back_at = 0.0
-        """Until when it has announced to be busy, and when it will really be back; 0: it is not busy."""
-        self.open_ask: Ask | None = None
-        self.token = 0
-        """Which training-thread activity is current: a timer with an older one is void."""
-        self.waiting_to_launch = self.waiting_for_heal = False
-        self.asking = False
-        self.forward_from = self.forward_until = 0.0
-        """When the forward pass that runs began and ends; until 0: none runs."""
-        self.moving = False
-        """It asks in the middle of a step, which goes on in the next quorum."""
-        self.pending: tuple[Gradients, int, int] | None = None
-        """Gradients of a completed fence, their divisor, and the samples in them."""
-        self.last_step = 0
-        self.was_torn = False
-        self.vetoes_in_a_row = 0
-
-    @property
-    def _never_heals(self) -> bool:
-        config = self.world.config
-        return self.group.number == config.bad_group and config.bad_rank in (-1, self.index)
-
-    @property
-    def alive(self) -> bool:
-        """Its process group lives."""
-        return self.group.alive
-
-    @property
-    def frozen(self) -> bool:
-        """It does nothing."""
-        return self.stopped or self.group.frozen
-
-    def defer(self, fn: Callable[..., None], args: tuple[Any, ...]) -> None:
-        """Do it when this rank is thawed."""
-        (self.group if self.group.frozen else self).deferred.append((self, fn, args))
-
-    def told(self, fn: Callable[..., None], *args: Any) -> None:
-        """The leader tells this rank something, which handles it now, or when it is thawed."""
-        if self.frozen:
-            self.defer(fn, args)
-        else:
-            fn(*args)
-
-    def stop(self) -> None:
-        """SIGSTOP."""
-        world = self.world
-        if self.stopped or not self.alive or self.group.done:
-            return
-        world.say("%s alone is frozen", self.name)
-        self.stopped, self.stopped_at = True, world.now
-        world.at(world.config.liveness_s, self.group, self.group.rank_silent, self, world.now)
-
-    def resume(self) -> None:
-        """SIGCONT: its stream to the leader is opened anew, with the ask that is open."""
-        if not self.stopped or not self.alive:
-            return
-        self.world.say("%s is thawed", self.name)
-        self.stopped = False
-        self.world.trouble_at = self.world.now
-        deferred, self.deferred = self.deferred, []
-        for position, (owner, fn, args) in enumerate(deferred):
-            self.world.at(position * 1e-6, owner, fn, *args)
-        self.world.at(0.02, self, self._present_ask)
-        self.world.recheck()
-
-    def _present_ask(self) -> None:
-        if self.asking and self.open_ask is not None and not self.group.done and self.index not in self.group._asks:
-            self.group.submit(self.index, self.open_ask)
-
-    @property
-    def quorum_id(self) -> int:
-        """The quorum this rank is in; 0: none."""
-        return self.step.plan.quorum_id if self.step.plan else 0
-
-    # ------------------------------------------------------------ start_quorum
-
-    def boundary(self) -> None:
-        """start_quorum()."""
-        group, step = self.group, self.step
-        if group.done or self.asking:
-            return
-        self.token += 1
-        if self.back_at > self.world.now and not self.moving:  # the training thread is busy with what it announced
-            self.world.at(self.back_at - self.world.now, self, self._ask_later, self.token)
-            return
-        self.waiting_to_launch = self.waiting_for_heal = False
-        if self.world.config.finish_at and step.version.step >= self.world.config.finish_at:
-            step.data.run_out(applies=True, ends=False)
-        if self.world.config.rounds:
-            self._look_at_the_data()
-        decision = step.boundary()
-        if isinstance(decision, Go):
-            if step.awaits_lease and not step.broken:
-                self.world.at(self.world.between(0.05, 0.1), self, self._poll, self.token)
-            else:
-                self._forward()
-            return
-        if decision.failed:
-            self.leave_ring()
-            self._vote_broken()
-        if group.leaving and (self.index == 0 or step.plan is None) and hands_over(step) is None:
-            group.goodbye("drained", agreed=not decision.failed, finished=False)
-            return
-        self.asking = True
-        self.open_ask = step.ask(Ask("", 0, **self._template()), decision)
-        if not self.moving:
-            self._maybe_pause()
-        world = self.world
-        wait = Wait(group.quorum_pauses, world.config.quorum_s, world.now)
-        world.at(wait.at - world.now, self, self._ask_expires, self.token, wait, world.now)
-        group.submit(self.index, self.open_ask)
-
-    def _ask_expires(self, token: int, wait: Wait, since: float) -> None:
-        """quorum_timeout."""
-        world, group = self.world, self.group
-        if token != self.token or not self.asking or group.done:
-            return
-        if world.config.member_rules.pauses_extend and not wait.over(world.now):
-            world.at(wait.at - world.now, self, self._ask_expires, token, wait, since)
-            return
-        if group.leaving:
-            group.goodbye("drained, and nobody took its last commit", agreed=False, finished=False)
-            return
-        world.gives_up(self, since, f"no quorum within {world.config.quorum_s:g} s")
-        group.die("gives up waiting for a quorum")
-        if world.calm or world.rng.random() < 0.8:
-            world.at(world.between(0.02, 1.0), None, world._restart, group.number)
-
-    def _maybe_pause(self) -> None:
-        """The training script announces that it will be busy, and may be back early."""
-        world, group = self.world, self.group
-        if "pause" not in group.injected or world.rng.randrange(len(group.ranks)):
-            return
-        group.injected.discard("pause")
-        length = world.between(0.5, 4.0) if world.rng.random() < 0.7 else world.between(4.0, 14.0)
-        self.busy_until = world.now + length * world.between(1.0, 5.0)
-        self.back_at = world.now + length
-        world.say("%s pauses for %.1f s", self.name, length)
-        group.busy()
-        world.at(length, self, self._back)
-
-    def _back(self) -> None:
-        self.world.say("%s is back", self.name)
-        self.busy_until = self.back_at = 0.0
-        self.group.busy()
-
-    def _look_at_the_data(self) -> None:
-        step, number = self.step, self.group.number
-        begun = step.data.ended_at.step if step.data.ended_at is not None else 0
-        if step.base.step - begun >= 3 + 3 * (number % 3):
-            step.data.run_out(applies=number % 2 == 0, ends=number == 0 and self.world.config.ends_rounds)
-        else:
-            step.data.ran_out()
-
-    def _template(self) -> dict[str, Any]:
-        config = self.world.config
-        return {
-            "heals_before_forward": config.heals_before_forward, "allow_heal": config.allow_heal,
-            "layout_lines": self.group.layout_lines(), "from_scratch": self.world.from_scratch,
-        }  # fmt: skip
-
-    def enter(self, quorum: Quorum) -> None:
-        """The answer to the ask."""
-        if self.group.done:
-            return
-        self.leave_ring()
-        self.token += 1
-        self.asking = False
-        self.group.statement = ((), ())
-        self.world.history.entered(self.group, quorum, self.step.highest_id)
-        plan = self.step.enter(quorum)
-        self.received = None
-        self.waiting_to_launch = self.waiting_for_heal = False
-        self.world.say(
-            "%s enters %#x as rank %d of %d at %s%s", self.name, quorum.quorum_id, plan.replica_rank, plan.size,
-            plan.target, ", heals" if plan.heals else "",
-        )  # fmt: skip
-        world = self.world
-        if self.moving and (refusal := why_not_here(plan)):
-            self.step.break_(refusal)
-            self.moving = False
-            world.at(max(0.0, self.forward_until - world.now), self, self._ask_later, self.token)
-            return
-        if self.group.number == world.config.unbuilt_group:
-            world.at(world.between(0.001, 0.05), self, self._configure_failed, self.token, "no such address", True)
-            return
-        if "configure" in self.group.injected:
-            self.group.injected.discard("configure")
-            world.at(world.between(0.01, 0.5), self, self._configure_failed, self.token, "injected", True)
-            return
-        world.at(world.between(0.001, 0.01), self, self._configure, self.token)
-
-    def _configure(self, token: int) -> None:
-        if token != self.token or self.step.phase is not Phase.ENTERED:
-            if token == self.token:
-                self.boundary()
-            return
-        assert self.step.plan is not None
-        key = (self.step.plan.quorum_id, self.index)
-        ring = self.world.rings.get(key)
-        if ring is None:
-            ring = self.world.rings[key] = Ring(self.world, self.step.plan.quorum, self.index)
-        self.ring = ring
-        self.world.at(self.world.config.connect_s, self, self._configure_failed, token, "connect timeout", False)
-        ring.arrive(self)
-
-    def _configure_failed(self, token: int, why: str, here: bool) -> None:
-        if token == self.token and self.step.phase is Phase.ENTERED:
-            self.world.say("%s cannot configure: %s", self.name, why)
-            self.group.probe()
-            self.step.cannot_build(why, here=here)
-            self.boundary()
-        elif token == self.token and self.step.phase is Phase.BROKEN:
-            self.boundary()
-
-    def configured(self, ring: Ring) -> None:
-        """The process group is up."""
-        if self.ring is not ring or self.group.done:
-            return
-        if not self.step.configured(ring.quorum.quorum_id):
-            if self.step.phase is Phase.BROKEN and not self.asking:
-                self.boundary()
-            return
-        plan = self.step.plan
-        assert plan is not None
-        if self.moving:
-            self.moving = False
-            self.world.history.moved += 1
-            self.world.at(max(0.0, self.forward_until - self.world.now), self.group, self._launch, self.token)
-            return
-        if self.step.heal is Heal.PENDING:
-            self._start_heal()
-        if self.step.heal is Heal.PENDING and (plan.heals_first or self.world.config.heals_before_forward):
-            self.waiting_for_heal = True
-        else:
-            self._forward()
-
-    # ------------------------------------------------------------ healing
-
-    def _start_heal(self) -> None:
-        step, plan = self.step, self.step.plan
-        assert plan is not None
-        sync = plan.heals_first or self.world.config.heals_before_forward
-        worthless = step.version.step <= 0
-        in_place = (worthless or len(plan.donors) >= 2) and (sync or worthless)
-        in_place = in_place and (sync or step.version == VOID)
-        if in_place:
-            step.tear()
-            self.was_torn = True
-            self.state = hash((2, self.group.key, plan.quorum_id))
-            self.world.history.torn.add(self.state)
-        self.world.at(self.world.config.heal_s, self, self._heal_deadline, plan.quorum_id)
-        self._try_donor(plan.quorum_id, 0)
-
-    def _heal_deadline(self, quorum_id: int) -> None:
-        self.step.heal_failed(quorum_id, "too slow")
-        self._heal_over(quorum_id)
-
-    def _try_donor(self, quorum_id: int, position: int) -> None:
-        plan = self.step.plan
-        if plan is None or plan.quorum_id != quorum_id or self.step.heal is not Heal.PENDING:
-            return
-        if position >= len(plan.donors):
-            self.step.heal_failed(quorum_id, "no donor left")
-            self._heal_over(quorum_id)
-            return
-        donor = plan.quorum.members[plan.donors[position]].replica_id
-        delay = self.world.between(0.005, 0.05) if self.world.rng.random() < 0.8 else self.world.between(0.05, 0.6)
-        self.world.at(delay, self, self._from_donor, quorum_id, position, donor)
-
-    def _from_donor(self, quorum_id: int, position: int, donor_id: str) -> None:
-        plan, world = self.step.plan, self.world
-        if plan is None or plan.quorum_id != quorum_id or self.step.heal is not Heal.PENDING:
-            return
-        donor = world.groups[donor_id]
-        theirs = donor.ranks[self.index].step if donor.ranks else None
-        still = not donor.ranks or donor.ranks[self.index].frozen
-        usable = (
-            donor.alive and not still and world.connected(self.group, donor) and theirs is not None
-            and theirs.plan is not None and theirs.plan.quorum_id == quorum_id and theirs.version == plan.target
-            and "heal" not in self.group.injected and not self._never_heals
-        )  # fmt: skip
-        if "heal" in self.group.injected and world.rng.random() < 0.5:
-            self.group.injected.discard("heal")
-        if not usable:
-            world.at(0.02, self, self._try_donor, quorum_id, position + 1)
-            return
-        source = donor.ranks[self.index]
-        self.received, self.received_round = source.state, source.step.data.ended_at
-        self.received_samples = source.samples
-        self.step.healed(quorum_id)
-        self._heal_over(quorum_id)
-
-    def _heal_over(self, quorum_id: int) -> None:
-        plan = self.step.plan
-        if plan is None or plan.quorum_id != quorum_id or self.step.heal is Heal.PENDING:
-            return
-        if self.waiting_for_heal:
-            self.waiting_for_heal = False
-            self._apply()
-            self._forward()
-        elif self.waiting_to_launch:
-            self.waiting_to_launch = False
-            self._launch(self.token)
-
-    def _apply(self) -> None:
-        if self.step.heal is Heal.READY:
-            assert self.received is not None
-            self.state, self.received = self.received, None
-            self.samples = self.received_samples
-            self.step.heal_applied(self.received_round, 0, 0)
-            self.world.history.heals += 1
-            self.world.history.holds(self, self.step.version, self.state)
-            self.world.say("%s is healed at %s", self.name, self.step.version)
-
-    # ------------------------------------------------------------ the attempt
-
-    def _forward(self) -> None:
-        world, group = self.world, self.group
-        length = world.config.forward_s * world.between(0.5, 1.5)
-        if world.now < group.slow_until:
-            length *= 8
-        self._maybe_pause()
-        length += max(0.0, self.back_at - world.now)
-        if "soft" in group.injected and not world.rng.randrange(len(group.ranks)):
-            group.injected.discard("soft")
-            self.step.fail_softly("a NaN was found")
-        self.forward_from, self.forward_until = world.now, world.now + length
-        world.at(length, group, self._launch, self.token)
-
-    def _launch(self, token: int) -> None:
-        if token != self.token:
-            return
-        step, world = self.step, self.world
-        if self.back_at > world.now:
-            world.at(self.back_at - world.now, self, self._launch, token)
-            return
-        self.forward_until = 0.0
-        if step.heal is Heal.PENDING and step.phase is not Phase.BROKEN:
-            self.waiting_to_launch = True
-            return
-        if not step.launching(world.now) or self.ring is None:
-            self.boundary()
-            return
-        payload = (
-            step.slots(world.now), self.group.key, self.state if step.contributes else None,
-            (step.attempt, step.base, len(step.participants)), self._share(),
-        )  # fmt: skip
-        op = self.ring.launch(self, payload)
-        self._watchdog(token, op)
-        if "skip" in self.group.injected:
-            self.group.injected.discard("skip")
-            world.say("%s: the training script starts the next step without should_commit", self.name)
-            world.at(world.between(0.001, 0.05), self, self._skip, token)
-        if "late" in self.group.injected and world.rng.random() < 0.6:
-            self.group.injected.discard("late")
-            late = self._late_bucket if world.rng.random() < 0.6 else self._late_soft
-            world.at(world.between(0.0, 0.05), self, late, token, step.attempt)
-
-    def _share(self) -> int:
-        """The samples in this rank's gradient; zeros have none."""
-        step, ranks = self.step, len(self.group.ranks)
-        self.places = len(step.participants)
-        if not step.contributes or step.plan is None:
-            return 0
-        place = step.participants.index(step.plan.replica_rank)
-        return self.samples.share(place * ranks + self.index, self.places * ranks)
-
-    def _skip(self, token: int) -> None:
-        if token == self.token and self.step.phase is Phase.LAUNCHED:
-            self.boundary()
-
-    def _late_bucket(self, token: int, attempt: int) -> None:
-        """A bucket of this attempt fails after the fence was launched: this member alone cannot follow."""
-        if token == self.token and self.step.attempt == attempt and not self.group.done:
-            self.world.say("%s: a bucket fails late", self.name)
-            if self.world.config.member_rules.r0_verdict:
-                if self.step.break_("a bucket failed"):
-                    self._ask_at_once()
-            else:
-                self.step.fail_softly("a bucket failed")
-
-    def _late_soft(self, token: int, attempt: int) -> None:
-        if token == self.token and self.step.attempt == attempt:
-            self.world.say("%s: report_error after the fence was launched", self.name)
-            self.step.fail_softly("reported late")
-            if self.step.phase is Phase.BROKEN:
-                self._ask_at_once()
-
-    def _watchdog(self, token: int, op: Op) -> None:
-        world = self.world
-        wait = Wait(self.group.pauses, world.config.timeout_s, world.now)
-        world.at(wait.at - world.now, self, self._timed_out, token, op, wait, world.now)
-
-    def _timed_out(self, token: int, op: Op, wait: Wait, since: float) -> None:
-        world = self.world
-        if token != self.token or (self.step.phase is not Phase.LAUNCHED and not self.step.awaits_lease):
-            return
-        if not wait.over(world.now):
-            world.at(wait.at - world.now, self, self._timed_out, token, op, wait, since)
-        else:
-            world.paused_peer(self, since, "a collective timed out")
-            self.group.probe()
-            self.op_failed(op, "collective timeout")
-
-    def _vote_expires(self, attempt: tuple[int, int], wait: Wait, since: float) -> None:
-        """The other ranks of the group have not voted in time."""
-        world, step = self.world, self.step
-        open_ = step.phase is Phase.FENCED and (self.quorum_id, step.attempt) == attempt and not self.group.done
-        if not open_ or self.group.waiting.result(*attempt) is not None:
-            return
-        if world.config.member_rules.r12_pauses and not wait.over(world.now):
-            world.at(wait.at - world.now, self, self._vote_expires, attempt, wait, since)
-            return
-        world.paused_peer(self, since, "a vote timed out")
-        self.settle(Verdict(*attempt, Outcome.BROKEN, "the ranks did not agree in time"))
-
-    def _poll(self, token: int) -> None:
-        """No member had a lease for autonomy_s: the members sum up who has one again, and nothing else."""
-        if token != self.token or self.ring is None or self.step.broken:
-            return
-        leased = not self.step.lacks_lease(self.world.now)
-        op = self.ring.launch(self, ([float(leased)], 0, None, (-1, self.step.base, 0), 0))
-        self._watchdog(token, op)
-
-    def polled(self, op: Op) -> None:
-        """That sum has arrived."""
-        step = self.step
-        if self.ring is not op.ring or step.phase is not Phase.OPEN or not step.awaits_lease or self.group.done:
-            return
-        if any(payload[0][0] for payload in op.payloads()):
-            step.lease_returned()
-        self.boundary()
-
-    def op_failed(self, op: Op, why: str) -> None:
-        """The data plane reports an error."""
-        waits = self.step.phase is Phase.LAUNCHED or (self.step.awaits_lease and self.step.phase is Phase.OPEN)
-        if waits and self.ring is op.ring and not self.group.done:
-            self.world.say("%s: %s", self.name, why)
-            self.step.break_(why)
-            self._ask_at_once()
-
-    def lost(self, quorum_id: int, reason: str, held: Version = VOID) -> None:
-        """A push from the lighthouse or from another rank of the group."""
-        moves = held == VOID and self.forward_until > 0.0 and (self.moving or self._may_move())
-        if self.step.lost(quorum_id, reason, held):
-            self.world.say("%s aborts%s: %s", self.name, ", and takes its attempt along" if moves else "", reason)
-            self._ask_at_once(moves=moves)
-
-    def _may_move(self) -> bool:
-        world = self.world
-        return may_move(self.step, world.now - self.forward_from, world.config.timeout_s)
-
-    def peer_ended(self, ring: Ring) -> None:
-        """A connection of the process group was closed, and nothing is expected from it."""
-        if self.ring is ring and self.step.phase is not Phase.LAUNCHED and not self.group.done:
-            self.lost(ring.quorum.quorum_id, "a peer has ended its connection")
-
-    def _ask_at_once(self, *, moves: bool = False) -> None:
-        """A broken rank aborts; should_commit returns False, and the next start_quorum asks."""
-        self.leave_ring()
-        self.moving = moves
-        self._vote_broken()
-        if not self.asking:
-            self.token += 1
-            self.world.at(self.world.between(0.001, 0.01), self, self._ask_later, self.token)
-
-    def _vote_broken(self) -> None:
-        plan = self.step.plan
-        if plan is not None and len(self.group.ranks) > 1:
-            verdict = Verdict(plan.quorum_id, self.step.attempt, Outcome.BROKEN, self.step.broken_reason)
-            self.group.vote(self.index, verdict)
-
-    def _ask_later(self, token: int) -> None:
-        if token == self.token:
-            self.boundary()
-
-    def fence_done(self, op: Op) -> None:
-        """The fence arrived."""
-        step, world = self.step, self.world
-        if self.ring is not op.ring or step.phase is not Phase.LAUNCHED or self.group.done:
-            return
-        op.check_aligned()
-        verdict = step.judge(op.sums(), world.now)
-        if verdict.outcome is Outcome.BROKEN:
-            world.say("%s: %s", self.name, verdict.reason)
-            self._ask_at_once()
-            return
-        op.check_scaled()
-        if self.group.stable() >= step.base and self.group.ranks[0].step.version == step.base:
-            world.history.publish(self.group.ranks[0])
-        payloads = op.payloads()
-        gradients = tuple((key, state) for _, key, state, *_ in payloads if state is not None)
-        self.pending = gradients, step.divisor(verdict), functools.reduce(operator.or_, (p[4] for p in payloads))
-        if verdict.outcome is Outcome.COMMIT:
-            world.history.check_roles(self, op, verdict)
-        if world.rng.random() < 0.2:
-            world.at(world.between(0.0, 0.03), self, self._should_commit, self.token)
-        else:
-            self._vote()
-
-    def _vote(self) -> None:
-        world = self.world
-        if len(self.group.ranks) > 1:
-            wait = Wait(self.group.pauses, world.config.timeout_s, world.now)
-            attempt = (self.quorum_id, self.step.attempt)
-            world.at(wait.at - world.now, self, self._vote_expires, attempt, wait, world.now)
-        self.group.vote(self.index, self.step.vote())
-
-    def _should_commit(self, token: int) -> None:
-        """The fence was back before the script called should_commit."""
-        if token == self.token:
-            self._vote()
-
-    def settle(self, verdict: Verdict) -> None:
-        """should_commit() has the group's verdict."""
-        step, world = self.step, self.world
-        if self.group.done or step.plan is None or (step.plan.quorum_id, step.attempt) != (
-            verdict.quorum_id, verdict.attempt
-        ):  # fmt: skip
-            return
-        if step.phase is Phase.FENCED and verdict.outcome is not Outcome.BROKEN:
-            self._apply()
-        broken_before = step.phase is Phase.BROKEN
-        before, samples = self.state, self.samples
-        if step.settle(verdict):
-            assert self.pending is not None
-            gradients, divisor, got = self.pending
-            self.state = hash((3, before, gradients, divisor))
-            self.samples = samples.after(got, self.places, len(self.group.ranks), verdict.missing)
-            self.group.commits += not self.index
-            world.say("%s commits %s (%d gradients)", self.name, step.version, len(gradients))
-            world.history.committed(self, before, gradients, divisor)
-            world.history.read(self, samples, got)
-            if "shutdown" in self.group.injected and len(self.group.ranks) == 1:
-                world.history.parted(self)
-                self.group.goodbye("shut down after a commit", agreed=False, finished=False)
-                world.at(world.between(0.5, 4.0), None, world._restart, self.group.number)
-                return
-        if broken_before:
-            return
-        if step.phase is Phase.BROKEN:
-            self._ask_at_once()
-            return
-        world.history.settled(self, verdict)
-        world.history.lapsed(self, verdict)
-        if world.config.rounds and verdict.exhausted:
-            world.say("%s: the round of data ended at %s", self.name, step.data.ended_at)
-        elif verdict.exhausted or (step.data.exhausted and len(step.plan.quorum.members) == 1):
-            self.group.goodbye("out of data", agreed=True, finished=True)
-            return
-        if verdict.outcome is Outcome.VETO:
-            world.say("%s: not committed: %s", self.name, verdict.reason)
-        self.token += 1
-        world.at(world.between(0.0, 0.003), self, self._ask_later, self.token)
-
-    def leave_ring(self, *, hidden: bool = False) -> None:
-        """Abort and drop the process group."""
-        ring, self.ring = self.ring, None
-        if ring is not None:
-            ring.leave(self, hidden=hidden)
+        return any(rank.machine.plan is not None and rank.machine.plan.excluded for rank in self.ranks)
 
 
 # ---------------------------------------------------------------- the data plane

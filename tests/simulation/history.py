@@ -20,7 +20,8 @@ from tests.simulation.samples import accounted
 if TYPE_CHECKING:
     from ft_core.data.cursor import Cursor
     from ft_core.protocol.lighthouse.room import Room
-    from tests.simulation.cluster import Group, Op, Rank, World
+    from tests.simulation.cluster import Group, Op, World
+    from tests.simulation.rank import Rank
     from tests.simulation.samples import Samples
 
 
@@ -75,6 +76,8 @@ class History:
     """step -> (the state it led to, who committed it and shut down at once)."""
     lapses: dict[str, float] = field(default_factory=dict)
     """rank -> attempts that were lost because no member had a lease, since one last had."""
+    verdicts: dict[tuple[str, int, int], tuple[Verdict, bool]] = field(default_factory=dict)
+    """(group, quorum, attempt) -> what the first of its ranks to know made of it, and whether it did so alone."""
     returned: int = 0
     """Commits without the share of a participant."""
     commits: int = 0
@@ -119,10 +122,12 @@ class History:
         payloads = op.payloads()
         if verdict.contributors != sum(p[2] is not None for p in payloads):
             raise Violation("I5", f"{rank.name} counts {verdict.contributors} contributors")
-        plan = rank.step.plan
+        plan = rank.machine.plan
         assert plan is not None
-        for planned in rank.step.participants:
-            failed_first_heal = planned in plan.healing and not rank.step.roles_switched  # R11: zeros, never a veto
+        for planned in rank.machine.attempt.participants:
+            failed_first_heal = (
+                planned in plan.healing and not rank.machine.attempt.roles_switched
+            )  # R11: zeros, never a veto
             if payloads[planned][2] is None and not payloads[planned][0][EXHAUSTED] and not failed_first_heal:
                 raise Violation("I4", f"{rank.name} commits without the gradient of participant {planned}")
 
@@ -143,49 +148,51 @@ class History:
 
     def committed(self, rank: Rank, before: int, gradients: tuple[tuple[int, int], ...], divisor: int) -> None:
         """A replica applied a committed step (I1, I4, I5, I6)."""
-        step = rank.step
+        machine = rank.machine
         self.commits += 1
         if before in self.torn:
             raise Violation("I1", f"{rank.name} trains on a half-received state")
         self._check_in_force(rank)
-        self.parent[rank.state] = (before, step.version.step)
-        self.holds(rank, step.version, rank.state)
+        self.parent[rank.state] = (before, machine.held.version.step)
+        self.holds(rank, machine.held.version, rank.state)
         self._check_left_behind(rank)
         if divisor != len(gradients):
             raise Violation("I5", f"{rank.name} divides a sum of {len(gradients)} gradients by {divisor}")
         for member, source in gradients:
             if source != before:
                 raise Violation("I4", f"{rank.name} applied a gradient of member {member} taken at another state")
-        if step.version.step <= rank.last_step:
+        if machine.held.version.step <= rank.last_step:
             if rank.was_torn:
                 self.remainder["I6: the donors of an interrupted in-place heal all died"] += 1
             elif self.world.boots > 1 and LOSSY.intersection(self.world.config.faults):
                 self.remainder["I6: out of reach while a restarted lighthouse formed a quorum without it (R18)"] += 1
             else:
-                raise Violation("I6", f"{rank.name} committed step {rank.last_step}, now {step.version.step}")
-        rank.last_step = step.version.step
+                raise Violation("I6", f"{rank.name} committed step {rank.last_step}, now {machine.held.version.step}")
+        rank.last_step = machine.held.version.step
         rank.was_torn = False
 
     def lapsed(self, rank: Rank, verdict: Verdict) -> None:
         """Without a lighthouse the members wait: each loses one attempt, with its samples, not one after another."""
-        before, self.lapses[rank.name] = self.lapses.get(rank.name), rank.step.lease_acked_at
+        before, self.lapses[rank.name] = self.lapses.get(rank.name), rank.machine.attempt.lease_acked_at
         if not verdict.lapsed:
             del self.lapses[rank.name]
-        elif before == rank.step.lease_acked_at:  # a later one: it had a lease meanwhile, and froze again
+        elif before == rank.machine.attempt.lease_acked_at:  # a later one: it had a lease meanwhile, and froze again
             raise Violation("I7", f"{rank.name} loses one attempt after another while no member has a lease")
 
     def parted(self, rank: Rank) -> None:
         """A replica shut down right after its commit: the other members of that attempt have it, too (I3)."""
-        self.left_behind[rank.step.version.step] = rank.state, rank.name
+        self.left_behind[rank.machine.held.version.step] = rank.state, rank.name
 
     def _check_left_behind(self, rank: Rank) -> None:
-        known, name = self.left_behind.get(rank.step.version.step, (rank.state, ""))
+        known, name = self.left_behind.get(rank.machine.held.version.step, (rank.state, ""))
         if known != rank.state and set(self.world.config.faults) == {"shutdown"}:
-            raise Violation("I3", f"{rank.name} makes step {rank.step.version.step} again: {name} has left with it")
+            raise Violation(
+                "I3", f"{rank.name} makes step {rank.machine.held.version.step} again: {name} has left with it"
+            )
 
     def read(self, rank: Rank, before: Samples, got: int) -> None:
         """A replica applied a committed step with the samples `got`: none comes twice, none is lost (I8)."""
-        config, version = self.world.config, rank.step.version
+        config, version = self.world.config, rank.machine.held.version
         if not config.data or config.rounds or config.finish_at:
             return
         if before.taken & got:
@@ -209,20 +216,34 @@ class History:
             lost, twice = positions(claimed & ~taken), positions(taken & ~claimed)
             raise Violation("I8", f"at {version}, {rank.name} will lose samples {lost}, and get {twice} again")
 
+    def verdict_in_group(self, rank: Rank, verdict: Verdict, *, alone: bool) -> None:
+        """A rank learns what became of an attempt: the same as the group's other ranks (R12).
+
+        `alone`: it has left the quorum before its leader said so, because it failed or there was no way to its leader.
+        """
+        key = rank.group.rid, verdict.quorum_id, verdict.attempt
+        known, was_alone = self.verdicts.setdefault(key, (verdict, alone))
+        if known.outcome is not verdict.outcome and (alone or was_alone):
+            self.remainder["R12: a rank without its leader does not apply what the others do"] += 1
+        elif known.outcome is not verdict.outcome:
+            raise Violation("R12", f"{rank.name} is told {verdict.outcome}, another rank of its group {known.outcome}")
+
     def settled(self, rank: Rank, verdict: Verdict) -> None:
         """A replica settled an attempt: those that hold its base agree on the rounds of data, and end them together."""
-        step = rank.step
-        failed = any(other.step.heal is Heal.ABANDONED for other in rank.group.ranks)
-        cannot_heal = failed or (step.plan is not None and step.plan.excluded)
-        if step.behind or verdict.behind:
-            if verdict.exhausted and not cannot_heal and step.version != step.data.ended_at:
-                raise Violation("I10", f"{rank.name} is at {step.version} when the round ends at {step.data.ended_at}")
+        machine = rank.machine
+        failed = any(other.machine.attempt.heal is Heal.ABANDONED for other in rank.group.ranks)
+        cannot_heal = failed or (machine.plan is not None and machine.plan.excluded)
+        if machine.attempt.behind or verdict.behind:
+            if verdict.exhausted and not cannot_heal and machine.held.version != machine.data.ended_at:
+                raise Violation(
+                    "I10", f"{rank.name} is at {machine.held.version} when the round ends at {machine.data.ended_at}"
+                )
             return
         key = (verdict.quorum_id, verdict.attempt, rank.index)
-        known, name = self.rounds.setdefault(key, (step.data.ended_at, rank.name))
-        if known != step.data.ended_at:
+        known, name = self.rounds.setdefault(key, (machine.data.ended_at, rank.name))
+        if known != machine.data.ended_at:
             raise Violation(
-                "I10", f"a round of data ended at {known} for {name}, at {step.data.ended_at} for {rank.name}"
+                "I10", f"a round of data ended at {known} for {name}, at {machine.data.ended_at} for {rank.name}"
             )
         self.ended += verdict.exhausted
 
@@ -233,7 +254,7 @@ class History:
         if latest == rank.quorum_id or boot != self.world.boots:
             return
         follower = min(q for q, b in self.boot_of.items() if b == boot and q > rank.quorum_id)
-        if self.formed_at[follower] < rank.step.launched_at:
+        if self.formed_at[follower] < rank.machine.attempt.launched_at:
             if rank.quorum_id in self.presumed_over:
                 self.remainder["I3: a quorum closed before it reported a commit, and trained on"] += 1
             else:
@@ -243,9 +264,9 @@ class History:
 
     def publish(self, rank: Rank) -> None:
         """A fence completed at the state this rank holds: every member of the quorum holds it (I3)."""
-        if rank.index or rank.step.version == VOID:
+        if rank.index or rank.machine.held.version == VOID:
             return
-        world, number, state = self.world, rank.step.version.step, rank.state
+        world, number, state = self.world, rank.machine.held.version.step, rank.state
         at_step = self.published.setdefault(number, {})
         if state in at_step:
             return

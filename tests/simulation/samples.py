@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from ft_core.data.cursor import Cursor
 from ft_core.data.step_division import Batching, StepPlan
-from ft_core.runtime.data_port import contributed
+from ft_core.protocol.rank.commit_rule import contributed
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable

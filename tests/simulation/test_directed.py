@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from ft_core.protocol.group.group import GroupRules
 from ft_core.protocol.lighthouse.rules import Rules
-from ft_core.protocol.rank.settings import MemberRules
+from ft_core.protocol.rank.settings import RankRules
 from tests.simulation.cluster import Config, World
 from tests.simulation.history import Violation
 
@@ -42,7 +43,7 @@ def pause(name: str, rank: int, length: float, announced: float) -> Callable[[Wo
         one = named(world, name).ranks[rank]
         one.busy_until, one.back_at = world.now + announced, world.now + length
         world.say("%s pauses for %.1f s", one.name, length)
-        one.group.busy()
+        one.busy()
         world.at(length, one, one._back)
 
     return act
@@ -109,7 +110,7 @@ def test_a_pause_kills_no_survivor(seed: int) -> None:
     world = play(seed, *script, **situation)
     assert not [text for _, text, args in world.story if "gives up" in (text % args if args else text)]
     assert standstill(world, "a", 16.0, 30.0) < world.config.join_s + 1.0, "it goes on when the other one is back"
-    waits = MemberRules(pauses_extend=False, r19_moves=False)  # with R19 the one that is paused asks all the same
+    waits = RankRules(pauses_extend=False, r19_moves=False)  # with R19 the one that is paused asks all the same
     without = play(seed, *script, **situation, member_rules=waits)
     assert "a:1" in [args[0] for *_, args in without.story if len(args) > 1 and "gives up" in str(args[1])]
 
@@ -121,7 +122,7 @@ def test_a_vote_waits_for_a_paused_rank(seed: int, rank: int) -> None:
     world = play(seed, (5.0, pause("b", rank, 8.0, 60.0)), **situation)
     assert len(world.history.members) == 1, "the quorum stays"
     with pytest.raises(Violation, match="a vote timed out"):
-        play(seed, (5.0, pause("b", rank, 8.0, 60.0)), **situation, member_rules=MemberRules(r12_pauses=False))
+        play(seed, (5.0, pause("b", rank, 8.0, 60.0)), **situation, group_rules=GroupRules(r12_pauses=False))
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -183,7 +184,7 @@ def test_a_death_during_forward_costs_no_attempt(seed: int) -> None:
     """R19. The forward pass takes 1 to 3 s, so all are in it; without the rule it is made again."""
     situation: dict[str, Any] = {"groups": 3, "forward_s": 2.0, "liveness_s": 0.2}
     world = play(seed, (9.0, kill("c")), **situation)
-    without = play(seed, (9.0, kill("c")), **situation, member_rules=MemberRules(r19_moves=False))
+    without = play(seed, (9.0, kill("c")), **situation, member_rules=RankRules(r19_moves=False))
     before, after = (max(at for at in commits(w, "a") if at < 9.0) for w in (world, without))
     assert before == after, "the runs are the same until the kill"
     gap, longer = (min(at for at in commits(w, "a") if at > 9.0) - before for w in (world, without))

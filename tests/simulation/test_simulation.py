@@ -8,31 +8,35 @@ Which rule is shown necessary where (seeds needed until the first violation when
 
 | rule | switch | needs | violates |
 |---|---|---|---|
-| R0 verdict, tag | MemberRules.r0_verdict + r0_tag | 1 | I1 two states under one version, I4 or gradients of both |
-| R1 no quorum beside a living one | Rules.r1_ended | 1 | I3 two quorums commit side by side |
-| R1 a closed connection is no death | Rules.r1_closed | 5 | I3 two quorums commit side by side |
-| R2 no amnesia | Rules.r2_no_amnesia | 2 | I3 a published step is made again |
-| R3 autonomy | MemberRules.r3_autonomy | 14 | I3 two quorums commit side by side |
-| R3 waiting | MemberRules.r3_waits | 1 | I7 one attempt after another is lost while no member has a lease |
-| R4 aligned collectives | MemberRules.r4_aligned | 1 | I4 collectives of two attempts are paired |
-| R7 void while receiving | MemberRules.r7_void | 5 | I1 training goes on from a torn state |
-| R8 ids | QuorumIds.unique | 17 | I2 ids go back after a restart |
-| R9 boot window | Rules.r9_boot | 186 | I3 a published step is made again |
-| R10 divisor | MemberRules.r10_divisor | 1 | I5 the divisor is not the number of gradients |
-| R11 no veto by a healing member | MemberRules.r11_no_veto | 2 | I7 a member that cannot heal stops the others |
-| R12 votes wait for paused ranks | MemberRules.r12_pauses | 2 | I7 a group breaks its quorum, a rank of it paused |
-| a pause extends limits | MemberRules.pauses_extend | 5 | I7 a survivor gives up while a peer is paused |
-| pauses are told to new quorums | Rules.pauses_told | 5 | I7 a collective times out, a member paused |
-| R14 answers are repeated only in force | Rules.r14_in_force | 80 | I3 two quorums commit side by side |
-| R16 parting | MemberRules.r16_parting | 1 | I3 a step is made again that a replica shut down with |
-| two replicas that cannot reach each other | Rules.leave_out_unreachable | 4 | I7 nobody commits |
-| R18 claims | Rules.r18_claims | 84 | I7 a stranger stops the job |
-| R17 shares | MemberRules.r17_shares | 1 | I8 samples of a replica that could not be healed are lost |
+| R0 verdict, tag | RankRules.r0_verdict + r0_tag | 1 | I1 two states under one version, I4 or gradients of both |
+| R1 no quorum beside a living one | Rules.r1_ended | 8 | I3 two quorums commit side by side |
+| R1 a closed connection is no death | Rules.r1_closed | 16 | I3 two quorums commit side by side |
+| R2 no amnesia | Rules.r2_no_amnesia | 7 | I3 a published step is made again |
+| R3 autonomy | RankRules.r3_autonomy | 357 | I3 two quorums commit side by side |
+| R3 waiting | RankRules.r3_waits | 2 | I7 one attempt after another is lost while no member has a lease |
+| R4 aligned collectives | RankRules.r4_aligned | 1 | I4 collectives of two attempts are paired |
+| R7 void while receiving | RankRules.r7_void | 17 | I1 training goes on from a torn state |
+| R8 ids | QuorumIds.unique | 9 | I2 ids go back after a restart |
+| R9 boot window | Rules.r9_boot | 301 | I7 a replica is told that all state is lost, though it holds it |
+| R10 divisor | RankRules.r10_divisor | 6 | I5 the divisor is not the number of gradients |
+| R11 no veto by a healing member | RankRules.r11_no_veto | 13 | I7 a member that cannot heal stops the others |
+| R12 votes wait for paused ranks | GroupRules.r12_pauses | 1 | I7 a group breaks its quorum, a rank of it paused |
+| R12 a vote that waited too long is taken back | GroupRules.r12_withdraws | 13 | R12 a rank commits, another does not |
+| R12 verdicts are told again before breaks | GroupRules.r12_verdict_first | 51 | R12 a rank commits, another does not |
+| R12 what a rank has missed is told again | GroupRules.r12_retold | 151 | I3 a published step is made again |
+| R12 an ask that lost a rank is made anew | GroupRules.r12_void_ask | 40 | I3 two quorums commit side by side |
+| a pause extends limits | RankRules.pauses_extend | 72 | I7 a survivor gives up while a peer is paused |
+| pauses are told to new quorums | Rules.pauses_told | 1 | I7 a collective times out, a member paused |
+| R14 answers are repeated only in force | Rules.r14_in_force | 19 | I3 two quorums commit side by side |
+| R16 parting | RankRules.r16_parting | 1 | I3 a step is made again that a replica shut down with |
+| two replicas that cannot reach each other | Rules.leave_out_unreachable | 5 | I7 nobody commits |
+| R18 claims | Rules.r18_claims | 1 | I7 a stranger ends the job |
+| R17 shares | RankRules.r17_shares | 1 | I8 samples of a replica that could not be healed are lost |
 
 One group that is set up wrongly (and the rules that keep it from stopping the others): test_set_up_wrongly.py. Whatever
 the lighthouse sends is encoded as it travels, so that a bound that is broken fails (I9).
 
-R6, R10 (ready), R12, R13 and R15 change what is lost or how long something takes, not what is true, so they
+R6, R10 (ready), R13 and R15 change what is lost or how long something takes, not what is true, so they
 have directed tests: tests/protocol/test_rules.py.
 """
 
@@ -44,8 +48,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from ft_core.protocol.group.group import GroupRules
 from ft_core.protocol.lighthouse.rules import Rules
-from ft_core.protocol.rank.settings import MemberRules
+from ft_core.protocol.rank.settings import RankRules
 from tests.simulation.cluster import Config, Result, simulate
 
 if TYPE_CHECKING:
@@ -84,8 +89,10 @@ PLAIN: dict[str, Any] = {
     "ranks": 1, "fixed_with_spares": False, "finish_at": 0, "fault_every_s": 0.5, "min_replicas": 1, "expected": 0,
     "rounds": False, "data": False,
 }  # fmt: skip
+LOST_STREAMS: dict[str, Any] = {"ranks": 2, "faults": ("rank_stream", "late"), "fault_every_s": 0.05}
+"""Ranks lose what is under way between them and their leader, again and again."""
 NECESSARY: dict[str, tuple[int, str, dict[str, Any]]] = {
-    "R0": (20, "I1/I4", {"faults": ("late",), "member_rules": MemberRules(r0_verdict=False, r0_tag=False)}),
+    "R0": (20, "I1/I4", {"faults": ("late",), "member_rules": RankRules(r0_verdict=False, r0_tag=False)}),
     "R1": (
         60, "I3",
         {"groups": 2, "faults": ("freeze", "duplicate", "kill", "cut_lighthouse"), "room_rules": Rules(r1_ended=False)},
@@ -101,28 +108,28 @@ NECESSARY: dict[str, tuple[int, str, dict[str, Any]]] = {
         400, "I3",
         {
             "groups": 2, "faults": ("cut_lighthouse", "duplicate", "kill"),
-            "member_rules": MemberRules(r3_autonomy=False),
+            "member_rules": RankRules(r3_autonomy=False),
         },
     ),
     "R3, waiting": (
-        60, "I7", {"groups": 2, "faults": ("lighthouse",), "member_rules": MemberRules(r3_waits=False)},
+        60, "I7", {"groups": 2, "faults": ("lighthouse",), "member_rules": RankRules(r3_waits=False)},
     ),
-    "R4": (60, "I4", {"faults": ("skip",), "member_rules": MemberRules(r4_aligned=False)}),
+    "R4": (60, "I4", {"faults": ("skip",), "member_rules": RankRules(r4_aligned=False)}),
     "R7": (
         60, "I1",
         {
             "groups": 4, "faults": ("heal", "kill"), "heals_before_forward": True,
-            "member_rules": MemberRules(r7_void=False),
+            "member_rules": RankRules(r7_void=False),
         },
     ),
     "R8": (60, "I2", {"faults": ("lighthouse",), "unique_ids": False}),
     "R9": (
-        500, "I3",
+        500, "I3/I7",
         {"groups": 3, "faults": ("lighthouse", "kill", "freeze", "duplicate"), "room_rules": Rules(r9_boot=False)},
     ),
-    "R10": (60, "I5", {"faults": ("heal", "kill"), "member_rules": MemberRules(r10_divisor=False)}),
-    "R11": (20, "I7", {"faults": ("kill",), "bad_group": 0, "member_rules": MemberRules(r11_no_veto=False)}),
-    "R16": (20, "I3", {"faults": ("shutdown",), "member_rules": MemberRules(r16_parting=False)}),
+    "R10": (60, "I5", {"faults": ("heal", "kill"), "member_rules": RankRules(r10_divisor=False)}),
+    "R11": (20, "I7", {"faults": ("kill",), "bad_group": 0, "member_rules": RankRules(r11_no_veto=False)}),
+    "R16": (20, "I3", {"faults": ("shutdown",), "member_rules": RankRules(r16_parting=False)}),
     "links": (
         30, "I7",
         {
@@ -134,23 +141,36 @@ NECESSARY: dict[str, tuple[int, str, dict[str, Any]]] = {
         60, "I8",
         {
             "groups": 4, "faults": ("heal", "kill"), "heals_before_forward": True, "data": True,
-            "member_rules": MemberRules(r17_shares=False),
+            "member_rules": RankRules(r17_shares=False),
         },
     ),
     "R12 pauses": (
-        60, "I7", {"ranks": 2, "faults": ("pause",), "member_rules": MemberRules(r12_pauses=False)},
+        60, "I7", {"ranks": 2, "faults": ("pause",), "group_rules": GroupRules(r12_pauses=False)},
+    ),
+    "R12 withdraws": (
+        60, "R12",
+        {"ranks": 2, "faults": ("late_vote",), "fault_every_s": 0.3, "group_rules": GroupRules(r12_withdraws=False)},
+    ),
+    "R12 verdict first": (60, "R12", {**LOST_STREAMS, "group_rules": GroupRules(r12_verdict_first=False)}),
+    "R12 retold": (200, "R12/I3", {**LOST_STREAMS, "group_rules": GroupRules(r12_retold=False)}),
+    "R12 void ask": (
+        200, "I3",
+        {
+            "ranks": 2, "faults": ("cut_lighthouse", "freeze_rank"), "fault_every_s": 0.3,
+            "group_rules": GroupRules(r12_void_ask=False),
+        },
     ),
     "pauses extend": (
-        200, "I7", {"groups": 3, "faults": ("pause", "skip"), "member_rules": MemberRules(pauses_extend=False)},
+        200, "I7", {"groups": 3, "faults": ("pause", "skip"), "member_rules": RankRules(pauses_extend=False)},
     ),
     "pauses told": (
         100, "I7", {"groups": 3, "faults": ("pause", "skip"), "room_rules": Rules(pauses_told=False)},
     ),
-    "R18": (200, "I7", {"faults": ("stranger", "kill"), "room_rules": Rules(r18_claims=False)}),
+    "R18": (20, "I7", {"faults": ("stranger", "kill"), "room_rules": Rules(r18_claims=False)}),
     "R14": (
-        200, "I3",
+        60, "I3",
         {
-            "faults": ("cut_all", "cut_lighthouse", "freeze"),
+            "groups": 3, "faults": ("cut_all", "cut_lighthouse"), "fault_every_s": 0.25,
             "room_rules": Rules(r14_in_force=False, r21_not_again=False),
         },
     ),
@@ -173,7 +193,7 @@ def test_without_the_rule_the_simulation_finds_the_failure(rule: str) -> None:
 @pytest.mark.parametrize("rule", NECESSARY)
 def test_with_the_rule_the_same_runs_are_clean(rule: str) -> None:
     limit, _, fixed = NECESSARY[rule]
-    off = {"member_rules", "room_rules", "unique_ids"}
+    off = {"member_rules", "group_rules", "room_rules", "unique_ids"}
     for seed in range(min(limit, 60)):
         result = simulate(seed, Config.draw(seed, **{**PLAIN, **{k: v for k, v in fixed.items() if k not in off}}))
         if result.violation:
@@ -189,6 +209,15 @@ def test_rounds_of_data_end_together(ends_rounds: bool) -> None:
             pytest.fail(story(result), pytrace=False)
         ended += result.world.history.ended
     assert ended > 150
+
+
+@pytest.mark.parametrize("late_rank", [False, True])
+def test_groups_of_two_ranks_lose_their_streams_and_vote_late(late_rank: bool) -> None:
+    faults = ("rank_stream", "late_vote", "freeze_rank", "pause", "kill")
+    for seed in range(100):
+        result = simulate(seed, Config.draw(seed, ranks=2, faults=faults, late_rank=late_rank))
+        if result.violation:
+            pytest.fail(story(result), pytrace=False)
 
 
 def test_a_run_is_a_function_of_its_seed() -> None:

@@ -178,11 +178,11 @@ class DonorConnection:
         return length - TRAILER.size, fields
 
     def receive(self, target: memoryview) -> None:
-        """Fill `target`."""
+        """Fill `target` with the next bytes of the answer."""
         self._open_stream().receive(target)
 
     def trailer(self) -> int:
-        """Read the trailer: the donor's word that the body is of an open offer, and its checksum."""
+        """Read the trailer: the donor's confirmation that the body is of an open offer, and its checksum."""
         data = bytearray(TRAILER.size)
         self.receive(memoryview(data))
         magic, value = TRAILER.unpack(data)

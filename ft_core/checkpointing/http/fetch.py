@@ -7,7 +7,7 @@ donor that keeps failing is given up; only when none is left has the session fai
 
 Invariants
 - A range is owned by one worker from taking to finishing, so memory has one writer.
-- Nothing counts as received unless its trailer says that the donor's offer was open when its last byte was read, and
+- Nothing counts as received unless its trailer shows that the donor's offer was open when its last byte was read, and
   its checksum matches what lies in memory here (live: only the former).
 - When `run` returns or raises, no thread will write into the caller's tensors any more.
 

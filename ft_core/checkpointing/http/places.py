@@ -1,4 +1,4 @@
-"""Who is served by a heal server, who waits for a place, and who has to give one up. Pure; the clock is an argument.
+"""Places of a heal server: who is served, who waits, and who has to give one up. Pure; the clock is an argument.
 
 A place is a thread that serves one connection. Receivers beyond that number wait in order, at the cost of a descriptor
 each. One machine cannot have all places, and where machines differ in how many they have, the one with fewer comes
@@ -26,7 +26,7 @@ MIN_BYTES_S: Final = 256 << 10
 
 
 class Pace(Protocol):
-    """What a connection tells of its peer: since when it is its turn (None: it is not), and bytes it took since."""
+    """The pace of a peer: since when it is its turn (None: it is not), and how many bytes it took since."""
 
     began: float | None
     moved: int
@@ -34,7 +34,7 @@ class Pace(Protocol):
 
 @dataclass(slots=True, eq=False)
 class Guest:
-    """One connection."""
+    """A connection to a heal server, served or waiting."""
 
     peer: str
     pace: Pace
@@ -95,7 +95,7 @@ class Places:
         return promoted
 
     def overdue(self, now: float) -> list[Guest]:
-        """Who has to give up a place, because others wait."""
+        """Guests that have to give up their place, because others wait."""
         return [guest for guest in self.served if _too_slow(guest, now)] if self.waiting else []
 
 

@@ -7,7 +7,7 @@ What it answers (HTTP/1.1, GET only; see `wire` for the trailer that ends every 
     /prefetch?wait_ms=N                  manifest of a *live* offer (tag in X-FT-Tag), made by the training thread
     /blob/<name>                         small answers others register (`add_blob`)
 
-`offers` tells why nothing that is served can be torn, `places` who is served and who waits. Sparing the trainer:
+`offers` has why nothing that is served can be torn, `places` who is served and who waits. Sparing the trainer:
 threads spend their time in sendmsg and checksums, which release the GIL, in pieces of megabytes (`sockets` says why the
 sockets are blocking).
 
@@ -86,7 +86,7 @@ class StateServer:
         port: int = 0,
         tls: Tls | None = None,
     ) -> None:
-        """`bind`: address to listen on ("" = all interfaces). `hostname`: what peers are told to connect to.
+        """`bind`: address to listen on ("" = all interfaces). `hostname`: what peers connect to.
 
         `tls`: the job's certificates; with them nothing is served in clear, and with a CA only to its holders.
         """
@@ -226,7 +226,7 @@ class StateServer:
         self._book.close((tag,))
 
     def close_all(self) -> None:
-        """`close` every offer (a live one, which promises nothing, stays)."""
+        """`close` every offer (a live one, which may be torn anyway, stays)."""
         self._book.close()
 
     def drop_live(self) -> None:
@@ -242,7 +242,7 @@ class StateServer:
         self._answers.add_blob(name, provider)
 
     def add_blobs(self, prefix: str, provider: Callable[[str], bytes | None]) -> None:
-        """As `add_blob`, for all names that begin with `prefix`; `provider` is told the rest."""
+        """Answer all names that begin with `prefix` like `add_blob`; `provider` gets the rest of the name."""
         self._answers.add_blobs(prefix, provider)
 
     # -- the accept thread

@@ -4,8 +4,8 @@ Plain HTTP/1.1 with GET, Content-Length and keep-alive, so that curl and proxies
 the standard library's parser costs more per request than the request itself, with the GIL held.
 
 Every 200 body ends with a trailer, counted in Content-Length: `FTOK` and the checksum of what went before. It is the
-donor's word that the bytes are of an open offer; without it the receiver throws them away. (A range of a live offer
-has checksum 0: its memory may change between any two looks at it.)
+donor's confirmation that the bytes are of an open offer; without it the receiver throws them away. (A range of a live
+offer has checksum 0: its memory may change between any two looks at it.)
 """
 
 from __future__ import annotations

@@ -1,80 +1,73 @@
 """Where the threads of a rank wait for their group's verdicts.
 
-Invariants: the first verdict on an attempt stands, and outlives a later break (R0); at most MAX_BROKEN of each are
-kept. Thread safe.
+What is known of them is `protocol.group.votes.Verdicts`; here is the lock around it, and the waiting. Thread safe.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections import OrderedDict
+from typing import TYPE_CHECKING
 
-from ft_core.protocol.pauses import Pauses, Wait
+from ft_core.protocol.group.votes import Verdicts
+from ft_core.protocol.pauses import Wait
 from ft_core.protocol.types import Outcome, Verdict
 
-MAX_BROKEN = 8
-"""Quorums remembered as broken for this group."""
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from ft_core.protocol.pushes import Push
 
 
 class Waiting:
-    """Votes that threads of this process wait for: keyed like Votes."""
+    """Votes that threads of this process wait for: keyed like Votes.
 
-    def __init__(self) -> None:
+    Args:
+        replica_id: of the group.
+        grace_s: how long the leader may take to answer a vote that is taken back.
+    """
+
+    def __init__(self, replica_id: str, grace_s: float) -> None:
+        self._replica_id, self._grace_s = replica_id, grace_s
         self._changed = threading.Condition()
-        self._verdicts: OrderedDict[tuple[int, int], Verdict] = OrderedDict()
-        self._broken: OrderedDict[int, str] = OrderedDict()
-        self._pauses = Pauses()
-        """Of other groups, and of this group: whoever waits in one of its rings for a busy one votes late."""
+        self._verdicts = Verdicts()
 
-    def decided(self, verdict: Verdict) -> None:
-        """The group's verdict on an attempt is known; the first one stands."""
+    def __repr__(self) -> str:
+        return f"Waiting({self._replica_id}, {self._verdicts!r})"
+
+    def take(self, push: Push) -> None:
+        """Something arrived from the leader."""
         with self._changed:
-            self._verdicts.setdefault((verdict.quorum_id, verdict.attempt), verdict)
-            while len(self._verdicts) > MAX_BROKEN:
-                self._verdicts.popitem(last=False)
+            self._verdicts.take(push, self._replica_id, time.monotonic())
             self._changed.notify_all()
 
     def broke(self, quorum_id: int, reason: str) -> bool:
-        """The group is broken in a quorum. True if that is new."""
+        """This rank is broken in a quorum, so the group is. True if that is new."""
         with self._changed:
-            new = quorum_id not in self._broken
-            self._broken.setdefault(quorum_id, reason)
-            while len(self._broken) > MAX_BROKEN:
-                self._broken.popitem(last=False)
+            new = self._verdicts.broke(quorum_id, reason)
             self._changed.notify_all()
             return new
 
-    def paused(self, who: str, for_s: float) -> None:
-        """A group is busy for at most `for_s` from now (0: it is back): votes wait for it."""
-        with self._changed:
-            self._pauses.announce(who, for_s, time.monotonic())
+    def wait(self, vote: Verdict, timeout_s: float, withdraw: Callable[[Verdict], None]) -> Verdict:
+        """Wait for the verdict on the attempt that was voted on; pauses do not count.
 
-    def pauses(self) -> dict[str, float]:
-        """Who is busy, and for how long at most."""
-        with self._changed:
-            return self._pauses.open(time.monotonic())
+        A vote that has waited too long is taken back: `withdraw` sends BROKEN in its place. Only the leader can say
+        whether that came in time, or the last of the other votes did: all ranks get the same verdict then (R12).
+        """
+        found = self._within(vote, timeout_s)
+        if found is not None:
+            return found
+        reason = f"the ranks of {self._replica_id} did not agree on the step within {timeout_s:g} s"
+        broken = Verdict(vote.quorum_id, vote.attempt, Outcome.BROKEN, reason)
+        withdraw(broken)
+        return self._within(vote, self._grace_s) or broken
 
-    def new_quorum(self) -> None:
-        """Its members announce what they do anew."""
+    def _within(self, vote: Verdict, limit_s: float) -> Verdict | None:
         with self._changed:
-            self._pauses.forget()
-
-    def result(self, quorum_id: int, attempt: int) -> Verdict | None:
-        """A decided verdict outlives a later break (R0)."""
-        verdict = self._verdicts.get((quorum_id, attempt))
-        if verdict is None and quorum_id in self._broken:
-            verdict = Verdict(quorum_id, attempt, Outcome.BROKEN, self._broken[quorum_id])
-        return verdict
-
-    def wait(self, verdict: Verdict, timeout_s: float, whose: str) -> Verdict:
-        """Wait for the verdict on the attempt that `verdict` is a vote on; pauses do not count."""
-        with self._changed:
-            wait = Wait(self._pauses, timeout_s, time.monotonic())
-            while (found := self.result(verdict.quorum_id, verdict.attempt)) is None:
+            wait = Wait(self._verdicts.pauses, limit_s, time.monotonic())
+            while (found := self._verdicts.result(vote.quorum_id, vote.attempt)) is None:
                 now = time.monotonic()
                 if wait.over(now):
-                    reason = f"the ranks of {whose} did not agree on the step within {timeout_s:g} s"
-                    return Verdict(verdict.quorum_id, verdict.attempt, Outcome.BROKEN, reason)
+                    return None
                 self._changed.wait(wait.at - now)
             return found

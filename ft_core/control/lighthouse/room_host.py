@@ -13,8 +13,8 @@ R15, turbulence. If most leases of a room (and at least TURBULENCE_LEASES) end w
 itself stood still for longer than the liveness timeout, suspicions prove nothing; the rooms are told before anything
 else. Standing still is noticed by a beat, which runs only while there are leases.
 
-Invariants: rooms, layouts and every outgoing queue are bounded; a lease's handler is the only one to end it; what a
-client sends never ends anybody else's lease. Everything runs on the server's one loop.
+Invariants: rooms, layouts and every outgoing queue are bounded; what a client sends never ends anybody else's lease.
+Everything runs on the server's one loop; the streams are `rpc.stream_host`'s.
 """
 
 from __future__ import annotations
@@ -50,16 +50,17 @@ from ft_core.protocol.lighthouse.events import (
 from ft_core.protocol.lighthouse.room import Room
 from ft_core.protocol.lighthouse.room_keeping import MAX_ROOMS, FinishedRooms, replaceable
 from ft_core.protocol.lighthouse.room_view import peers_of
+from ft_core.protocol.pushes import Acked, Busy, Change, Lost, Over, Push, Reason, Refusal, Welcome
 from ft_core.protocol.quorum_ids import QuorumIds, boot_of
 from ft_core.protocol.types import Ask, Quorum
 from ft_core.rpc import codec
-from ft_core.rpc.channel import grpc
-from ft_core.rpc.loop_server import Doorkeeper, Stream, StreamDropped
+from ft_core.rpc.stream_host import Caller, StreamHost
 from ft_core.settings import DEFAULT_ROOM
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from ft_core.rpc.loop_server import Stream
     from ft_core.settings import LighthouseSettings
 
 MAX_LAYOUTS = 64
@@ -71,18 +72,6 @@ TURBULENCE_S = 0.05
 TURBULENCE_LEASES = 3
 
 _log = logging.getLogger("ft_core.lighthouse")
-Context = grpc.aio.ServicerContext[bytes, bytes]
-
-
-@dataclass
-class Lease:
-    """One open lease stream."""
-
-    replica_id: str
-    generation: int
-    stream: Stream
-    told: tuple[str, float] = ("", 0.0)
-    """The last reason it was sent."""
 
 
 @dataclass
@@ -116,7 +105,17 @@ class RoomShell:
                 timer.cancel()
 
 
-class Rooms:
+@dataclass(eq=False)
+class Lease(Caller):
+    """One open lease stream; its name is the replica_id."""
+
+    shell: RoomShell = field(kw_only=True)
+    generation: int = field(kw_only=True)
+    told: tuple[str, float] = ("", 0.0)
+    """The last reason it was sent."""
+
+
+class Rooms(StreamHost[Lease]):
     """All rooms of one lighthouse, on one event loop.
 
     Args:
@@ -125,19 +124,22 @@ class Rooms:
         unknown: nobody can know this lighthouse's address from before, so nobody is waited for at its start.
     """
 
+    _name = "the lighthouse"
+    _first = "Hello"
+    _log = _log
+
     def __init__(self, settings: LighthouseSettings, liveness_s: float, unknown: bool = False) -> None:
+        self._offset = time.time() - time.monotonic()  # rooms are told wall-clock seconds that never jump
+        super().__init__(settings.token, HELLO_S, self.now)
         self.settings = settings
         self.liveness_s = liveness_s
         self._rooms: dict[str, RoomShell] = {}
         self._layouts: dict[int, tuple[str, ...]] = {}
         self._generation = 0
-        self._leases = 0
         self._seq = 0
-        self._door = Doorkeeper(settings.token, "the lighthouse")
         self._boot = secrets.randbits(63)
         entropy = deque(secrets.randbits(16) for _ in range(256))
         self._ids = QuorumIds(boot_of(time.time()), secrets.randbits(16), entropy)
-        self._offset = time.time() - time.monotonic()  # rooms are told wall-clock seconds that never jump
         self.started = self.now()
         self._forgot_at = self.started - unknown * settings.boot_window_s
         self._finished = FinishedRooms()
@@ -145,7 +147,7 @@ class Rooms:
         self._beat_timer: asyncio.TimerHandle | None = None
 
     def __repr__(self) -> str:
-        return f"Rooms(rooms={len(self._rooms)}, leases={self._leases}, liveness={self.liveness_s:g} s)"
+        return f"Rooms(rooms={len(self._rooms)}, leases={len(self._callers)}, liveness={self.liveness_s:g} s)"
 
     def close(self) -> None:
         """Cancel all timers."""
@@ -217,20 +219,20 @@ class Rooms:
                 case Explain():
                     self._explain_soon(shell)
                 case ChangePending():
-                    self._push(shell, effect.to, codec.Change(effect.quorum_id, effect.reason))
+                    self._push(shell, effect.to, Change(effect.quorum_id, effect.reason))
                 case MemberLost():
-                    self._push(shell, effect.to, codec.Lost(effect.quorum_id, effect.lost, effect.held))
+                    self._push(shell, effect.to, Lost(effect.quorum_id, effect.lost, effect.held))
                 case Paused():
-                    self._push(shell, effect.to, codec.Busy(effect.quorum_id, effect.replica_id, effect.for_s))
+                    self._push(shell, effect.to, Busy(effect.quorum_id, effect.replica_id, effect.for_s))
                 case Superseded():
-                    self._push(shell, (effect.to,), codec.Over(effect.quorum_id))
+                    self._push(shell, (effect.to,), Over(effect.quorum_id))
                 case Note():
                     self.say(shell, effect.text)
                 case Refuse():
                     self.say(shell, f"refused {effect.to}: {effect.reason}")
                     lease = shell.leases.get(effect.to)
                     if lease is not None:  # its ask was refused; a refused Hello has no lease, see _open
-                        lease.stream.send(codec.encode_push(codec.Refusal(_refusal(effect))))
+                        lease.stream.send(codec.encode_push(Refusal(_refusal(effect))))
 
     def _announce(self, shell: RoomShell, effect: Announce) -> None:
         shell.said = ""
@@ -244,7 +246,7 @@ class Rooms:
                 waiter.done.set_result(effect.quorum)
 
     @staticmethod
-    def _push(shell: RoomShell, to: Sequence[str], push: codec.Push) -> None:
+    def _push(shell: RoomShell, to: Sequence[str], push: Push) -> None:
         data = codec.encode_push(push)
         for replica_id in to:
             lease = shell.leases.get(replica_id)
@@ -264,7 +266,7 @@ class Rooms:
         self._notice_stall(now)
         self._beat_at = now
         self._beat_timer = None
-        if self._leases:
+        if self._callers:
             self._beat_timer = asyncio.get_running_loop().call_later(self.liveness_s / 4, self._beat)
 
     def _notice_stall(self, now: float) -> None:
@@ -281,77 +283,33 @@ class Rooms:
                 self._arm(shell)
 
     def _lease_opened(self) -> None:
-        self._leases += 1
         if self._beat_timer is None:
             self._beat_at = self.now()
             self._beat()
 
     # ------------------------------------------------------------ leases
 
-    async def refuse_token(self, context: Context) -> None:
-        """End a call that does not carry the token."""
-        await self._door.check(context)
+    def _let_in(self, first: bytes, stream: Stream) -> Lease | FaultToleranceError:
+        opening = codec.decode_lease_request(first)
+        if not isinstance(opening, codec.Opening):
+            raise ProtocolError("the first message of a lease must be a Hello")
+        return self._open(self.room(opening.room), opening.hello, stream)
 
-    async def serve(self, _requests: object, context: Context) -> None:
-        """Handler of the Lease stream."""
-        await self.refuse_token(context)
-        stream = Stream(context, self.now)
-        try:
-            error = await self._serve_lease(stream)
-            if error is not None:
-                stream.send(codec.encode_push(codec.Refusal(error)))
-                await stream.finish()
-        except StreamDropped as dropped:
-            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, str(dropped))
-        finally:
-            stream.stop()
+    def _received(self, lease: Lease, data: bytes) -> None:
+        message = codec.decode_lease_request(data, lease.name, lease.generation)
+        match message:
+            case codec.Renewal():
+                self.feed(lease.shell, message.progress)
+                lease.stream.send(codec.encode_push(Acked(message.clock_s)))
+            case Ask() | Incomplete():
+                self._asked(lease.shell, lease, message)
+            case Left():
+                lease.left = True
+                self.feed(lease.shell, message)
+            case _:
+                raise ProtocolError("a lease has one Hello only")
 
-    async def _serve_lease(self, stream: Stream) -> FaultToleranceError | None:
-        """One lease from Hello to end. Returns why it is refused, if it is."""
-        try:
-            first = await asyncio.wait_for(stream.read(), HELLO_S)
-            if first is None:
-                return None
-            opening = codec.decode_lease_request(first)
-            if not isinstance(opening, codec.Opening):
-                return ProtocolError("the first message of a lease must be a Hello")
-            shell = self.room(opening.room)
-        except (ProtocolError, RefusedError) as error:
-            _log.info("refused a client: %s", error)
-            return error
-        except asyncio.TimeoutError:
-            return ProtocolError(f"no Hello arrived within {HELLO_S:g} s")
-        lease, refusal = self._open(shell, opening.hello, stream)
-        if lease is None:
-            return refusal
-        left = False
-        try:
-            while True:
-                data = await stream.read()
-                if data is None:
-                    return None
-                message = codec.decode_lease_request(data, lease.replica_id, lease.generation)
-                match message:
-                    case codec.Renewal():
-                        self.feed(shell, message.progress)
-                        stream.send(codec.encode_push(codec.Acked(message.clock_s)))
-                    case Ask() | Incomplete():
-                        self._asked(shell, lease, message)
-                    case Left():
-                        left = True
-                        self.feed(shell, message)
-                        stream.send(codec.encode_push(codec.Acked(0.0)))
-                        await stream.finish()
-                        return None
-                    case _:
-                        return ProtocolError("a lease has one Hello only")
-        except ProtocolError as error:
-            _log.info("refused %s: %s", lease.replica_id, error)
-            return error
-        finally:
-            self._closed(shell, lease, left=left)
-
-    def _open(self, shell: RoomShell, hello: Hello, stream: Stream) -> tuple[Lease | None, FaultToleranceError | None]:
+    def _open(self, shell: RoomShell, hello: Hello, stream: Stream) -> Lease | FaultToleranceError:
         self._generation += 1
         hello = replace(
             hello,
@@ -371,28 +329,21 @@ class Rooms:
             self.say(shell, f"refused {refusal.to}: {refusal.reason}")
             self._perform(shell, [effect for effect in effects if effect is not refusal])
             self._arm(shell)
-            return None, _refusal(refusal)
-        old = shell.leases.get(hello.replica_id)
-        lease = Lease(hello.replica_id, hello.generation, stream)
-        shell.leases[hello.replica_id] = lease
-        if old is not None:
-            old.stream.drop("a newer stream of the same process took over")
+            return _refusal(refusal)
+        lease = Lease(hello.replica_id, stream, shell=shell, generation=hello.generation)
+        self._enter(lease, shell.leases, hello.replica_id)
         self._lease_opened()
         peers = peers_of(shell.room.current, shell.room.last_quorum, shell.room.records, hello.replica_id)
-        stream.send(codec.encode_push(codec.Welcome(self.liveness_s, peers, self._boot)))
+        stream.send(codec.encode_push(Welcome(self.liveness_s, peers, self._boot)))
         self._perform(shell, effects)
         self._arm(shell)
-        return lease, None
+        return lease
 
-    def _closed(self, shell: RoomShell, lease: Lease, *, left: bool) -> None:
-        self._leases -= 1
-        if shell.leases.get(lease.replica_id) is not lease:
+    def _ended(self, lease: Lease) -> None:
+        if lease.left or self._beat_timer is None:
             return
-        del shell.leases[lease.replica_id]
-        if left or self._beat_timer is None:
-            return
-        now = self.now()
-        self.feed(shell, LeaseEnded(lease.replica_id, lease.generation, lease.stream.silence_s))
+        now, shell = self.now(), lease.shell
+        self.feed(shell, LeaseEnded(lease.name, lease.generation, lease.stream.silence_s))
         while shell.ends and now - shell.ends[0] > TURBULENCE_S:
             shell.ends.popleft()
         shell.ends.append(now)
@@ -423,7 +374,7 @@ class Rooms:
         asking = [i for i, record in shell.room.records.items() if record.ask is not None]
         held, until = shell.room.held, shell.room.paused_until
         left_s = max(0.0, until - self.now())
-        data = {text: codec.encode_push(codec.Reason(text, left_s)) for text in {reason, *held.values()}}
+        data = {text: codec.encode_push(Reason(text, left_s)) for text in {reason, *held.values()}}
         for replica_id in asking:
             lease, text = shell.leases.get(replica_id), held.get(replica_id, reason)
             if lease is not None and lease.told != (text, until):

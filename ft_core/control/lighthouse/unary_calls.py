@@ -14,10 +14,11 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING, NoReturn
 
-from ft_core.control.lighthouse.room_host import Context, Rooms, RoomShell, Waiter
+from ft_core.control.lighthouse.room_host import Rooms, RoomShell, Waiter
 from ft_core.errors import FaultToleranceError, JobFinishedError, ProtocolError, RefusedError
 from ft_core.protocol.lighthouse.events import Asked, Ended, GivenUp, Hello, LeaseEnded, Left, Progress, Refuse, Reopen
 from ft_core.protocol.lighthouse.view import Life
+from ft_core.protocol.pushes import Order
 from ft_core.protocol.types import VOID, Ask, Version
 from ft_core.rpc import codec
 from ft_core.rpc.channel import QUORUM_ANSWER_S, grpc, release
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 
     from ft_core.protocol.lighthouse.events import Effect
     from ft_core.protocol.lighthouse.room import Room
+    from ft_core.rpc.stream_host import Context
 
 MAX_WAITING = 4096
 """Unary Quorum calls that wait at the same time."""
@@ -191,7 +193,7 @@ class Calls:
         request = codec.decode_unary(pb.OrderRequest, data)
         if not self._rooms.settings.token:
             raise RefusedError("orders to replicas are only taken by a lighthouse that was started with FT_TOKEN")
-        push = codec.encode_push(codec.Order(kill, request.reason))
+        push = codec.encode_push(Order(kill, request.reason))
         told = []
         for shell in self._rooms.chosen(request.room):
             for replica_id, lease in shell.leases.items():

@@ -40,7 +40,7 @@ class Dying:
         self._context = context
 
     def names(self) -> str:
-        """Those that are still there, as FT_PREDECESSORS says it."""
+        """The processes that are still there, as FT_PREDECESSORS names them."""
         found = []
         for process in self._processes():
             with contextlib.suppress(OSError, IndexError):  # no /proc

@@ -1,4 +1,4 @@
-"""Tells at once, and in order, which worker process ended and how: without polling, and before anybody reaps it.
+"""The ends of worker processes, reported at once and in order: without polling, and before anybody reaps them.
 
 How it works. A pidfd becomes readable when its process ends. One thread waits on all of them and calls back with the
 exit code (negative: the signal), read with WNOWAIT so that the agent's own `Popen.poll` still finds it. Where the

@@ -2,7 +2,7 @@
 
 How it works. `kill -9` cannot be caught, and PR_SET_PDEATHSIG ends a worker, but nothing that it has started. So ftrun
 starts one small process in a session of its own and holds the write end of a pipe to it. Workers introduce
-themselves over a Unix socket before they run anything (`stub`); the kernel says who they are, and a pidfd keeps the
+themselves over a Unix socket before they run anything (`stub`); the kernel names them, and a pidfd keeps the
 keeper from ever signalling a process that took over the number. When the pipe closes, and it closes however ftrun
 ended, the process group of every registered worker is killed, the run directory removed, and the keeper ends. The
 kernel may have killed the workers themselves a moment before (`stub`): of those that ended like that within RECENT_S
@@ -14,7 +14,7 @@ that train, and ends their connections at once. Then it writes their pids into a
 outlives every keeper: ftrun need not wait until the kernel has freed their memory, either (`exits`).
 
 A keeper that was killed is replaced. Whoever had registered with it was ftrun's child then, and is still one if it
-lives: the next keeper is told all of them. Who was about to register tries again (`stub`).
+lives: the next keeper is given all of them. Who was about to register tries again (`stub`).
 
 Invariants: the keeper signals only what registered with it, or with the one before, and has not ended; it needs no
 torch and never blocks on anybody. It is run as a file, with the standard library only. Threads: in the process the main
@@ -241,7 +241,7 @@ def _kill_sessions(leaders: Collection[int]) -> None:
 
 
 def bear_witness(door: socket.socket, deaths: int) -> None:
-    """Start the thread that serves the workers' death notices, and tells ftrun of them in the pipe `deaths`."""
+    """Start the thread that serves the workers' death notices, and reports them to ftrun in the pipe `deaths`."""
     spec = importlib.util.spec_from_file_location("process", WITNESS)
     assert spec is not None
     assert spec.loader is not None

@@ -5,7 +5,7 @@ the dead process had. FT_PREDECESSORS names such processes as `pid:start time`, 
 (field 22 of /proc/<pid>/stat) tells them from others that were given the same number since. `import ft_core` waits for
 them, and so does a warm standby before it runs the script: starting Python and reading modules need not wait.
 
-It waits for at most WAIT_S, says so once if it takes longer than SAY_S, and then goes on. The variable is removed:
+It waits for at most WAIT_S, logs that once if it takes longer than SAY_S, and then goes on. The variable is removed:
 children do not wait again. What cannot be seen (another PID namespace, no /proc) is not waited for.
 
 Standard library only, nothing of ft_core: `launch.warm` runs it as a file. On the thread that calls.
@@ -22,7 +22,7 @@ VARIABLE = "FT_PREDECESSORS"
 WAIT_S = 10.0
 """How long at most; what is not gone then hangs in the kernel, and may for ever."""
 SAY_S = 0.5
-"""What takes longer is said."""
+"""What takes longer is logged."""
 START_TIME = 19
 """Where field 22 is among those that follow the name in /proc/<pid>/stat."""
 
@@ -55,7 +55,7 @@ def wait() -> None:
 
 
 def start_time(pid: int | str) -> str:
-    """When this process started, as FT_PREDECESSORS says it. Raises OSError where /proc does not know it."""
+    """When this process started, as FT_PREDECESSORS has it. Raises OSError where /proc does not know it."""
     with open(f"/proc/{pid}/stat", "rb") as stat:
         return stat.read().rpartition(b")")[2].split()[START_TIME].decode()
 

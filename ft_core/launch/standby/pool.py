@@ -1,11 +1,11 @@
 """Warm standby: processes that have imported torch and the script's modules, waiting to become a worker.
 
 How it works. `Pool` keeps K processes of `worker.py`, started through the stub like any worker. Each connects to the
-pool's socket, is told what to import, and reports when it is ready. A group whose worker died takes one: it is sent
+pool's socket, receives what to import, and reports when it is ready. A group whose worker died takes one: it is sent
 the environment, argv and working directory of the worker it becomes, and the group's agent watches it as its own
 child from then on. The pool starts another in its place.
 
-What cannot be preloaded (no Python script, or one that does not parse) is said once, and groups start cold.
+What cannot be preloaded (no Python script, or one that does not parse) is reported once, and groups start cold.
 
 Threads: one per pool ("ftrun-standby") receives the processes; `take` from the groups' threads.
 """

@@ -7,7 +7,7 @@ modules is ever imported. FTRUN_STANDBY names a Unix stream socket; each message
     -> {"ready": true, "pid": 17, "failed": {"my.model": "KeyError: 'RANK'"}, "seconds": 1.4}
     <- {"env": {...all of it...}, "argv": ["train.py", "--lr", "0.1"], "cwd": "/work"}
 
-End of file at any moment: nobody needs this process, it exits 0 and says nothing. After the last message the process is
+End of file at any moment: nobody needs this process, it exits 0 in silence. After the last message the process is
 the worker: environment, arguments and folder are replaced, the socket is closed, and the script runs as `__main__`,
 once the worker that it replaces is gone (FT_PREDECESSORS).
 

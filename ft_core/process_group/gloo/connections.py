@@ -35,7 +35,7 @@ Known = tuple[tuple[int, ...], "Connection"]
 """A connection, and its descriptors when the group had formed: mostly one. Another thread may have had a duplicate for
 a moment (to send it to the witness, to shut another one down), whose end is not the connection's."""
 _formed: set[GroupConnections] = set()
-"""Those of all formed groups that are not destroyed yet."""
+"""The connections of all formed groups that are not destroyed yet."""
 
 
 class GroupConnections:

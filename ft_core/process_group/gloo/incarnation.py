@@ -1,7 +1,7 @@
 """`Incarnation`: one Gloo group, from its forming to its destruction; `ProcessGroupGloo` has one at a time.
 
 How it works: `form` runs Gloo's constructor on a thread of its own and waits for it or for `abort`, whichever is
-first. Every incarnation has a Gloo device, and so a listening port, of its own; connections.py tells which sockets are
+first. Every incarnation has a Gloo device, and so a listening port, of its own; connections.py knows which sockets are
 this group's. `abort` shuts them down: Gloo fails every pending work here, and on the peers, within milliseconds (its
 own abort does not). A forked child drops the same. Ranks of one group in one process (tests) end each other's.
 
@@ -78,7 +78,7 @@ class Spec:
 
 
 class Incarnation:
-    """See the file's header."""
+    """One formed Gloo group, until it is destroyed; the file's header has the whole."""
 
     def __init__(self, spec: Spec) -> None:
         self.spec = spec

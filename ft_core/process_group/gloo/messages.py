@@ -11,7 +11,7 @@ from ft_core.errors import CollectiveError, ThisMachineError
 _GLOO_NOISE = re.compile(r"^\[[^\]]*:\d+\] |\. This is typically caused by a remote worker.*$")
 
 _OF_THIS_MACHINE = tuple(os.strerror(number) for number in (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS))
-"""Gloo hands on the system's words, not its numbers."""
+"""Gloo hands on the system's error texts, not its numbers."""
 
 
 def wrap(what: str, cause: Exception) -> CollectiveError:

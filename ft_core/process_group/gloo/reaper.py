@@ -2,7 +2,7 @@
 
 Destroying a group that has work in flight, or destroying it from whatever thread or finalizer happens to drop the last
 reference, can block for the collective's timeout or end the process. So owners only hand groups in, at any time and
-even from a finalizer, and this thread polls each until it says that it is gone.
+even from a finalizer, and this thread polls each until it is gone.
 
 Invariants: `retire` never blocks, takes no lock and starts no thread (SimpleQueue.put is re-entrant), because a
 finalizer may call it in the middle of anything, also while the interpreter ends. A group is handed in at most once,
@@ -37,7 +37,7 @@ class Retired(Protocol):
 
 
 class Reaper:
-    """See the file's header."""
+    """The destroyer of groups that are over; the file's header has the whole."""
 
     def __init__(self) -> None:
         self._incoming: queue.SimpleQueue[Retired | threading.Event] = queue.SimpleQueue()

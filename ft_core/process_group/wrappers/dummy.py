@@ -58,7 +58,7 @@ class ProcessGroupDummy(ProcessGroup):
         """Nothing takes time here."""
 
     def shutdown(self) -> None:
-        """Unregister it."""
+        """Unregister this group from c10d."""
         self.unregister()
 
     def sibling(self) -> ProcessGroupDummy:

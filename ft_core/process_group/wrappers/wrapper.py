@@ -60,6 +60,11 @@ class ProcessGroupWrapper(ProcessGroup):
         """Return the wrapped group's connections."""
         return self._pg.connection_fds()
 
+    @property
+    def carries_cpu_memory(self) -> bool:
+        """Whether the wrapped group does."""
+        return self._pg.carries_cpu_memory
+
     def sibling(self) -> ProcessGroup:
         """Return the same kind of wrapper around a sibling of the wrapped group."""
         return type(self)(self._pg.sibling())

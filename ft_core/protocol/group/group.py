@@ -1,139 +1,395 @@
-"""Agreement among the ranks of one replica group. Pure: no clock, no I/O.
+"""The machine of a replica group, kept by its rank 0: its ranks ask, vote, break and leave as one (R12). Pure.
 
-Two questions are answered once for all ranks: "what does the group ask for?" (when every rank has asked) and "what
-became of attempt k of quorum q?" (when every rank has voted, R12). Both are keyed and idempotent: the same rank asking
-or voting again under the same key changes nothing and gets the same answer, so callers retry freely.
+Theory of operation. What happens to the group comes in as an event, what its shell must do goes out as effects:
+`handle` is the only way in, and `next_at` says when a `Tick` is due. The group asks when every rank has asked
+(`merge_asks`), and has a verdict when every rank has voted (`merge_votes`); pushes of the lighthouse go on to every
+rank. A rank that is broken, or whose stream ends and is not open again within the grace, breaks the group in that
+quorum: votes on it are BROKEN, and every rank is told that its own group is lost. Without a rank the group can neither
+go on nor ask, which is reported, so that the other groups do not wait for it.
 
-Invariants: a group commits only if every rank's ring said commit, and applies it on all ranks or on none; one broken
-rank makes the group broken; flags are the OR over all ranks; if ranks hold different states the group's version is
-VOID, so the whole group heals.
+What a rank may have missed while its stream was away it is told when it is open again: verdicts and breaks of quorums,
+pauses, a drain, why there is no quorum yet. Its own ask and vote it presents anew, and gets the same answers.
+
+Invariants (`validate`): an ask that is open is the newest one made; a verdict stands (R0); nobody waits for a verdict
+in a quorum that the group has left; a break is told once per quorum; what is remembered of quorums has a bound.
+
+Ownership: one shell, which calls it from one thread.
 """
 
 from __future__ import annotations
 
-import hashlib
-import struct
-from collections import OrderedDict
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
-from ft_core.protocol.lighthouse.model_signature import NOT_KNOWN, first_differing, settings_in
-from ft_core.protocol.types import VOID, Ask, Outcome, Verdict
+from ft_core.errors import ConfigError
+from ft_core.protocol.group import events as ev
+from ft_core.protocol.group.merge import Mismatch, merge_asks
+from ft_core.protocol.group.ranks import ANY_GROUP, Join, RankRecord, never_came, not_asked, unwanted
+from ft_core.protocol.group.votes import Verdicts, Votes
+from ft_core.protocol.pauses import GroupPauses
+from ft_core.protocol.pushes import Busy, Lost, Order, Reason, Refusal, Welcome
+from ft_core.protocol.types import Ask, Outcome, Verdict
 
-UNEVEN = "a group contributed on some of its ranks only: a rank of it could not be healed"
-MAX_OPEN_VOTES = 8
-"""Votes remembered: ranks are at most one attempt apart, so a handful covers every retry."""
+if TYPE_CHECKING:
+    from ft_core.protocol.pushes import Push
+
+LATE_S = 1.0
+"""After this long, ranks that have asked are told which ranks have not."""
 
 
 @dataclass(frozen=True, slots=True)
-class Mismatch:
-    """The ranks of a group cannot ask together; `reason` is for the user."""
+class GroupRules:
+    """Switches for the simulation: each rule that lives here can be turned off to show its need."""
 
-    reason: str
-
-
-def merge_asks(asks: dict[int, Ask], world_size: int) -> Ask | Mismatch | None:
-    """The group's ask, once every rank has asked; None before.
-
-    `heal_addresses` of a rank's ask holds its own address only; the group's holds one per rank, in order.
-    """
-    if len(asks) < world_size:
-        return None
-    ordered = [asks[rank] for rank in range(world_size)]
-    first = ordered[0]
-    for field in ("min_replicas", "group_world_size", "allow_heal", "init_sync", "shrink_only"):
-        values = [getattr(ask, field) for ask in ordered]
-        if any(value != values[0] for value in values):
-            return Mismatch(f"the ranks of {first.replica_id} differ in {field}: {values}; pass the same on all ranks")
-    told = [settings_in(ask.layout_lines) for ask in ordered if ask.layout_lines]
-    found = next((found for other in told[1:] if (found := first_differing(told[0], other))), None)
-    if found is not None:
-        name = found[0]
-        values = [settings.get(name, NOT_KNOWN) for settings in told]
-        return Mismatch(f"the ranks of {first.replica_id} differ in {name}: {values}; pass the same on all ranks")
-    same = all(ask.version == first.version and ask.lineage == first.lineage for ask in ordered)
-    # Untrained ranks draw their lineage on their own: at step 0 they need not agree. The group's is then a mixture of
-    # all, so that a group of which only some ranks have the common initial state does not pass for one that has it.
-    fresh = all(ask.version == first.version and ask.version.step == 0 for ask in ordered)
-    unreachable = {i for ask in ordered for i in ask.unreachable}
-    return replace(
-        first,
-        version=first.version if same or fresh else VOID,
-        lineage=first.lineage if same else _mixture([ask.lineage for ask in ordered]),
-        failed=any(ask.failed for ask in ordered),
-        unbuilt=max(ordered, key=lambda ask: (ask.unbuilt_here, bool(ask.unbuilt))).unbuilt,
-        unbuilt_here=any(ask.unbuilt_here for ask in ordered),
-        reason=next((ask.reason for ask in ordered if ask.failed), first.reason),
-        heal_addresses=tuple(address for ask in ordered for address in ask.heal_addresses[:1]),
-        heals_before_forward=all(ask.heals_before_forward for ask in ordered),
-        heals_late=any(ask.heals_late for ask in ordered),
-        from_scratch=any(ask.from_scratch for ask in ordered),
-        stable=min(ask.stable for ask in ordered),
-        unreachable=tuple(sorted(unreachable)),
-        reached=tuple(sorted({i for ask in ordered for i in ask.reached} - unreachable)),
-    )
+    r12_pauses: bool = True
+    r12_retold: bool = True
+    r12_verdict_first: bool = True
+    r12_void_ask: bool = True
+    r12_withdraws: bool = True
+    """Of the ranks' ends: a vote that has waited too long is taken back, and the leader says whether in time."""
 
 
-def _mixture(lineages: list[int]) -> int:
-    text = b"".join(struct.pack("<Q", lineage & (2**64 - 1)) for lineage in lineages)
-    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1
+@dataclass(frozen=True, slots=True)
+class GroupSettings:
+    """What a group is run with. Durations in seconds."""
+
+    replica_id: str
+    world_size: int
+    liveness_s: float
+    grace_s: float
+    """How long the stream of a rank may be away."""
+    connect_s: float
+    """Within how long the ranks have to come."""
+    drains: bool = False
+    """An order to drain ends the group's asking: no rank enters another quorum, so all of them leave alike."""
+    rules: GroupRules = GroupRules()
 
 
-def merge_votes(votes: dict[int, Verdict], world_size: int) -> Verdict | None:
-    """The group's verdict, once every rank has voted; None before (a broken vote decides at once).
+class Group:
+    """The protocol state of one replica group. See the module's theory of operation."""
 
-    If a group's share is in the rings of some ranks only (the heal of one of its ranks failed), nobody commits: its
-    samples are neither trained on nor not, and what its other ranks gave was computed with that rank's foreign state.
-    All groups decide that alike, because every group has a rank in each ring and each ring tells all its members the
-    same. It cannot hold the others for ever (R11): whoever's heal failed in an agreed attempt asks from then on not to
-    be counted on before it is healed (`Ask.heals_late`), and a group does if one of its ranks does. So it has no share
-    in the next quorum, and costs the others this one attempt.
-    """
-    broken = next((vote for _, vote in sorted(votes.items()) if vote.outcome is Outcome.BROKEN), None)
-    if broken is not None:
-        return broken
-    if len(votes) < world_size:
-        return None
-    ordered = [votes[rank] for rank in range(world_size)]
-    vetoes = [vote for vote in ordered if vote.outcome is Outcome.VETO]
-    lead = vetoes[0] if vetoes else ordered[0]
-    if not vetoes and any(vote.missing != lead.missing for vote in ordered):
-        lead = replace(lead, outcome=Outcome.VETO, reason=UNEVEN)
-    return replace(
-        lead,
-        change=any(vote.change for vote in ordered),
-        healed=all(vote.healed for vote in ordered),
-        exhausted=any(vote.exhausted for vote in ordered),
-        stop=any(vote.stop for vote in ordered),
-        behind=any(vote.behind for vote in ordered),
-        drain=any(vote.drain for vote in ordered),
-        lapsed=any(vote.lapsed for vote in ordered),
-        trails=any(vote.trails for vote in ordered),
-        weight=ordered[0].weight,
-        contributors=ordered[0].contributors,
-    )
-
-
-class Votes:
-    """The open votes of one group, keyed (quorum_id, attempt); bounded by MAX_OPEN_VOTES."""
-
-    def __init__(self, world_size: int) -> None:
-        self._world_size = world_size
-        self._open: OrderedDict[tuple[int, int], dict[int, Verdict]] = OrderedDict()
+    def __init__(self, settings: GroupSettings) -> None:
+        self.settings = settings
+        self.fatal: Exception | None = None
+        """Why the group was refused for good."""
+        self.late = ""
+        """Which ranks are waited for, once that takes long; '' otherwise."""
+        self.quorum_id = 0
+        """Of the quorum that the lighthouse has announced last; 0: none."""
+        self._ranks = {rank: RankRecord() for rank in range(settings.world_size)}
+        self._asks: dict[int, Ask] = {}
+        """Of the ranks that have asked for the next quorum."""
+        self._room: str | None = None
+        self._open: Ask | None = None
+        """The group's ask that the lighthouse has not answered."""
+        self._seq = 0
+        self._votes = Votes(settings.world_size)
+        self._verdicts = Verdicts()
+        self._pauses = GroupPauses(settings.world_size)
+        self._incomplete = False
+        """The lighthouse knows that a rank is missing."""
+        self._drain: Order | None = None
+        self._reason: Reason | None = None
+        """Why there is no quorum yet, as the lighthouse said last of the ask that is open."""
+        self._admitted = False
+        """The lighthouse has opened the lease: ranks may know that they have joined."""
+        self._port = 0
+        self._late_at: float | None = None
+        self._come_until: float | None = None
+        """Every rank has to have connected by then."""
+        self._waited = False
+        """That was waited for."""
 
     def __repr__(self) -> str:
-        keys = ", ".join(f"{quorum:#x}.{attempt}: {len(v)}" for (quorum, attempt), v in self._open.items())
-        return f"Votes(of {self._world_size}: {keys or 'none open'})"
+        here = sum(rank.here for rank in self._ranks.values())
+        state = f", refused: {self.fatal}" if self.fatal else ", lacks a rank" if self._incomplete else ""
+        return (
+            f"Group({self.settings.replica_id}, ranks={here}/{len(self._ranks)}, asked={len(self._asks)}, "
+            f"quorum={self.quorum_id:#x}{state})"
+        )
 
-    def cast(self, rank: int, vote: Verdict) -> Verdict | None:
-        """Record a rank's vote (the first one stands). Returns the group's verdict if it is decided."""
-        key = (vote.quorum_id, vote.attempt)
-        votes = self._open.setdefault(key, {})
-        votes.setdefault(rank, vote)
-        while len(self._open) > MAX_OPEN_VOTES:
-            self._open.popitem(last=False)
-        return merge_votes(votes, self._world_size)
+    @property
+    def next_at(self) -> float | None:
+        """When a Tick is due; None: not before the next event."""
+        times = (self._late_at, self._come_until, *(rank.lost_at for rank in self._ranks.values()))
+        return min((at for at in times if at is not None), default=None)
 
-    def result(self, quorum_id: int, attempt: int) -> Verdict | None:
-        """The group's verdict on an attempt, if it is decided."""
-        votes = self._open.get((quorum_id, attempt))
-        return merge_votes(votes, self._world_size) if votes else None
+    @property
+    def expected(self) -> tuple[int, ...]:
+        """Ranks that have never connected and may still come."""
+        return () if self._waited else self._absent()
+
+    def _absent(self) -> tuple[int, ...]:
+        return tuple(number for number, rank in self._ranks.items() if not rank.incarnation)
+
+    def refusal(self, join: Join) -> Exception | None:
+        """Why a caller is not taken for a rank of this group; None: it is, see `RankJoined`."""
+        return unwanted(join, self.settings.replica_id, self.settings.world_size, self._ranks)
+
+    def handle(self, event: ev.Event, now: float) -> list[ev.Effect]:
+        """Apply one event and everything that follows from it. Returns the effects to perform, in order."""
+        out: list[ev.Effect] = []
+        match event:
+            case ev.RankAsked():
+                self._on_asked(event, now, out)
+            case ev.RankVoted():
+                self._on_voted(event, out)
+            case ev.RankBroke():
+                self._break(event.rank, event.quorum_id, event.reason, out)
+            case ev.RankProgress():
+                self._on_progress(event, now, out)
+            case ev.RankJoined() | ev.RankGone() | ev.RankLeft() | ev.Started():
+                self._on_stream(event, now, out)
+            case ev.Tick():
+                pass
+            case _:
+                self._on_lighthouse(event, now, out)
+        self._age(now, out)
+        return out
+
+    def _on_lighthouse(
+        self, event: ev.Welcomed | ev.DrainOrdered | ev.Answered | ev.Pushed | ev.RefusedByLighthouse, now: float,
+        out: list[ev.Effect],
+    ) -> None:  # fmt: skip
+        match event:
+            case ev.Welcomed():
+                self._on_welcomed(now, out)
+            case ev.Answered():
+                self._on_answered(event, now, out)
+            case ev.Pushed():
+                self._on_pushed(event.push, now, out)
+            case ev.DrainOrdered():
+                self._on_drain(event.reason, out)
+            case ev.RefusedByLighthouse():
+                self._refuse(event.error, out)
+
+    def _on_stream(
+        self, event: ev.Started | ev.RankJoined | ev.RankGone | ev.RankLeft, now: float, out: list[ev.Effect]
+    ) -> None:
+        match event:
+            case ev.Started():
+                self._port, self._come_until = event.port, now + self.settings.connect_s
+            case ev.RankJoined():
+                self._on_joined(event, now, out)
+            case ev.RankGone():
+                rank = self._ranks[event.rank]
+                rank.here = False
+                if not rank.left and self.fatal is None:
+                    rank.lost_at = now if event.silent else now + self.settings.grace_s
+            case ev.RankLeft():
+                rank = self._ranks[event.rank]
+                rank.here, rank.left, rank.lost_at = False, True, None
+
+    # ------------------------------------------------------------ time
+
+    def _age(self, now: float, out: list[ev.Effect]) -> None:
+        if self._come_until is not None and now >= self._come_until:
+            self._come_until, self._waited = None, True
+            if absent := self._absent():
+                settings = self.settings
+                error = never_came(settings.replica_id, absent, self._port, settings.connect_s, settings.world_size)
+                self._refuse(error, out)
+        if self._late_at is not None and now >= self._late_at:
+            self._tell_late(now, out)
+        for number, rank in self._ranks.items():
+            if rank.lost_at is not None and now >= rank.lost_at:
+                rank.lost_at = None
+                self._asks.pop(number, None)
+                self.late = self.late if self._asks else ""
+                self._lacks_a_rank(
+                    f"group rank {number} of {self.settings.replica_id} is gone or frozen (its connection to group "
+                    "rank 0 ended)",
+                    out,
+                )
+
+    # ------------------------------------------------------------ ranks come and go
+
+    def _on_welcomed(self, now: float, out: list[ev.Effect]) -> None:
+        if self._admitted or self.fatal is not None:
+            return
+        self._admitted = True
+        for number, rank in self._ranks.items():
+            if rank.here:
+                self._welcome(number, now, out)
+
+    def _on_joined(self, event: ev.RankJoined, now: float, out: list[ev.Effect]) -> None:
+        rank = self._ranks[event.rank]
+        rank.incarnation, rank.here, rank.left, rank.lost_at = event.incarnation, True, False, None
+        if not self._absent():
+            self._come_until = None
+        if self.fatal is not None:
+            out.append(ev.Tell(event.rank, Refusal(self.fatal)))
+        elif self._admitted:
+            self._welcome(event.rank, now, out)
+
+    def _welcome(self, rank: int, now: float, out: list[ev.Effect]) -> None:
+        """Tell a rank that it has joined, and what it may have missed; it ignores what is about older quorums."""
+        mine = self.settings.replica_id
+        out.append(ev.Tell(rank, Welcome(self.settings.liveness_s)))
+        if not self.settings.rules.r12_retold:
+            return
+        # A verdict comes before the break of its quorum, as it did then: else a rank whose verdict was lost on its way
+        # would take the break for it, and not apply what the others have (R0).
+        if self.settings.rules.r12_verdict_first:
+            out += [ev.Tell(rank, verdict) for verdict in self._verdicts.decided_in(self._verdicts.broken)]
+        out += [ev.Tell(rank, Lost(quorum_id, (mine,))) for quorum_id in self._verdicts.broken]
+        pauses = self._verdicts.pauses.open(now)
+        out += [ev.Tell(rank, Busy(self.quorum_id, who, for_s)) for who, for_s in pauses.items()]
+        if self._drain is not None:
+            out.append(ev.Tell(rank, self._drain))
+        if self._reason is not None:
+            out.append(ev.Tell(rank, self._reason))
+
+    def _refuse(self, error: Exception, out: list[ev.Effect]) -> None:
+        if self.fatal is not None:
+            return
+        self.fatal, self._come_until, self._late_at = error, None, None
+        for rank in self._ranks.values():
+            rank.lost_at = None
+        out.append(ev.Refuse(error))
+
+    # ------------------------------------------------------------ asks
+
+    def _on_asked(self, event: ev.RankAsked, now: float, out: list[ev.Effect]) -> None:
+        number, ask, answered = event.rank, event.ask, self._ranks[event.rank].answered
+        if answered is not None and answered[0] == ask.seq:
+            out.append(ev.Announce(answered[1], ((number, ask.seq),)))
+            return
+        if ask.replica_id == ANY_GROUP:  # it need not know what its group is called and how many ranks it has
+            ask = replace(ask, replica_id=self.settings.replica_id, group_world_size=self.settings.world_size)
+        self._room = event.room or self._room
+        self._asks[number] = ask
+        if ask.failed and ask.quorum_id:
+            self._break(number, ask.quorum_id, ask.reason or f"group rank {number} lost its process group", out)
+        if self._drain is not None and self.settings.drains:
+            out.append(ev.Tell(number, self._drain))
+            return
+        merged = merge_asks(self._asks, self.settings.world_size)
+        if isinstance(merged, Ask):
+            self._ask(merged, out)
+        elif isinstance(merged, Mismatch):
+            self._refuse(ConfigError(merged.reason), out)
+        elif self._late_at is None and self.fatal is None:
+            self._late_at = now + LATE_S
+
+    def _ask(self, merged: Ask, out: list[ev.Effect]) -> None:
+        """All have asked. What is open at the lighthouse already is not asked again, unless it was void meanwhile.
+
+        Then it is another ask: the answer to the void one may be on its way, and that quorum is over (R14).
+        """
+        self.late, self._late_at = "", None
+        same = self._open is not None and replace(merged, seq=self._open.seq) == self._open
+        if same and not self._incomplete:
+            return
+        self._seq += not same or self.settings.rules.r12_void_ask
+        self._open, self._reason, self._incomplete = replace(merged, seq=self._seq), None, False
+        out.append(ev.AskLighthouse(self._open, self._room))
+
+    def _tell_late(self, now: float, out: list[ev.Effect]) -> None:
+        self._late_at = None
+        absent = [number for number in self._ranks if number not in self._asks]
+        if not self._asks or not absent:
+            return
+        paused_s = self._pauses.left_s(absent, now) if self.settings.rules.r12_pauses else 0.0
+        self.late = not_asked(self.settings.replica_id, absent, self._ranks, paused_s)
+        out += [ev.Tell(number, Reason(self.late, paused_s)) for number in self._asks]
+
+    def _on_answered(self, event: ev.Answered, now: float, out: list[ev.Effect]) -> None:
+        if self._open is None or self._open.seq != event.seq:
+            return
+        asks, self._asks, self._open, self._reason = self._asks, {}, None, None
+        self.quorum_id, self.late, self._late_at = event.quorum.quorum_id, "", None
+        self._verdicts.pauses.forget()
+        self._pauses.new_quorum()
+        for number, ask in asks.items():
+            self._ranks[number].answered = (ask.seq, event.quorum)
+        out.append(ev.Announce(event.quorum, tuple((number, ask.seq) for number, ask in asks.items())))
+        if len(asks) < self.settings.world_size:
+            self._lacks_a_rank(f"a rank of {self.settings.replica_id} went while the quorum formed", out)
+        self._share_pause(now, out)  # what was open when the quorum formed is news to it
+
+    # ------------------------------------------------------------ votes and breaks
+
+    def _on_voted(self, event: ev.RankVoted, out: list[ev.Effect]) -> None:
+        vote = event.vote
+        verdict = self._votes.cast(event.rank, vote)
+        decided = self._verdicts.result(vote.quorum_id, vote.attempt)
+        to: tuple[int, ...] = (event.rank,)
+        if decided is None:
+            if verdict is None:
+                return
+            decided, to = verdict, tuple(self._ranks)
+            self._verdicts.decided(verdict)
+        out.append(ev.Decide(to, decided))
+        if decided.outcome is Outcome.BROKEN:
+            self._break(event.rank, vote.quorum_id, decided.reason, out)
+
+    def _break(self, rank: int | None, quorum_id: int, reason: str, out: list[ev.Effect]) -> None:
+        """`rank` cannot go on in `quorum_id`, so the group cannot. Told once per quorum."""
+        if not self._verdicts.broke(quorum_id, reason):
+            return
+        mine = self.settings.replica_id
+        out.append(ev.Note(f"{mine}: the group leaves quorum {quorum_id:#x}: {reason}"))
+        for attempt, waiting in self._votes.undecided(quorum_id).items():
+            out.append(ev.Decide(waiting, Verdict(quorum_id, attempt, Outcome.BROKEN, reason)))
+        lost = Lost(quorum_id, (mine,))
+        out += [ev.Tell(other, lost) for other in self._ranks if other != rank and other not in self._asks]
+
+    def _lacks_a_rank(self, reason: str, out: list[ev.Effect]) -> None:
+        """Without a rank the group can neither go on nor ask: the other groups learn it now, not at their timeout."""
+        self._incomplete = True
+        self._break(None, self.quorum_id, reason, out)
+        out.append(ev.ReportIncomplete(self.quorum_id, reason))
+
+    # ------------------------------------------------------------ pushes and pauses
+
+    def _on_drain(self, reason: str, out: list[ev.Effect]) -> None:
+        self._drain = Order(kill=False, reason=reason)
+        if self.settings.drains:
+            self._open = self._reason = None  # an answer that is on its way is for nobody any more
+        out.append(ev.TellAll(self._drain))
+
+    def _on_pushed(self, push: Push, now: float, out: list[ev.Effect]) -> None:
+        self._verdicts.take(push, self.settings.replica_id, now)
+        if isinstance(push, Reason) and self._open is not None:
+            self._reason = push
+        out.append(ev.TellAll(push))
+
+    def _on_progress(self, event: ev.RankProgress, now: float, out: list[ev.Effect]) -> None:
+        if self._pauses.set(event.rank, now + event.paused_s if event.paused_s > 0 else 0.0):
+            left_s = self._pauses.left_s(self._ranks, now)
+            out.append(ev.RenewLease(event.phase if event.paused_s > 0 else "", left_s))
+            self._share_pause(now, out)
+
+    def _share_pause(self, now: float, out: list[ev.Effect]) -> None:
+        """While a rank is busy the others' votes wait for it, and the asks of those that have asked already."""
+        left_s = self._pauses.news(now) if self.settings.rules.r12_pauses else None
+        if left_s is None:
+            return
+        busy = Busy(self.quorum_id, self.settings.replica_id, left_s)
+        self._verdicts.take(busy, self.settings.replica_id, now)
+        out.append(ev.TellAll(busy))
+        if self.late:
+            self._tell_late(now, out)
+
+    # ------------------------------------------------------------ what always holds
+
+    def validate(self) -> None:
+        """Every invariant; tests and the simulation call it after each event."""
+        world_size = self.settings.world_size
+        assert set(self._asks) <= set(self._ranks), self
+        whole = len(self._asks) == world_size
+        drained = self._drain is not None and self.settings.drains
+        assert self._open is None or self._open.seq == self._seq, "an open ask is the newest one"
+        assert self._open is None or whole or self._incomplete, "an ask is open with a rank missing, and not reported"
+        assert not (self._incomplete and whole) or drained or self.fatal, "all have asked, and it still counts as short"
+        assert not self.late or (self._asks and not whole), self.late
+        assert self._reason is None or self._open is not None, "a reason without an ask"
+        assert self.fatal is None or self.next_at is None, "a group that was refused waits for nothing"
+        for quorum_id in self._verdicts.broken:
+            waiting = self._votes.undecided(quorum_id)
+            assert all(self._verdicts.result(quorum_id, attempt) is not None for attempt in waiting)
+        for rank in self._ranks.values():
+            rank.validate()
+        self._votes.validate()
+        self._verdicts.validate()

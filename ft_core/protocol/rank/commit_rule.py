@@ -15,9 +15,11 @@ from ft_core.protocol.rank.ballot import places_missing
 from ft_core.protocol.types import Outcome, Verdict
 
 if TYPE_CHECKING:
+    from collections.abc import Collection
+
     from ft_core.protocol.rank.ballot import FenceSum
     from ft_core.protocol.rank.heal_plan import Plan
-    from ft_core.protocol.rank.settings import StepSettings
+    from ft_core.protocol.rank.settings import RankSettings
 
 
 class Facts(NamedTuple):
@@ -55,7 +57,7 @@ class Judgement(NamedTuple):
     states_differ: bool = False
 
 
-def judge(told: FenceSum, facts: Facts, settings: StepSettings) -> Judgement:
+def judge(told: FenceSum, facts: Facts, settings: RankSettings) -> Judgement:
     """The decision on one attempt."""
     rules, plan, n = settings.rules, facts.plan, facts.plan.size
 
@@ -99,3 +101,8 @@ def judge(told: FenceSum, facts: Facts, settings: StepSettings) -> Judgement:
     else:
         reached = verdict(Outcome.COMMIT, **more)
     return Judgement(reached, everyone_out, told.sources_lost > 0, ends_now, passed, told.states_differ)
+
+
+def contributed(places: int, missing: Collection[int]) -> Collection[int] | None:
+    """Places among the participants whose share is in the sum, as `DataListener.committed` takes them: None: all."""
+    return frozenset(range(places)).difference(missing) if missing else None

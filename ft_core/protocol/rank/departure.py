@@ -7,32 +7,31 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ft_core.errors import FaultToleranceError
+
+
+class DrainedError(FaultToleranceError):
+    """No quorum was waited for, because this replica drains; never leaves the Manager."""
+
 
 @dataclass(slots=True)
 class Departure:
     """Which ends a rank wants, and which all know of."""
 
     leaving: bool = False
-    """The next fence is this member's last, and says so (R16)."""
-    drain_wanted: bool = False
-    """This replica is to leave at the next boundary: told to the ranks of its group in the next vote."""
+    """The next ballot is this member's last, and says so (R16)."""
+    drain_reason: str = ""
+    """Why this replica is to leave at the next boundary; the ranks of its group learn it with the next vote."""
     drain_agreed: bool = False
     """A rank of this group is to: all of them leave at the next boundary (R12)."""
     stop_wanted: bool = False
-    """In every fence from the next one on: all members are asked to stop training."""
+    """In every ballot from the next one on: all members are asked to stop training."""
     stop_agreed: bool = False
 
-    def leave(self) -> None:
-        """Say goodbye in the next fence."""
-        self.leaving = True
-
-    def want_drain(self) -> None:
-        """Leave at the next boundary, with the other ranks of the group."""
-        self.drain_wanted = True
-
-    def want_stop(self) -> None:
-        """Ask all members to stop training."""
-        self.stop_wanted = True
+    @property
+    def drain_wanted(self) -> bool:
+        """This replica is to leave at the next boundary."""
+        return bool(self.drain_reason)
 
     def settled(self, *, drain: bool, stop: bool) -> None:
         """What a verdict said."""

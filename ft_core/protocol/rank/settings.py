@@ -11,7 +11,7 @@ RETRY_SLACK = 2
 
 
 @dataclass(frozen=True, slots=True)
-class MemberRules:
+class RankRules:
     """Switches for the simulation: each rule of DESIGN 3.9 that lives here can be turned off to show its need."""
 
     r0_verdict: bool = True
@@ -24,7 +24,6 @@ class MemberRules:
     r10_ready: bool = True
     r11_no_veto: bool = True
     r12_alike: bool = True
-    r12_pauses: bool = True
     pauses_extend: bool = True
     r15_stale: bool = True
     r16_parting: bool = True
@@ -33,7 +32,7 @@ class MemberRules:
 
 
 @dataclass(frozen=True, slots=True)
-class StepSettings:
+class RankSettings:
     """What a rank's steps are run with. Durations in seconds."""
 
     replica_id: str
@@ -41,10 +40,16 @@ class StepSettings:
     group_world_size: int = 1
     min_replicas: int = 1
     mode: WorldSizeMode = WorldSizeMode.DYNAMIC
+    timeout_s: float = 60.0
+    """How long a collective waits for a peer that has announced no pause."""
     autonomy_s: float = 600.0
     orphan_s: float = 900.0
+    look_s: float = 5.0
+    """How often a rank that waits for a quorum looks whether it reaches the members of its last one."""
     max_retries: int | None = None
-    rules: MemberRules = MemberRules()
+    exits_on_drain: bool = False
+    """An order to drain ends this rank at the next boundary; False: the training loop decides."""
+    rules: RankRules = RankRules()
 
 
 def gives_up(own_failures: int, vetoes: int, max_retries: int | None) -> str:

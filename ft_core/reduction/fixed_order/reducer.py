@@ -12,7 +12,7 @@ Memory besides the gradients: nodes as large as the gradients, log2(k) + 1 of th
 share begins at a multiple of a power of two not below k, else at most 2 * log2(k) + 2; and the exchange's buffers.
 
 Invariants:
-- A member that contributes has all of its micro-batches in its nodes, or none and says so.
+- A member that contributes has all of its micro-batches in its nodes, or none and reports that.
 - Errors of peers go to the attempt and never leave backward; the caller's mistakes are raised.
 
 Threads: hooks run on the thread that executes that part of backward, one at a time as all parameters are on one device;
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 
 class _Stage(Enum):
-    """Of the micro-batch that was handed out last."""
+    """The stage of the micro-batch that was handed out last."""
 
     NONE = "none"
     """There is none: the step has not begun, or was voted on."""
@@ -100,9 +100,9 @@ class FixedOrderReducer:
         self._exchange = NodeExchange(self._result, device)
         self._settled: Attempt | None = None
         self._step_loss: float | None = None
-        """Of the last reduced step; None: not recorded."""
+        """The loss of the last reduced step; None: not recorded."""
         self.committed_loss: float | None = None
-        """Of the last committed step; None: not recorded."""
+        """The loss of the last committed step; None: not recorded."""
         self._handles = [p.register_post_accumulate_grad_hook(self._on_gradient) for p in self._parameters]
 
     def __repr__(self) -> str:

@@ -1,7 +1,7 @@
 """Brings the nodes of all members (partial sums of gradients) to all members, and adds them up in the tree's order.
 
-How it works. First a *header* is summed: one integer per micro-batch number says which node starts there, another holds
-the bits of its loss, and one per parameter says whether anybody used it. So every member knows the nodes of all, also
+How it works. First a *header* is summed: an integer per micro-batch is the node that starts there, another holds
+the bits of its loss, and one per parameter shows whether anybody used it. So every member knows the nodes of all, also
 one whose own idea of the step is an old one because it heals meanwhile. Then each node gets a row in an exchange
 buffer, into which its owner writes its gradients and everybody else what leaves a sum unchanged; the sum over the
 members is everybody's copy. This is done in chunks, of which EXCHANGE_BUFFERS are under way; a chunk that arrived is
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 __all__ = ["Chunk", "Header", "NodeExchange", "Told"]
 
 EXCHANGE_BYTES = 32 << 20
-"""Of all exchange buffers together, about."""
+"""About the size of all exchange buffers together."""
 EXCHANGE_BUFFERS = 2
 """One is on its way while the next is packed."""
 ROW_ALIGNMENT_BYTES = 16
@@ -50,7 +50,7 @@ SUMMED_ALIKE = (torch.float32, torch.float64)
 
 
 class Header:
-    """What one member tells about its nodes; all zeros if it contributes nothing.
+    """One member's description of its nodes; all zeros if it contributes nothing.
 
     Args:
         size: micro-batches in a step at most.
@@ -78,7 +78,7 @@ class Header:
 
 
 class Told:
-    """What the summed header says."""
+    """The contents of the summed header."""
 
     def __init__(self, numbers: Sequence[int], header: Header) -> None:
         size = header.size
@@ -96,7 +96,7 @@ class Told:
         self.in_pairs: Rows = in_pairs(self.nodes, self.count)
         """Siblings share a row."""
         self.loss: float | None = None
-        """Of the step; None: no micro-batch recorded one."""
+        """The loss of the step; None: no micro-batch recorded one."""
         if self.complete and recorded:
             total: OrderedSum[float] = OrderedSum(lambda left, right: left + right)
             for node in self.nodes:

@@ -1,19 +1,27 @@
-"""What the lighthouse says to trainers and a leader to its ranks: one small dataclass per kind of push.
+"""Pushes on the wire: what the lighthouse sends to trainers, and a leader to its ranks, in one message.
 
-They are not the effects of `room`, which name their receivers. The two protobuf messages share field numbers for
-what they have in common, so that a push is encoded once for both. A quorum is encoded once for all its members:
-`encode_quorum` gives the bytes they share, `answer` puts a member's `seq` in front (concatenated protobuf messages
-merge).
+A quorum is encoded once for all its members: `encode_quorum` gives the bytes they share, `answer` puts a member's `seq`
+in front (concatenated protobuf messages merge).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
-
 from ft_core._pb import coordination_pb2 as pb
 from ft_core.errors import ConfigError, JobFinishedError, ProtocolError, RefusedError, StateLostError
-from ft_core.protocol.types import VOID, Verdict
+from ft_core.protocol.pushes import (
+    Acked,
+    Answer,
+    Busy,
+    Change,
+    Lost,
+    Order,
+    Over,
+    Push,
+    Reason,
+    Refusal,
+    Welcome,
+)
+from ft_core.protocol.types import VOID, Quorum, Verdict
 from ft_core.rpc.codec.bounds import (
     MAX_ADDRESS,
     MAX_DURATION_MS,
@@ -31,104 +39,16 @@ from ft_core.rpc.codec.bounds import (
 from ft_core.rpc.codec.state import pb_quorum, pb_verdict, read_quorum, read_verdict
 from ft_core.settings import MAX_REPLICAS, PROTOCOL_VERSION
 
-if TYPE_CHECKING:
-    from ft_core.protocol.types import Quorum, Version
-
-
-@dataclass(frozen=True, slots=True)
-class Welcome:
-    """The stream is open. `boot` tells a reconnect from a restart of the lighthouse."""
-
-    liveness_s: float
-    peers: tuple[tuple[str, tuple[str, ...]], ...] = ()
-    boot: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """The quorum that answers the ask `seq`."""
-
-    seq: int
-    quorum: Quorum
-
-
-@dataclass(frozen=True, slots=True)
-class Reason:
-    """Why there is no quorum yet; `paused_s`: what it waits for is busy for at most that much longer."""
-
-    text: str
-    paused_s: float = 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class Change:
-    """A change of membership is wanted in `quorum_id`."""
-
-    quorum_id: int
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class Lost:
-    """Members of `quorum_id` that will not answer any more."""
-
-    quorum_id: int
-    lost: tuple[str, ...]
-    held: Version = VOID
-    """The oldest state that one of them held when it said goodbye; VOID unless all of them did."""
-
-
-@dataclass(frozen=True, slots=True)
-class Busy:
-    """A peer is legitimately busy for at most `for_s`."""
-
-    quorum_id: int
-    replica_id: str
-    for_s: float
-
-
-@dataclass(frozen=True, slots=True)
-class Over:
-    """`quorum_id` is over."""
-
-    quorum_id: int
-
-
-@dataclass(frozen=True, slots=True)
-class Refusal:
-    """Final. `error` is what the receiver raises."""
-
-    error: Exception
-
-
-@dataclass(frozen=True, slots=True)
-class Order:
-    """An operator's order: exit now (`kill`) or finish the step and leave."""
-
-    kill: bool
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class Acked:
-    """What the receiver sent at its `clock_s` has arrived; the sender's own lease is `lease_age_s` old."""
-
-    clock_s: float
-    lease_age_s: float = 0.0
-
-
-Push = Welcome | Answer | Reason | Change | Lost | Busy | Over | Refusal | Order | Acked | Verdict
-
 
 def encode_quorum(quorum: Quorum) -> bytes:
     """The part of an answer that all members share; see `answer`."""
     with sending("Quorum"):
-        return pb.LeasePush(quorum=pb_quorum(quorum)).SerializeToString()
+        return pb.Push(quorum=pb_quorum(quorum)).SerializeToString()
 
 
 def answer(seq: int, shared: bytes) -> bytes:
     """One member's answer: its ask's seq, and the quorum encoded by `encode_quorum`."""
-    return pb.LeasePush(seq=seq).SerializeToString() + shared
+    return pb.Push(seq=seq).SerializeToString() + shared
 
 
 _KINDS: tuple[tuple[type[Exception], int], ...] = (
@@ -147,36 +67,36 @@ def pb_refused(error: Exception) -> pb.Refused:
     return pb.Refused(kind=pb.Refused.Kind.Name(kind), reason=clip(str(error)))
 
 
-def pb_push(push: Push) -> pb.GroupPush | pb.LeasePush:
-    """Any push, in the message that has it."""
+def pb_push(push: Push) -> pb.Push:
+    """A push as protobuf."""
     match push:
         case Answer():
-            return pb.LeasePush(seq=push.seq, quorum=pb_quorum(push.quorum))
+            return pb.Push(seq=push.seq, quorum=pb_quorum(push.quorum))
         case Reason():
-            return pb.LeasePush(reason=clip(push.text), paused_ms=min(to_ms(push.paused_s), MAX_DURATION_MS))
+            return pb.Push(reason=clip(push.text), paused_ms=min(to_ms(push.paused_s), MAX_DURATION_MS))
         case Change():
-            return pb.LeasePush(change_pending=pb.ChangePending(quorum_id=push.quorum_id, reason=clip(push.reason)))
+            return pb.Push(change_pending=pb.ChangePending(quorum_id=push.quorum_id, reason=clip(push.reason)))
         case Lost():
             held = pb_version(push.held)
-            return pb.LeasePush(member_lost=pb.MemberLost(quorum_id=push.quorum_id, lost=push.lost, held=held))
+            return pb.Push(member_lost=pb.MemberLost(quorum_id=push.quorum_id, lost=push.lost, held=held))
         case Busy():
             for_ms = min(to_ms(push.for_s), MAX_DURATION_MS)
-            return pb.LeasePush(paused=pb.Paused(quorum_id=push.quorum_id, replica_id=push.replica_id, for_ms=for_ms))
+            return pb.Push(paused=pb.Paused(quorum_id=push.quorum_id, replica_id=push.replica_id, for_ms=for_ms))
         case Over():
-            return pb.LeasePush(superseded=pb.Superseded(quorum_id=push.quorum_id))
+            return pb.Push(superseded=pb.Superseded(quorum_id=push.quorum_id))
         case Refusal():
-            return pb.LeasePush(refused=pb_refused(push.error))
+            return pb.Push(refused=pb_refused(push.error))
         case Order():
             kind = pb.Order.Kind.KILL if push.kill else pb.Order.Kind.DRAIN
-            return pb.LeasePush(order=pb.Order(kind=kind, reason=clip(push.reason)))
+            return pb.Push(order=pb.Order(kind=kind, reason=clip(push.reason)))
         case Acked():
             age_ms = min(to_ms(push.lease_age_s), MAX_DURATION_MS)
-            return pb.LeasePush(ack=pb.Ack(clock_us=max(0, int(push.clock_s * 1e6)), lease_age_ms=age_ms))
+            return pb.Push(ack=pb.Ack(clock_us=max(0, int(push.clock_s * 1e6)), lease_age_ms=age_ms))
         case Verdict():
-            return pb.GroupPush(verdict=pb_verdict(push))
+            return pb.Push(verdict=pb_verdict(push))
         case Welcome():
             peers = [pb.Peer(replica_id=i, heal_addresses=a) for i, a in push.peers]
-            return pb.LeasePush(
+            return pb.Push(
                 welcome=pb.Welcome(
                     protocol_version=PROTOCOL_VERSION, liveness_ms=to_ms(push.liveness_s), peers=peers, boot=push.boot
                 )
@@ -184,58 +104,40 @@ def pb_push(push: Push) -> pb.GroupPush | pb.LeasePush:
 
 
 def encode_push(push: Push) -> bytes:
-    """A push, for a lease or for a rank: the two messages share field numbers for what they have in common."""
+    """A push, for a lease or for a rank."""
     with sending(type(push).__name__):
         return pb_push(push).SerializeToString()
 
 
-def encode_joined(liveness_s: float) -> bytes:
-    """The leader's first answer to a rank."""
-    joined = pb.Joined(protocol_version=PROTOCOL_VERSION, liveness_ms=to_ms(liveness_s))
-    return pb.GroupPush(joined=joined).SerializeToString()
+def _read_welcome(w: pb.Welcome) -> Welcome:
+    check = Check(ProtocolError, "Welcome")
+    check.number("peers", len(w.peers), 0, MAX_REPLICAS)
+    for peer in w.peers:
+        check.text("peers.replica_id", peer.replica_id)
+        check.texts("peers.heal_addresses", peer.heal_addresses, MAX_RANKS, MAX_ADDRESS)
+    peers = tuple((peer.replica_id, tuple(peer.heal_addresses)) for peer in w.peers)
+    return Welcome(from_ms(w.liveness_ms, check, "liveness_ms"), peers, w.boot)
 
 
-def decode_lease_push(data: bytes) -> Push | None:
-    """A push from the lighthouse; None if it is of a kind that this release does not know.
+def decode_push(data: bytes, *, they_are: str = "the lighthouse", we_are: str = "this trainer") -> Push | None:
+    """A push; None if it is of a kind that this release does not know.
 
-    Raises:
-        ProtocolError: not of this protocol (version), or a bound is broken.
-    """
-    message = parse(pb.LeasePush, data)
-    if message.WhichOneof("body") == "welcome":
-        w = message.welcome
-        check_version(w.protocol_version, "", they_are="the lighthouse", we_are="this trainer")
-        check = Check(ProtocolError, "Welcome")
-        check.number("peers", len(w.peers), 0, MAX_REPLICAS)
-        for peer in w.peers:
-            check.text("peers.replica_id", peer.replica_id)
-            check.texts("peers.heal_addresses", peer.heal_addresses, MAX_RANKS, MAX_ADDRESS)
-        peers = tuple((peer.replica_id, tuple(peer.heal_addresses)) for peer in w.peers)
-        return Welcome(from_ms(w.liveness_ms, check, "liveness_ms"), peers, w.boot)
-    return read_push(message)
-
-
-def decode_group_push(data: bytes) -> Push | None:
-    """A push from group rank 0; None if it is of a kind that this release does not know.
+    Args:
+        data: the message.
+        they_are: the sender, for messages.
+        we_are: the receiver, for messages.
 
     Raises:
         ProtocolError: not of this protocol (version), or a bound is broken.
     """
-    message = parse(pb.GroupPush, data)
-    match message.WhichOneof("body"):
-        case "joined":
-            check_version(message.joined.protocol_version, "", they_are="group rank 0", we_are="this rank")
-            return Welcome(from_ms(message.joined.liveness_ms, Check(ProtocolError, "Joined"), "liveness_ms"))
-        case "verdict":
-            return read_verdict(message.verdict)
-        case _:
-            return read_push(message)
-
-
-def read_push(m: pb.LeasePush | pb.GroupPush) -> Push | None:
-    """A push that both messages have, checked; None if this release does not know its kind."""
+    m = parse(pb.Push, data)
     check = Check(ProtocolError, "Push")
     match m.WhichOneof("body"):
+        case "welcome":
+            check_version(m.welcome.protocol_version, "", they_are=they_are, we_are=we_are)
+            return _read_welcome(m.welcome)
+        case "verdict":
+            return read_verdict(m.verdict)
         case "quorum":
             return Answer(m.seq, read_quorum(m.quorum))
         case "reason":

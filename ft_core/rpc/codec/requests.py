@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING, TypeVar
 
 from ft_core._pb import coordination_pb2 as pb
 from ft_core.errors import ConfigError, ProtocolError
-from ft_core.protocol.lighthouse.events import Incomplete
+from ft_core.protocol.group.ranks import Join
+from ft_core.protocol.lighthouse.events import Incomplete, Left
+from ft_core.protocol.pushes import Order
 from ft_core.protocol.types import Verdict
 from ft_core.rpc.codec.bounds import (
     INT64,
@@ -25,7 +27,7 @@ from ft_core.rpc.codec.bounds import (
     sending,
     to_ms,
 )
-from ft_core.rpc.codec.pushes import Order, pb_push
+from ft_core.rpc.codec.pushes import pb_push
 from ft_core.rpc.codec.state import (
     Opening,
     Renewal,
@@ -48,18 +50,8 @@ from ft_core.settings import MAX_REPLICAS, MAX_STEP, PROTOCOL_VERSION
 if TYPE_CHECKING:
     from google.protobuf.message import Message
 
-    from ft_core.protocol.lighthouse.events import Hello, Left
+    from ft_core.protocol.lighthouse.events import Hello
     from ft_core.protocol.types import Ask, Quorum
-
-
-@dataclass(frozen=True, slots=True)
-class Join:
-    """The first message of a rank's stream to its group's leader."""
-
-    replica_id: str
-    rank: int
-    world_size: int
-    incarnation: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,28 +86,19 @@ def encode_hello(hello: Hello, room: str, release: str) -> bytes:
         return pb.LeaseRequest(hello=m).SerializeToString()
 
 
-def encode_renewal(renewal: Renewal) -> bytes:
-    """Lease renewal."""
-    with sending("Progress"):
-        return pb.LeaseRequest(progress=pb_progress(renewal)).SerializeToString()
-
-
-def encode_ask(ask: Ask) -> bytes:
-    """The group's ask, to the lighthouse."""
-    with sending("Ask"):
-        return pb.LeaseRequest(ask=pb_ask(ask)).SerializeToString()
-
-
-def encode_left(left: Left) -> bytes:
-    """Goodbye."""
-    with sending("Left"):
-        return pb.LeaseRequest(left=pb_left(left)).SerializeToString()
-
-
-def encode_incomplete(broken: Broken) -> bytes:
-    """A group's report that a rank of it is missing."""
-    with sending("Break"):
-        return pb.LeaseRequest(broken=_pb_break(broken)).SerializeToString()
+def encode_lease(message: Renewal | Ask | Left | Broken) -> bytes:
+    """A trainer's later messages to the lighthouse; Broken: a rank of the group is missing."""
+    with sending(type(message).__name__):
+        match message:
+            case Renewal():
+                request = pb.LeaseRequest(progress=pb_progress(message))
+            case Broken():
+                request = pb.LeaseRequest(broken=_pb_break(message))
+            case Left():
+                request = pb.LeaseRequest(left=pb_left(message))
+            case _:
+                request = pb.LeaseRequest(ask=pb_ask(message))
+        return request.SerializeToString()
 
 
 def _pb_break(broken: Broken) -> pb.Break:

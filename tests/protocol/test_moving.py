@@ -1,0 +1,299 @@
+"""R19: an attempt that is open, and of which nothing was launched, goes on in the next quorum when a member dies."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from ft_core.errors import CollectiveError
+from ft_core.protocol.rank import actions as do
+from ft_core.protocol.rank import events as on
+from ft_core.protocol.rank.formation import ASK_AGAIN_S
+from ft_core.protocol.rank.moving import IN_TIME
+from ft_core.protocol.rank.phases import Go, MustAsk, Phase
+from ft_core.protocol.rank.rank import Settled
+from ft_core.protocol.rank.settings import RankRules
+from ft_core.protocol.types import Ask, Version
+from tests.protocol.rig import QUORUM_S, Rig, kinds, member, new_rank, only, trained, wish
+
+OPENED = 100.0
+TIMEOUT_S = 60.0
+NEWCOMER = "in this quorum members need state, which is given and taken between two steps only"
+
+
+def computing(rig: Rig | None = None, *, pinned: bool = False) -> Rig:
+    """Members that have begun their second step, and compute."""
+    rig = rig or trained(timeout_s=TIMEOUT_S)
+    rig.now = OPENED
+    for rank in rig.ranks.values():
+        assert rank.boundary() == Go()
+        rank.opened(OPENED, pinned=pinned)
+    return rig
+
+
+def dies(rig: Rig, *, seen_by: str = "ab") -> dict[str, Ask]:
+    """c dies while the others compute: what these ask for at once."""
+    sent = {}
+    for name in seen_by:
+        quorum_id = rig[name].quorum_id
+        actions = rig.handle(name, on.MemberLost(quorum_id, ("c",)))
+        assert actions[:2] == (do.Abort(quorum_id), do.TellGroup(quorum_id, "lost c"))
+        (last,) = actions[2:]
+        assert isinstance(last, do.SendAsk)
+        sent[name] = last.ask
+    return sent
+
+
+def test_an_attempt_that_moves_asks_at_once_and_goes_on() -> None:
+    rig = Rig(timeout_s=TIMEOUT_S)
+    rig.form(heals_before_forward=True, store_address="h:1")
+    rig.attempt()
+    computing(rig)
+    version = rig["a"].held.version
+    asks = dies(rig)
+    ask = asks["a"]
+    assert (ask.failed, ask.reason, ask.version, ask.store_address) == (True, "lost c", version, "h:1")
+    assert not ask.heals_before_forward, "the step has begun: nothing is given or taken before it"
+    rank = rig["a"]
+    assert (rank.phase, rank.broken, rank.boundary(), str(rank.error)) == (Phase.ASKING, True, Go(), "lost c")
+    quorum = rig.quorum(asks.values())
+    for name in "ab":
+        assert kinds(rig.answer(name, quorum)) == ["Entered", "Offer", "Configure"]
+        assert (rig[name].phase, rig[name].error, rig[name].broken) == (Phase.OPEN, None, False)
+    assert rig.attempt("ab") == {"a": True, "b": True}
+    assert rank.held.version == Version(2, quorum.quorum_id)
+
+
+@pytest.mark.parametrize("event", [on.PeerEnded, lambda quorum_id: on.MemberLost(quorum_id, ("b", "c"))])
+def test_whoever_tells_of_the_death(event: Callable[[int], on.Event]) -> None:
+    rig = computing()
+    assert kinds(rig.handle("a", event(rig["a"].quorum_id))) == ["Abort", "TellGroup", "SendAsk"]
+
+
+def test_the_script_may_reach_its_next_boundary_meanwhile() -> None:
+    rig = computing()
+    dies(rig)
+    assert rig.handle("a", on.QuorumWanted(wish())) == ()
+    assert not rig["a"].may_launch(rig.now)
+    assert not rig["a"].may_launch_user_op()
+    assert rig["a"].asks == 2
+
+
+def _stays(rig: Rig) -> str:
+    rig["a"].pin()
+    return "somebody was told who takes part"
+
+
+def _first(rig: Rig) -> str:
+    rig.fail()
+    rig.form()
+    computing(rig)
+    return "the first attempt of a quorum may bring collectives of the script's"
+
+
+def _own(rig: Rig) -> str:
+    rig["a"].may_launch_user_op()
+    return "a collective of the script's was launched"
+
+
+def _behind(rig: Rig) -> str:
+    rig["a"].handle(on.StateTorn(), rig.now)
+    return "it does not hold what the attempt builds on"
+
+
+def _late(rig: Rig) -> str:
+    rig.now = OPENED + IN_TIME * TIMEOUT_S
+    return "the others may have given up on this very rank"
+
+
+def _soft(rig: Rig) -> str:
+    rig.handle("a", on.SoftError(ValueError("NaN")))
+    return "it would be vetoed there"
+
+
+def _leaves(rig: Rig) -> str:
+    rig.handle("a", on.LeaveWanted())
+    return "it leaves with this very attempt"
+
+
+def _drains(rig: Rig) -> str:
+    rig.handle("a", on.DrainOrdered("maintenance"))
+    return "it asks for no further quorum than its own boundary's"
+
+
+def _launched(rig: Rig) -> str:
+    assert rig["a"].may_launch(rig.now)
+    return "its gradients are on their way"
+
+
+STAYS = [_stays, _first, _own, _behind, _late, _soft, _leaves, _drains, _launched]
+
+
+@pytest.mark.parametrize("why", STAYS)
+def test_what_stays_in_its_quorum_is_lost_with_it(why: Callable[[Rig], str]) -> None:
+    rig = computing()
+    reason = why(rig)
+    quorum_id = rig["a"].quorum_id
+    assert kinds(rig.handle("a", on.MemberLost(quorum_id, ("c",)))) == ["Abort", "TellGroup"], reason
+    assert (rig["a"].phase, rig["a"].formation) == (Phase.BROKEN, None)
+    assert rig["a"].boundary() == MustAsk("lost c", failed=True)
+
+
+def test_who_waits_in_a_collective_learns_there_that_a_peer_ended_it() -> None:
+    rig = computing()
+    assert rig["a"].may_launch(rig.now)
+    assert rig.handle("a", on.PeerEnded(rig["a"].quorum_id)) == ()
+    assert rig["a"].phase is Phase.REDUCING
+
+
+def test_who_is_shut_down_asks_for_nothing() -> None:
+    rig = computing()
+    assert rig.handle("a", on.ShutDown()) == ()
+    assert kinds(rig.handle("a", on.PeerEnded(rig["a"].quorum_id))) == ["Abort", "TellGroup"]
+    assert (rig["a"].phase, rig["a"].broken_reason) == (Phase.BROKEN, "a peer has ended its connection")
+    assert str(rig["a"].failure) == "the manager was shut down while it waited for a quorum"
+
+
+def test_just_in_time() -> None:
+    rig = computing()
+    rig.now = OPENED + IN_TIME * TIMEOUT_S - 0.1
+    dies(rig)
+
+
+@pytest.mark.parametrize("settings", [{"group_world_size": 2}, {"rules": RankRules(r19_moves=False)}])
+def test_groups_of_several_ranks_and_those_without_the_rule_lose_the_attempt(settings: dict[str, Any]) -> None:
+    rig = computing(trained(**settings))
+    assert kinds(rig.handle("a", on.MemberLost(rig["a"].quorum_id, ("c",)))) == ["Abort", "TellGroup"]
+
+
+def test_only_deaths_move() -> None:
+    """Whoever said goodbye left at a boundary, and who was superseded has no quorum to go on in."""
+    held = Version(0, 0)
+    for event in (on.MemberLost(0, ("c",), held), on.Superseded(0), on.CollectiveFailed(CollectiveError("x"))):
+        rig = computing()
+        if not isinstance(event, on.CollectiveFailed):
+            event = replace(event, quorum_id=rig["a"].quorum_id)
+        assert kinds(rig.handle("a", event))[:2] == ["Abort", "TellGroup"]
+        assert rig["a"].phase is Phase.BROKEN
+
+
+def test_who_waits_for_a_lease_or_for_state_does_not_move() -> None:
+    rig = trained("abc", autonomy_s=10.0, orphan_s=1000.0, timeout_s=TIMEOUT_S)
+    rig.now = OPENED
+    rig.attempt()
+    assert rig["a"].attempt.awaits_lease
+    computing(rig)
+    assert kinds(rig.handle("a", on.PeerEnded(rig["a"].quorum_id))) == ["Abort", "TellGroup"]
+    rig = trained("ab", timeout_s=TIMEOUT_S)
+    rig.fail()
+    rig.ranks["c"] = new_rank("c", timeout_s=TIMEOUT_S)
+    rig.form(heal=False)
+    rig.handle("a", on.SoftError(ValueError("NaN")))
+    rig.attempt()
+    rig.now = OPENED
+    rig["c"].opened(OPENED, pinned=False)
+    assert rig["c"].receiving
+    assert kinds(rig.handle("c", on.PeerEnded(rig["c"].quorum_id))) == ["Abort", "TellGroup"]
+
+
+def test_between_two_steps_nothing_moves() -> None:
+    """After should_commit the next boundary asks; whoever learns of a death before has no attempt open."""
+    rig = computing()
+    rig.attempt()
+    assert kinds(rig.handle("a", on.PeerEnded(rig["a"].quorum_id))) == ["Abort", "TellGroup"]
+    rig = computing()
+    rig.all(on.ChangePending(rig["a"].quorum_id, "d wants to join"))
+    rig.attempt()
+    rig["a"].opened(OPENED, pinned=False)
+    assert rig.handle("a", on.PeerEnded(rig["a"].quorum_id)) == ()
+
+
+# ---------------------------------------------------------------- where it cannot go on
+
+
+def test_an_attempt_is_lost_where_a_newcomer_needs_state() -> None:
+    rig = computing()
+    asks = dies(rig)
+    rig.ranks["d"] = new_rank("d", lineage=9)
+    quorum = rig.quorum([*asks.values(), rig.ask("d")])
+    for name in "ab":
+        entered, *rest = rig.answer(name, quorum)
+        assert kinds([entered]) == ["Entered"]
+        assert rest == [do.Abort(quorum.quorum_id), do.TellGroup(quorum.quorum_id, NEWCOMER)]
+        assert (rig[name].phase, rig[name].forming, str(rig[name].error)) == (Phase.BROKEN, False, NEWCOMER)
+    vote = rig["a"].own_vote()
+    assert vote.reason == NEWCOMER
+    assert rig["a"].settle(vote) == Settled(commit=False, actions=(do.Abort(quorum.quorum_id),))
+    newcomer = rig["d"]
+    newcomer.handle(on.QuorumAnswered(newcomer.asks, quorum), rig.now)
+    newcomer.handle(on.MemberLost(quorum.quorum_id, ("a", "b")), rig.now)
+    rig.now += ASK_AGAIN_S
+    again = [rig.ask("a"), rig.ask("b"), only(rig.handle("d", on.Tick()), do.SendAsk).ask]
+    quorum = rig.quorum(again)
+    for name in "abd":
+        rig.answer(name, quorum)
+    assert rig.attempt("abd") == {"a": True, "b": True, "d": True}
+
+
+def test_an_attempt_is_lost_where_this_replica_does_not_count() -> None:
+    rig = computing()
+    ask = dies(rig, seen_by="a")["a"]
+    newer = member("b", 5, 5, allow_heal=False)
+    quorum = replace(rig.quorum([ask]), members=(*rig.quorum([ask]).members, newer))
+    reason = "this replica is not counted on in this quorum"
+    assert kinds(rig.answer("a", quorum)) == ["Entered", "Abort", "TellGroup"]
+    assert rig["a"].boundary() == MustAsk(reason, failed=True)
+
+
+def test_an_attempt_is_given_up_where_a_newcomer_wants_live_state_before_it_asks() -> None:
+    """Both would wait until quorum_timeout: the newcomer for the state, this rank for the newcomer."""
+    rig = computing()
+    asks = dies(rig)
+    rank = rig["a"]
+    assert rig.handle("a", on.StateWanted()) == ()
+    assert (rank.phase, rank.forming, str(rank.error)) == (Phase.BROKEN, False, "lost c")
+    assert rig.handle("a", on.StateWanted()) == ()
+    assert rig.answer("a", rig.quorum(asks.values())) == (), "too late"
+    assert not rank.may_launch(rig.now)
+    rank.settle(rank.own_vote())
+    assert rank.boundary() == MustAsk("lost c", failed=True)
+    rig.ask("a")
+    assert rig.handle("a", on.StateWanted()) == (do.OfferLive(),), "at a boundary it is given"
+
+
+def test_an_attempt_moves_on_until_its_groups_stand() -> None:
+    rig = computing()
+    asks = dies(rig)
+    first = rig.quorum(asks.values())
+    rank = rig["a"]
+    rank.handle(on.QuorumAnswered(rank.asks, first), rig.now)
+    assert kinds(rank.handle(on.GroupsFailed(first.quorum_id, "b died", here=False), rig.now)) == [
+        "Abort", "TellGroup", "Report",
+    ]  # fmt: skip
+    rig.now += ASK_AGAIN_S
+    ask = only(rig.handle("a", on.Tick()), do.SendAsk).ask
+    assert (ask.failed, ask.quorum_id) == (True, first.quorum_id)
+    rig.answer("a", rig.quorum([ask]))
+    assert rank.phase is Phase.OPEN
+    assert rig.attempt("a") == {"a": True}
+
+
+def test_an_attempt_that_finds_no_quorum_is_lost() -> None:
+    rig = computing()
+    dies(rig)
+    rig["a"].handle(on.Tick(), rig.now + QUORUM_S)
+    assert (rig["a"].phase, rig["a"].broken_reason) == (Phase.BROKEN, "lost c")
+    assert str(rig["a"].failure).startswith("no quorum within")
+
+
+def test_a_second_death_meanwhile() -> None:
+    """The attempt that moved once is the first of its quorum: it is lost, and nothing else."""
+    rig = computing()
+    quorum = rig.quorum(dies(rig).values())
+    for name in "ab":
+        rig.answer(name, quorum)
+    assert kinds(rig.handle("a", on.MemberLost(quorum.quorum_id, ("b",)))) == ["Abort", "TellGroup"]
+    assert rig["a"].boundary() == MustAsk("lost b", failed=True)
