@@ -219,6 +219,9 @@ class Job:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(child.process.pid, signal.SIGKILL)  # its workers too: they may outlive it
             child.process.wait()
+            assert child.process.stdin is not None
+            with contextlib.suppress(BrokenPipeError):
+                child.process.stdin.close()
         if self.options.keep or (error is not None and not isinstance(error, KeyboardInterrupt)):
             print(f"logs and events are in {self.folder}", file=sys.stderr)
         else:

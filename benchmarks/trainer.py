@@ -27,10 +27,13 @@ import torch
 from torch import Tensor, nn
 
 from ft_core import DistributedDataParallel, Manager, Optimizer, ProcessGroupGloo
+from ft_core.protocol.pushes import Answer, Lost
 from ft_core.protocol.rank.actions import TellGroup
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+
+    from ft_core.protocol.pushes import Push
 
 WIDTHS = (64, 96, 32, 10)
 BATCH = 32
@@ -92,18 +95,17 @@ def trace(manager: Manager, note: Callable[[str, object], None]) -> None:
     """Note the stages of a recovery: pushed or broken, asked, answered, configuring, configured."""
     shell: Any = manager._runtime.shell  # looks inside on purpose
 
-    def wrap(owner: Any, name: str, before: str = "", after: str = "", detail: int | None = None) -> None:
+    def wrap(owner: Any, name: str, before: str = "", after: str = "") -> None:
         inner = getattr(owner, name)
 
         def call(*args: Any, **kwargs: Any) -> Any:
-            text = args[detail] if detail is not None else ""
             if before:
-                note(before, text)
+                note(before, "")
             try:
                 return inner(*args, **kwargs)
             finally:
                 if after:
-                    note(after, text)
+                    note(after, "")
 
         setattr(owner, name, call)
 
@@ -116,9 +118,17 @@ def trace(manager: Manager, note: Callable[[str, object], None]) -> None:
         perform(actions)
 
     shell.perform = performs
-    wrap(shell, "on_member_lost", before="pushed", detail=1)
+    on_push = shell.on_push
+
+    def pushes(push: Push) -> None:
+        if isinstance(push, Lost):
+            note("pushed", push.lost)
+        elif isinstance(push, Answer):
+            note("answered", push.seq)
+        on_push(push)
+
+    shell.on_push = pushes
     wrap(shell.control, "ask", before="asked")
-    wrap(shell, "on_quorum", before="answered")
     wrap(shell.communicators, "configure", before="configuring", after="configured")
     wrap(shell.communicators, "abort", after="aborted")
 
