@@ -193,7 +193,8 @@ class Division:
                 something in it cannot be sent, that is logged, and each member does this part by itself.
             took_s: seconds that it took.
             among: the parts that are asked for; None: all others'. Whose part was missing once is best left out.
-            more: another result follows at once, so this member need not stay until the others have fetched this one.
+            more: another result follows at once, to each of the others, so this member need not stay until they have
+                fetched this one. A member that stays away from then on is one that the others may find gone.
 
         Returns:
             the others' parts, by number. Those that are missing have to be done here.
