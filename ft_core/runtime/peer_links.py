@@ -13,6 +13,7 @@ found is about the members of the quorum entered last. Any thread; one probe at 
 from __future__ import annotations
 
 import errno
+import logging
 import selectors
 import socket
 import threading
@@ -25,6 +26,9 @@ if TYPE_CHECKING:
 
     from ft_core.protocol.types import Quorum
 
+log = logging.getLogger("ft_core")
+SCARCE = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
+"""Errors of a process that can open no sockets at all."""
 PROBE_S = 3.0
 """How long a handshake may take: two lost packets (Linux repeats them after 1 and 3 s) are no cut."""
 MAX_KEPT = 64
@@ -94,14 +98,13 @@ def _where(addresses: tuple[str, ...], group_rank: int) -> tuple[str, int] | Non
 
 
 def _connect_all(peers: dict[str, tuple[str, int]], timeout_s: float) -> tuple[set[str], set[str]] | None:
-    """Who answers a TCP handshake, and who refuses it; None if this process cannot open sockets."""
+    """Who answers a TCP handshake, and who refuses it; None if this process cannot look."""
     try:
         with selectors.DefaultSelector() as selector:
             return _shake_hands(selector, peers, time.monotonic() + timeout_s)
     except OSError as error:
-        if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM):
-            return None
-        raise
+        log.debug("the peers cannot be looked at: %s", error)
+        return None
 
 
 def _shake_hands(
@@ -113,9 +116,11 @@ def _shake_hands(
         for replica_id, (host, port) in peers.items():
             try:
                 family, kind, proto, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-            except OSError:
-                continue  # its name means nothing here
-            sock = socket.socket(family, kind, proto)
+                sock = socket.socket(family, kind, proto)
+            except OSError as error:
+                if error.errno in SCARCE:
+                    raise
+                continue  # its name means nothing here, or no address of that family does
             sock.setblocking(False)
             code = sock.connect_ex(address)
             if code in (0, errno.EINPROGRESS):

@@ -134,10 +134,18 @@ class RankShell:
         for action in actions:
             what, blocks = PERFORM[type(action)]
             if blocks:
-                self.worker.add(partial(what, self, action))
+                self.worker.add(partial(self._do, what, action))
             else:
                 what(self, action)
         self._let_go()
+
+    def _do(self, what: Callable[[RankShell, Any], None], action: do.Action) -> None:
+        """Perform an action that may block. Whatever it raises ends what it was for: nobody would wake the script."""
+        try:
+            what(self, action)
+        except Exception as error:
+            log.exception("%s: unexpected failure while a quorum forms", self._name)
+            self.dispatch(on.WorkFailed(error))
 
     def _let_go(self) -> None:
         """Nobody can ask for the state of that boundary any more: copies of it would last until the next quorum."""
@@ -250,10 +258,13 @@ class RankShell:
             self.limits.disarm()
             self.dispatch(on.GroupsUp(plan.quorum_id))
 
+    def _receives(self, plan: Plan) -> bool:
+        return self.rank.receiving and self.rank.plan is plan
+
     def _receive(self, action: do.Receive) -> None:
         plan, rank, cancel = action.plan, self.rank, self.transfer.cancelled  # before the look: a break is not missed
         with self.lock:
-            if not rank.receiving or rank.plan is not plan:
+            if not self._receives(plan):
                 return
             # At step 0 the own state is as good as anybody's: it is not written over before the other has come.
             into = self._in_place if plan.target.step > 0 else None
@@ -269,6 +280,11 @@ class RankShell:
         except HealError as error:
             # If no donor can send it, asking again would disturb the others at every step: this replica ends (R11).
             self.dispatch(on.ReceiveFailed(plan.quorum_id, error, final=isinstance(error, StateRefusedError)))
+            return
+        except Exception as error:
+            if self._receives(plan):
+                raise
+            log.info("%s: what was received ended with its quorum: %s", self._name, error)
             return
         with self.lock:
             self.received = received

@@ -16,7 +16,7 @@ import logging
 import time
 from typing import TYPE_CHECKING
 
-from ft_core.errors import StateRefusedError, UsageError
+from ft_core.errors import UsageError
 from ft_core.protocol.rank import events as on
 from ft_core.protocol.rank.commit_rule import contributed
 from ft_core.protocol.rank.departure import DrainedError
@@ -203,7 +203,7 @@ class Steps:
         self.check()
         if rank.plan is not None and rank.plan.heals:  # also late, if its last heal failed
             shell.wait_received()
-            if isinstance(rank.failure, StateRefusedError):
+            if not isinstance(rank.failure, DrainedError):
                 self.check()
             self.views.apply_received()
         if rank.draining and self.config.world_size == 1:

@@ -342,6 +342,31 @@ def test_who_ends_while_its_groups_are_built_asks_no_more(event: on.Event) -> No
     assert isinstance(rank.failure, (RefusedError, LighthouseError, DrainedError))
 
 
+def test_work_that_raises_what_nobody_expected_ends_the_wait_for_it() -> None:
+    """Asking again would fail again, and without an answer the script would wait for ever."""
+    full = MemoryError("can't allocate memory")
+    asks, forms = asking(), forming()
+    assert asks.handle(on.WorkFailed(full), 0.0) == ()
+    assert (asks.phase, asks.failure, asks.forming) == (Phase.OUTSIDE, full, False)
+    assert kinds(forms.handle(on.WorkFailed(full), 0.0)) == ["Abort", "TellGroup"]
+    assert (forms.phase, forms.failure, forms.forming) == (Phase.BROKEN, full, False)
+    rig = Rig("ab")
+    rig.form(heal=False)
+    assert kinds(rig.handle("b", on.WorkFailed(full))) == ["Abort", "TellGroup"]
+    assert (rig["b"].phase, rig["b"].failure, rig["b"].receiving) == (Phase.BROKEN, full, False)
+    assert rig.handle("a", on.WorkFailed(full)) == (), "nothing waits for it"
+    assert rig["a"].phase is Phase.OPEN
+
+
+def test_a_drain_ends_a_heal_that_has_not_begun_to_receive() -> None:
+    """The worker comes to it later, and would receive everything: the order to end what is received came before."""
+    rig = Rig("ab", exits_on_drain=True)
+    rig.form(heal=False)
+    assert rig["b"].receiving
+    assert kinds(rig.handle("b", on.DrainOrdered("SIGTERM"))) == ["Report", "CancelReceive"]
+    assert (rig["b"].receiving, rig["b"].attempt.heal, rig["b"].phase) == (False, Heal.ABANDONED, Phase.OPEN)
+
+
 def test_a_refusal_breaks_the_quorum_that_stands() -> None:
     rig = trained()
     assert kinds(rig.handle("a", on.Refused(REFUSED), on.Refused(RefusedError("later")))) == ["Abort", "TellGroup"]

@@ -180,6 +180,13 @@ class ReceiveFailed:
 
 
 @dataclass(frozen=True, slots=True)
+class WorkFailed:
+    """Something that this rank does for a quorum, or for what it receives in one, raised what nobody expected."""
+
+    error: Exception
+
+
+@dataclass(frozen=True, slots=True)
 class StateApplied:
     """The received state has been loaded. The numbers, and when a pass over the data ended, are the donor's."""
 
@@ -257,6 +264,7 @@ class Tick:
 Event = (
     QuorumWanted | PrefetchEnded | QuorumAnswered | GroupsUp | GroupsFailed | NoQuorumYet | LinksSeen | StateWanted
     | Refused | MemberLost | PeerEnded | Superseded | ChangePending | CollectiveFailed | SoftError | StatesDiffer
-    | DifferenceTolerated | LeaseReturned | Paused | StateReceived | ReceiveFailed | StateApplied | StateTorn
-    | StateUntouched | Restored | DataEnded | DataBack | DrainOrdered | StopWanted | LeaveWanted | ShutDown | Tick
+    | DifferenceTolerated | LeaseReturned | Paused | StateReceived | ReceiveFailed | WorkFailed | StateApplied
+    | StateTorn | StateUntouched | Restored | DataEnded | DataBack | DrainOrdered | StopWanted | LeaveWanted | ShutDown
+    | Tick
 )  # fmt: skip

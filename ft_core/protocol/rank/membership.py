@@ -287,6 +287,15 @@ class Membership(RankState):
         self.error = self.error or event.error
         return self._no_quorum(self.refused) if self.phase is Phase.ASKING else self._fail(event.error, now)
 
+    def _on_work_failed(self, event: on.WorkFailed, now: float) -> Actions:
+        """Asking again would fail again: the script gets the error, which else would wait for what never comes."""
+        if self.phase is Phase.ASKING:
+            return self._no_quorum(event.error)
+        if self.phase is not Phase.FORMING and not self.receiving:
+            return ()
+        self.formation, self.failure = None, event.error
+        return self._fail(event.error, now)
+
     def _abandon_heal(self, reason: str) -> None:
         """Weight zero and change-wanted, never a veto (R11)."""
         self.attempt.heal = Heal.ABANDONED

@@ -286,6 +286,8 @@ class Rank(Membership):
         if not self.settings.exits_on_drain:
             return (told,)
         error = self._nothing_to_wait_for() if self.phase is Phase.ASKING else None
+        if self.receiving:
+            self._abandon_heal("this replica drains")
         return (told, do.CancelReceive(), *(self._no_quorum(error) if error is not None else ()))
 
     def _on_stop(self, event: on.StopWanted, now: float) -> Actions:
@@ -325,6 +327,7 @@ HANDLERS: Mapping[type[on.Event], Callable[[Rank, Any, float], Actions]] = {
     on.LeaseReturned: Rank._on_lease,
     on.StateReceived: Rank._on_received,
     on.ReceiveFailed: Rank._on_receive_failed,
+    on.WorkFailed: Rank._on_work_failed,
     on.StateApplied: Rank._on_applied,
     on.StateTorn: Rank._on_torn,
     on.StateUntouched: Rank._on_untouched,
