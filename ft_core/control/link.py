@@ -308,8 +308,9 @@ class RankControl(ReportingStream[codec.RankAsk, "Verdict | Order"]):
                 with self._changed:
                     if self._open_ask is None or self._open_ask.ask.seq != push.seq:
                         return
-                    self._open_ask = self._open_vote = None
-                    self._quorum_id = push.quorum.quorum_id
+                    self._open_ask = None
+                    if self._quorum_id != push.quorum.quorum_id:  # else the same answer, once more
+                        self._open_vote, self._quorum_id = None, push.quorum.quorum_id
                     self.last_reason = ""
             case Verdict():
                 with self._changed:

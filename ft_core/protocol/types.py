@@ -24,7 +24,10 @@ VOID = Version(-1, -1)
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """One replica group's wish to be in the next quorum. Irrevocable; with the same `seq` it is the same ask."""
+    """One replica group's wish to be in the next quorum. Irrevocable; with the same `seq` it is the same ask.
+
+    Presented again, with the same or with news of its links, it gets the answer it had.
+    """
 
     replica_id: str
     seq: int

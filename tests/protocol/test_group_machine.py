@@ -218,6 +218,24 @@ def test_an_ask_that_lost_a_rank_is_made_again_when_it_is_back() -> None:
     assert isinstance(answered[-1], ev.ReportIncomplete), "the quorum that formed meanwhile is left at once"
 
 
+def test_news_of_links_makes_no_other_ask() -> None:
+    group = Driven()
+    group.ask(0, 1)
+    (again,) = group.ask(1, unreachable=("h:1",))
+    assert again == ev.AskLighthouse(Ask(ME, 1, group_world_size=2, unreachable=("h:1",)), None)
+    assert group.ask(1, unreachable=("h:1",)) == [], "no news"
+    quorum = Quorum(7, ())
+    assert group.do(ev.Answered(1, quorum)) == [ev.Announce(quorum, ((0, 1), (1, 1)))], "it was on its way"
+
+
+def test_news_of_links_that_cross_the_answer_ask_for_no_other_quorum() -> None:
+    group = Driven()
+    group.form()
+    crossing = group.ask(1, reached=("h:1",))
+    assert crossing == [ev.Announce(Quorum(7, ()), ((1, 1),))], "it has the answer, or gets it now"
+    assert group.do(ev.Tick(), after=LATE_S) == [], "nobody is waited for"
+
+
 def str_of_loss(rank: int) -> str:
     return f"group rank {rank} of g:1 is gone or frozen (its connection to group rank 0 ended)"
 

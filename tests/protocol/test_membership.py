@@ -177,7 +177,7 @@ def test_a_rank_that_got_no_quorum_is_broken_for_its_first_reason() -> None:
 # ---------------------------------------------------------------- links
 
 
-def test_links_that_change_are_told_in_a_new_ask_and_looked_at_until_all_are_whole() -> None:
+def test_news_of_links_goes_into_the_ask_that_is_open_and_links_are_looked_at_until_all_are_whole() -> None:
     rank = forming("b")
     rank.handle(on.GroupsFailed(7, "timed out", here=False), 0.0)
     rank.handle(on.LinksSeen(("b",), ()), 0.0)
@@ -188,10 +188,10 @@ def test_links_that_change_are_told_in_a_new_ask_and_looked_at_until_all_are_who
     assert do.LookAtLinks() not in rank.handle(on.Tick(), look - 0.1)
     assert rank.handle(on.Tick(), look) == (do.LookAtLinks(),)
     ask = only(rank.handle(on.LinksSeen((), ("b",)), look), do.SendAsk).ask
-    assert (ask.seq, ask.unreachable, ask.reached) == (3, (), ("b",))
+    assert (ask.seq, ask.unreachable, ask.reached) == (2, (), ("b",)), "the answer to it may be on its way, and holds"
     for at in range(6, int(QUORUM_S)):
         assert rank.handle(on.Tick(), float(at)) == (), "all are whole"
-    stale = on.QuorumAnswered(2, Quorum(9, (member("a"), member("b"))))
+    stale = on.QuorumAnswered(1, Quorum(9, (member("a"), member("b"))))
     assert rank.handle(stale, 29.0) == (), "an answer to what is not asked any more"
     assert kinds(rank.handle(answer(rank, quorum_id=9), 29.0)) == ["Entered", "Offer", "Configure"]
     assert rank.links == ((), ())

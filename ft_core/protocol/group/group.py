@@ -275,13 +275,15 @@ class Group:
     def _ask(self, merged: Ask, out: list[ev.Effect]) -> None:
         """All have asked. What is open at the lighthouse already is not asked again, unless it was void meanwhile.
 
-        Then it is another ask: the answer to the void one may be on its way, and that quorum is over (R14).
+        Then it is another ask: the answer to the void one may be on its way, and that quorum is over (R14). News of
+        its links makes no other ask: an answer on its way holds.
         """
         self.late, self._late_at = "", None
-        same = self._open is not None and replace(merged, seq=self._open.seq) == self._open
-        if same and not self._incomplete:
+        before = self._open
+        known = before and replace(merged, seq=before.seq, unreachable=before.unreachable, reached=before.reached)
+        if known is not None and replace(merged, seq=known.seq) == before and not self._incomplete:
             return
-        self._seq += not same or self.settings.rules.r12_void_ask
+        self._seq += known is None or known != before or (self._incomplete and self.settings.rules.r12_void_ask)
         self._open, self._reason, self._incomplete = replace(merged, seq=self._seq), None, False
         out.append(ev.AskLighthouse(self._open, self._room))
 

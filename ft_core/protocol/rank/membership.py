@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from ft_core.protocol.rank.actions import Actions
     from ft_core.protocol.rank.heal_plan import Plan
     from ft_core.protocol.rank.state import Push
-    from ft_core.protocol.types import Quorum, Version
+    from ft_core.protocol.types import Ask, Quorum, Version
 
 GO = Go()
 
@@ -144,14 +144,22 @@ class Membership(RankState):
             stable=held.stable, unbuilt=self.unbuilt, unbuilt_here=self.unbuilt_here, unreachable=self.links[0],
             reached=self.links[1], from_scratch=formation.wish.template.from_scratch or held.restored,
         )  # fmt: skip
+        return self._present(ask, now)
+
+    def _present(self, ask: Ask, now: float) -> Actions:
+        formation = self.formation
+        assert formation is not None
         formation.sent, formation.send_at = ask, math.inf
-        formation.look_at = now + settings.look_s if ask.unreachable or not ask.reached else math.inf
+        formation.look_at = now + self.settings.look_s if ask.unreachable or not ask.reached else math.inf
         return (do.SendAsk(ask, formation.wish.room),)
 
     def _on_links(self, event: on.LinksSeen, now: float) -> Actions:
         self.links, self.links_at = (event.unreachable, event.reached), now
         sent = self.formation.sent if self.formation is not None and self.phase is Phase.ASKING else None
-        return self._ask(now) if sent is not None and self.links != (sent.unreachable, sent.reached) else ()
+        if sent is None or self.links == (sent.unreachable, sent.reached):
+            return ()
+        # The same ask, with news: the answer to it may be on its way, and holds. A new one would refuse that answer.
+        return self._present(replace(sent, unreachable=event.unreachable, reached=event.reached), now)
 
     def _on_no_quorum_yet(self, event: on.NoQuorumYet, now: float) -> Actions:
         self.reason = event.reason
