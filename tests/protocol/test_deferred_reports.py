@@ -15,7 +15,9 @@ from ft_core.protocol.lighthouse.rules import Rules
 from ft_core.protocol.quorum_ids import QuorumIds
 from ft_core.protocol.types import Ask, Version
 from ft_core.settings import LighthouseSettings
-from tests.simulation import cluster
+from tests.simulation import world as simulation
+from tests.simulation.config import Config
+from tests.simulation.lighthouse import Lighthouse
 
 if TYPE_CHECKING:
     from ft_core.protocol.lighthouse.events import Effect, Event
@@ -81,12 +83,12 @@ def test_what_was_reported_counts_in_the_next_decision() -> None:
     assert "g0:x holds step 5, newer than the step 4 of those who ask" in room.reason
 
 
-class Twice(cluster.Lighthouse):
+class Twice(Lighthouse):
     """A lighthouse whose room has a double that looks at everybody after every event. Both do the same."""
 
     events = 0
 
-    def __init__(self, world: cluster.World, boot: int) -> None:
+    def __init__(self, world: simulation.World, boot: int) -> None:
         super().__init__(world, boot)
         ids = self.room._ids
         other = QuorumIds(ids.boot, ids.noise, deque(ids.entropy), unique=ids.unique)
@@ -112,9 +114,9 @@ class Twice(cluster.Lighthouse):
 
 @pytest.mark.parametrize("start", range(0, 60, 20))
 def test_a_room_that_looks_after_every_report_does_the_same(start: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cluster, "Lighthouse", Twice)
+    monkeypatch.setattr(simulation, "Lighthouse", Twice)
     for seed in range(start, start + 20):
         fixed: dict[str, Any] = {"progress_s": 0.05}
-        result = cluster.simulate(seed, cluster.Config.draw(seed, **fixed))
+        result = simulation.simulate(seed, Config.draw(seed, **fixed))
         assert result.violation is None, result.violation
     assert Twice.events > 5_000

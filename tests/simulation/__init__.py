@@ -1,1 +1,1 @@
-"""A seeded, deterministic cluster simulation of the pure control plane (see `cluster`)."""
+"""A seeded, deterministic cluster simulation of the pure control plane (see `world`)."""

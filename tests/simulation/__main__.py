@@ -6,7 +6,8 @@ import argparse
 import time
 from collections import Counter
 
-from tests.simulation.cluster import Config, simulate
+from tests.simulation.config import Config
+from tests.simulation.world import simulate
 
 
 def main() -> int:

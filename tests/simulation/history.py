@@ -20,9 +20,11 @@ from tests.simulation.samples import accounted
 if TYPE_CHECKING:
     from ft_core.data.cursor import Cursor
     from ft_core.protocol.lighthouse.room import Room
-    from tests.simulation.cluster import Group, Op, World
+    from tests.simulation.group import Group
     from tests.simulation.rank import Rank
+    from tests.simulation.ring import Op
     from tests.simulation.samples import Samples
+    from tests.simulation.world import World
 
 
 LOSSY = frozenset(

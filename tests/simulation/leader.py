@@ -20,7 +20,7 @@ from ft_core.protocol.types import Ask, Verdict
 from tests.simulation.history import Violation
 
 if TYPE_CHECKING:
-    from tests.simulation.cluster import Group
+    from tests.simulation.group import Group
     from tests.simulation.rank import Rank
 
 
@@ -208,8 +208,9 @@ class RankLink:
             case Answer():
                 if self._open_ask is None or self._open_ask.seq != push.seq:
                     return
-                self._open_ask = self._open_vote = None
-                self._quorum_id = push.quorum.quorum_id
+                self._open_ask = None
+                if self._quorum_id != push.quorum.quorum_id:  # else the same answer, once more
+                    self._open_vote, self._quorum_id = None, push.quorum.quorum_id
             case _:
                 pass
         self.verdicts.take(push, self.rank.group.rid, now)

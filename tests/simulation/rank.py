@@ -29,8 +29,9 @@ if TYPE_CHECKING:
     from ft_core.protocol.rank.heal_plan import Plan
     from ft_core.protocol.rank.rank import Rank as Machine
     from ft_core.protocol.types import Quorum
-    from tests.simulation.cluster import Group, Op, Ring
+    from tests.simulation.group import Group
     from tests.simulation.leader import RankLink
+    from tests.simulation.ring import Op, Ring
 
 Gradients = tuple[tuple[int, int], ...]
 """(who gave it, the state it was taken at) each."""
@@ -437,7 +438,7 @@ class Rank:
         group.die("gives up waiting for a quorum")
         if world.calm or world.rng.random() < 0.8:
             world.given_up.add(group.number)
-            world.at(world.between(0.02, 1.0), None, world._restart, group.number)
+            world.at(world.between(0.02, 1.0), None, world.restart, group.number)
 
     def _settle_in(self) -> None:
         """A first or a synchronous quorum heals before forward."""
@@ -686,7 +687,7 @@ class Rank:
             if "shutdown" in group.injected and len(group.ranks) == 1:
                 world.history.parted(self)
                 group.goodbye("shut down after a commit", agreed=False, finished=False)
-                world.at(world.between(0.5, 4.0), None, world._restart, group.number)
+                world.at(world.between(0.5, 4.0), None, world.restart, group.number)
                 return
         self._perform(actions)
         if not was_broken and not machine.broken:

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from ft_core.protocol.lighthouse.rules import Rules
-from tests.simulation.cluster import Config, World
+from tests.simulation.config import Config
+from tests.simulation.world import World
 
 if TYPE_CHECKING:
     from collections.abc import Callable

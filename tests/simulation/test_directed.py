@@ -13,8 +13,9 @@ import pytest
 from ft_core.protocol.group.group import GroupRules
 from ft_core.protocol.lighthouse.rules import Rules
 from ft_core.protocol.rank.settings import RankRules
-from tests.simulation.cluster import Config, World
+from tests.simulation.config import Config
 from tests.simulation.history import Violation
+from tests.simulation.world import World
 
 if TYPE_CHECKING:
     from collections.abc import Callable

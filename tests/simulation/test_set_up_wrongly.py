@@ -12,8 +12,9 @@ import pytest
 
 from ft_core.protocol.lighthouse.rules import Rules
 from ft_core.rpc.codec import state
-from tests.simulation.cluster import Config, Result, simulate
+from tests.simulation.config import Config
 from tests.simulation.test_simulation import PLAIN, story
+from tests.simulation.world import Result, simulate
 
 SEEDS = 12
 SEEDS_WITHOUT = 2

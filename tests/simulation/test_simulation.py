@@ -51,7 +51,8 @@ import pytest
 from ft_core.protocol.group.group import GroupRules
 from ft_core.protocol.lighthouse.rules import Rules
 from ft_core.protocol.rank.settings import RankRules
-from tests.simulation.cluster import Config, Result, simulate
+from tests.simulation.config import Config
+from tests.simulation.world import Result, simulate
 
 if TYPE_CHECKING:
     from collections.abc import Callable
