@@ -147,8 +147,13 @@ class Rank:
 
     def dispatch(self, event: on.Event) -> None:
         """Hand the machine an event, and perform what follows."""
-        if not self.group.done:
-            self._perform(self.machine.handle(event, self.world.now))
+        if self.group.done:
+            return
+        before = self.machine.phase
+        actions = self.machine.handle(event, self.world.now)
+        if self.world.watch is not None:
+            self.world.watch(self, event, before, actions)
+        self._perform(actions)
 
     def _perform(self, actions: do.Actions) -> None:
         for action in actions:
@@ -318,7 +323,7 @@ class Rank:
         self._try_donor(plan, 0)
 
     def _receive_failed(self, plan: Plan, why: str) -> None:
-        if self.machine.plan is plan:
+        if self.machine.plan is plan and self.machine.receiving:
             self.dispatch(on.ReceiveFailed(plan.quorum_id, HealError(why)))
 
     def _try_donor(self, plan: Plan, position: int) -> None:

@@ -41,7 +41,7 @@ class Job:
             world.spawn(number)
         for after, happening in happenings:
             world.at(self.happens_at + after, None, happening, world)
-        world._until(until)
+        world.until(until)
         return world
 
 

@@ -27,6 +27,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from ft_core.protocol.lighthouse.room import Room
+    from ft_core.protocol.rank.actions import Actions
+    from ft_core.protocol.rank.events import Event
+    from ft_core.protocol.rank.phases import Phase
     from ft_core.protocol.types import Quorum
     from tests.simulation.rank import Rank
 
@@ -64,6 +67,8 @@ class World:
         self.given_up: set[int] = set()
         """Groups (numbers) that gave up waiting for a quorum, and will be started again."""
         self.from_scratch = False
+        self.watch: Callable[[Rank, Event, Phase, Actions], None] | None = None
+        """Is shown each event that reaches a rank's machine, the phase before it, and the actions that follow."""
         self._queue: list[tuple[float, int, Group | Rank | None, Callable[..., None], tuple[Any, ...]]] = []
         self._count = 0
 
@@ -101,12 +106,12 @@ class World:
                 self.spawn(number)
         if config.faults:
             self.faults.begin()
-        self._until(config.safety_s)
+        self.until(config.safety_s)
         self.faults.end()
         goal = {rid: (0, g.commits) for rid, g in self.active.items()}
         bound = self.now + config.liveness_bound_s
         while self.now < bound and not self._all_well(goal):
-            self._until(min(self.now + 0.5, bound))
+            self.until(min(self.now + 0.5, bound))
         if not self._all_well(goal, at_last=True):
             stuck = [repr(g) for rid, g in self.active.items() if g.commits < goal.get(rid, (0, 0))[1] + 2]
             raise Violation(
@@ -147,19 +152,24 @@ class World:
         if len(self.rings) > 100_000:
             raise Violation("I9", "rings")
 
-    def _until(self, end: float) -> None:
-        queue = self._queue
-        while queue and queue[0][0] <= end:
-            self.now, _, owner, fn, args = heapq.heappop(queue)
-            self.events += 1
-            if owner is not None:
-                if not owner.alive:
-                    continue
-                if owner.frozen:
-                    owner.defer(fn, args)
-                    continue
-            fn(*args)
+    def until(self, end: float) -> None:
+        """Let time pass."""
+        while self.step(end):
+            pass
         self.now = end
+
+    def step(self, end: float) -> bool:
+        """Let the next event happen. False: there is none up to `end`."""
+        queue = self._queue
+        if not queue or queue[0][0] > end:
+            return False
+        self.now, _, owner, fn, args = heapq.heappop(queue)
+        self.events += 1
+        if owner is None or (owner.alive and not owner.frozen):
+            fn(*args)
+        elif owner.alive:
+            owner.defer(fn, args)
+        return True
 
     # ------------------------------------------------------------ processes come and go
 
