@@ -1,46 +1,99 @@
-"""The real encoder over what the simulated lighthouse sends: a message that does not travel is a failure (I9)."""
+"""Every message of the simulation travels as the bytes that ship: what arrives is what the receiver decoded.
+
+So a field that is not encoded is missed by the machine that needs it, and a message that breaks a bound, or that the
+other side refuses, is a failure (I9).
+"""
 
 from __future__ import annotations
 
+from contextlib import contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ft_core.control.lighthouse.unary_calls import room_status
-from ft_core.errors import ConfigError, ProtocolError, RefusedError
+from ft_core.errors import ConfigError, ProtocolError
+from ft_core.protocol.group import events as group_events
 from ft_core.protocol.lighthouse import events as room_events
-from ft_core.protocol.pushes import Busy, Change, Lost, Over, Push, Reason, Refusal
+from ft_core.protocol.pushes import Acked, Push
 from ft_core.rpc import codec
 from tests.simulation.history import Violation
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from ft_core.protocol.lighthouse.room import Room
 
+ROOM = "job"
 
-def check_travels(effect: room_events.Effect, room: Room, now: float) -> None:
-    """Encode an effect as the lighthouse's shell does, and decode it as a client does. Raises Violation."""
+
+@contextmanager
+def _travels(message: object) -> Iterator[None]:
     try:
-        match effect:
-            case room_events.Announce(quorum, _):
-                codec.decode_push(codec.answer(1, codec.encode_quorum(quorum)))
-                room_status(room, now).SerializeToString()
-            case room_events.Explain(_, reason, paused_s):
-                _round_trip(Reason(reason, paused_s))
-                for text in room.held.values():
-                    _round_trip(Reason(text, paused_s))
-            case room_events.ChangePending(_, quorum_id, reason):
-                _round_trip(Change(quorum_id, reason))
-            case room_events.MemberLost(_, quorum_id, lost, held):
-                _round_trip(Lost(quorum_id, lost, held))
-            case room_events.Paused(_, quorum_id, who, for_s):
-                _round_trip(Busy(quorum_id, who, for_s))
-            case room_events.Superseded(_, quorum_id):
-                _round_trip(Over(quorum_id))
-            case room_events.Refuse(_, reason, _):
-                _round_trip(Refusal(RefusedError(reason)))
-            case room_events.Note():
-                pass
+        yield
     except (ConfigError, ProtocolError) as error:
-        raise Violation("I9", f"{type(effect).__name__} does not travel: {error}") from error
+        raise Violation("I9", f"{type(message).__name__} does not travel: {error}") from error
 
 
-def _round_trip(push: Push) -> None:
-    codec.decode_push(codec.encode_push(push))
+def push(sent: Push) -> Push:
+    """A push, as its receiver decodes it."""
+    with _travels(sent):
+        got = codec.decode_push(codec.encode_push(sent))
+    assert got is not None, sent
+    return replace(got, clock_s=sent.clock_s) if isinstance(sent, Acked) and isinstance(got, Acked) else got
+
+
+def to_lighthouse(sent: room_events.Event) -> room_events.Event:
+    """What a lease carries, as the lighthouse decodes it."""
+    got: object
+    with _travels(sent):
+        match sent:
+            case room_events.Hello():
+                opening = codec.decode_lease_request(codec.encode_hello(sent, ROOM, "simulated"))
+                assert isinstance(opening, codec.Opening)
+                return replace(opening.hello, generation=sent.generation)
+            case room_events.Asked(ask, generation):
+                got = codec.decode_lease_request(codec.encode_lease(ask), ask.replica_id, generation)
+                assert got == ask, f"{ask} arrives as {got}"
+                return sent
+            case room_events.Progress():
+                data = codec.encode_lease(codec.Renewal(0.0, sent))
+                got = codec.decode_lease_request(data, sent.replica_id, sent.generation)
+                assert isinstance(got, codec.Renewal)
+                return got.progress
+            case room_events.Left():
+                got = codec.decode_lease_request(codec.encode_lease(sent), sent.replica_id, sent.generation)
+                assert isinstance(got, room_events.Left)
+                return got
+            case room_events.Incomplete():
+                data = codec.encode_lease(codec.Broken(sent.quorum_id, sent.reason))
+                got = codec.decode_lease_request(data, sent.replica_id, sent.generation)
+                assert isinstance(got, room_events.Incomplete)
+                return got
+            case _:
+                raise AssertionError(f"{sent} is no message")
+
+
+def to_leader(sent: group_events.Event) -> group_events.Event:
+    """What a rank's stream carries, as the leader of its group decodes it. Joining is a handshake of its own."""
+    with _travels(sent):
+        match sent:
+            case group_events.RankAsked(rank, ask, room):
+                asked = codec.decode_group_request(codec.encode_rank(codec.RankAsk(ask, room or "")))
+                assert isinstance(asked, codec.RankAsk)
+                return group_events.RankAsked(rank, asked.ask, asked.room or None)
+            case group_events.RankVoted(rank, vote):
+                voted = codec.decode_group_request(codec.encode_rank(vote))
+                assert voted == vote, f"{vote} arrives as {voted}"
+                return sent
+            case group_events.RankBroke(rank, quorum_id, reason):
+                broke = codec.decode_group_request(codec.encode_rank(codec.Broken(quorum_id, reason)))
+                assert isinstance(broke, codec.Broken)
+                return group_events.RankBroke(rank, broke.quorum_id, broke.reason)
+            case _:
+                return sent
+
+
+def check_status(room: Room, now: float) -> None:
+    """What the lighthouse answers to those who look at its room."""
+    with _travels(room):
+        room_status(room, now).SerializeToString()

@@ -17,6 +17,7 @@ from ft_core.protocol.group.group import GroupSettings
 from ft_core.protocol.group.votes import Verdicts
 from ft_core.protocol.pushes import Acked, Answer, Lost, Push, Welcome
 from ft_core.protocol.types import Ask, Verdict
+from tests.simulation import encoding
 from tests.simulation.history import Violation
 
 if TYPE_CHECKING:
@@ -267,7 +268,13 @@ class RankStream:
         """Rank to leader."""
         if self.client_open:
             self._up_at = max(self._up_at, self.world.now + self.world.between(0.0005, 0.005))
-            self.world.at(self._up_at - self.world.now, self.link.rank.group, self._arrive, event, self.world.now)
+            self.world.at(
+                self._up_at - self.world.now,
+                self.link.rank.group,
+                self._arrive,
+                encoding.to_leader(event),
+                self.world.now,
+            )
 
     def _arrive(self, event: ev.Event, sent_at: float) -> None:
         link = self.link
@@ -286,7 +293,7 @@ class RankStream:
         """Leader to rank."""
         if self.server_open:
             self._down_at = max(self._down_at, self.world.now + self.world.between(0.0005, 0.005))
-            self.world.at(self._down_at - self.world.now, self.link.rank, self._deliver, push)
+            self.world.at(self._down_at - self.world.now, self.link.rank, self._deliver, encoding.push(push))
 
     def _deliver(self, push: Push) -> None:
         if self.client_open and self.link.stream is self and not self.link.rank.group.done:

@@ -16,7 +16,7 @@ from ft_core.protocol.lighthouse.room import Room
 from ft_core.protocol.pushes import Acked, Answer, Busy, Change, Lost, Over, Push, Reason, Refusal
 from ft_core.protocol.quorum_ids import QuorumIds
 from ft_core.settings import LighthouseSettings
-from tests.simulation.encoding import check_travels
+from tests.simulation import encoding
 from tests.simulation.history import Violation
 
 if TYPE_CHECKING:
@@ -63,10 +63,10 @@ class Lighthouse:
 
     def _perform(self, effect: room_events.Effect) -> None:
         world = self.world
-        check_travels(effect, self.room, world.now)
         match effect:
             case room_events.Announce(quorum, to):
                 world.history.formed_or_repeated(quorum, world.boots, self.room)
+                encoding.check_status(self.room, world.now)
                 for replica_id, seq in to:
                     self._push(replica_id, Answer(seq, quorum))
             case room_events.Note(text):
@@ -125,7 +125,8 @@ class Conn:
         """Client to lighthouse."""
         if self.client_open:
             self._up_at = max(self._up_at, self.world.now + self.world.between(0.001, 0.02))
-            self.world.at(self._up_at - self.world.now, None, self._arrive, event, sent_at)
+            message = encoding.to_lighthouse(event)
+            self.world.at(self._up_at - self.world.now, None, self._arrive, message, sent_at)
 
     def _arrive(self, event: room_events.Event, sent_at: float) -> None:
         if not self.server_open or self.world.lighthouse is not self.lighthouse:
@@ -150,7 +151,7 @@ class Conn:
         """Lighthouse to client."""
         if self.server_open:
             self._down_at = max(self._down_at, self.world.now + self.world.between(0.001, 0.02))
-            self.world.at(self._down_at - self.world.now, self.group, self._deliver, push)
+            self.world.at(self._down_at - self.world.now, self.group, self._deliver, encoding.push(push))
 
     def _deliver(self, push: Push) -> None:
         if not self.client_open or self.group.conn is not self:
