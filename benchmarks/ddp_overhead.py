@@ -1,6 +1,6 @@
 """Step time of ft_core's DistributedDataParallel over torch's, on Gloo, without a Manager: what the wrapper costs.
 
-    python benchmarks/ddp_overhead.py [--json FILE] [--rounds N] [--world-size N]
+    python benchmarks/ddp_overhead.py [--json FILE] [--reductions N] [--world-size N]
 
 Two processes train the same model four ways, in turn, in the same run: torch's DDP, torch's DDP again (the A/A row:
 noise), ours with the tail and the commit calls of a real step, and the same with `find_unused_parameters=False`. Each
@@ -36,7 +36,7 @@ from ft_core.ddp import DistributedDataParallel
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from ft_core.reduction.interface import Carrier
+    from ft_core.reduction.interface import GradientReducer
 
 MODELS: dict[str, tuple[tuple[int, ...], int, int, int]] = {
     # name: layer widths, batch size, blocks per round, steps per block
@@ -77,16 +77,21 @@ class Attempt:
     report = fail
 
 
-class Port:
+class Host:
     """Just enough of a Manager."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.attempt = Attempt(group)
+        self.backend, self.batch_ratio = "gloo", 1.0
 
-    def register_carrier(self, carrier: Carrier) -> None:
+    @property
+    def hooks(self) -> Host:
+        return self
+
+    def register_reducer(self, reducer: GradientReducer) -> None:
         pass
 
-    unregister_carrier = register_carrier
+    unregister_reducer = register_reducer
 
     def current_attempt(self) -> Attempt:
         return self.attempt
@@ -117,12 +122,12 @@ def stepper(model: nn.Module, inputs: Tensor, after: Callable[[], None] | None) 
 
 
 def vote(ours: DistributedDataParallel) -> None:
-    """What should_commit asks of a carrier."""
-    ours.carrier.flush()
-    ours.carrier.committed()
+    """What should_commit asks of a reducer."""
+    ours.gradient_reducer.flush()
+    ours.gradient_reducer.committed()
 
 
-def measure(rank: int, world_size: int, store_path: str, rounds: int, out: str) -> None:
+def measure(rank: int, world_size: int, store_path: str, reductions: int, out: str) -> None:
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     dist.init_process_group("gloo", init_method=f"file://{store_path}", rank=rank, world_size=world_size)
@@ -131,8 +136,8 @@ def measure(rank: int, world_size: int, store_path: str, rounds: int, out: str) 
         inputs = torch.randn(batch, widths[0])
         default = dist.group.WORLD
         assert default is not None
-        ours = DistributedDataParallel(Port(default), build(name))
-        all_used = DistributedDataParallel(Port(default), build(name), find_unused_parameters=False)
+        ours = DistributedDataParallel(Host(default), build(name))
+        all_used = DistributedDataParallel(Host(default), build(name), find_unused_parameters=False)
         ways = {
             "torch DDP": stepper(nn.parallel.DistributedDataParallel(build(name)), inputs, None),
             "torch DDP again (A/A)": stepper(nn.parallel.DistributedDataParallel(build(name)), inputs, None),
@@ -144,7 +149,7 @@ def measure(rank: int, world_size: int, store_path: str, rounds: int, out: str) 
                 step()
         times: dict[str, list[float]] = {way: [] for way in ways}
         names = list(ways)
-        for block in range(blocks * rounds):
+        for block in range(blocks * reductions):
             for position in range(len(names)):
                 way = names[(position + block) % len(names)]
                 step = ways[way]
@@ -174,7 +179,7 @@ def measure(rank: int, world_size: int, store_path: str, rounds: int, out: str) 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, help="also write the rows to this file")
-    parser.add_argument("--rounds", type=int, default=1, help="multiplies the number of blocks")
+    parser.add_argument("--reductions", type=int, default=1, help="multiplies the number of blocks")
     parser.add_argument("--world-size", type=int, default=2)
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as directory:
@@ -182,7 +187,7 @@ def main() -> None:
         start: Any = spawn
         start(
             measure,
-            args=(arguments.world_size, f"{directory}/store", arguments.rounds, out),
+            args=(arguments.world_size, f"{directory}/store", arguments.reductions, out),
             nprocs=arguments.world_size,
         )
         rows = json.loads(Path(out).read_text())

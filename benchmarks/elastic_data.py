@@ -38,6 +38,10 @@ class Quorum:
         self.groups = GROUPS
         self.listener: Any = None
 
+    @property
+    def hooks(self) -> Any:
+        return self
+
     def attach_data(self, listener: Any) -> None:
         self.listener = listener
 

@@ -68,20 +68,24 @@ class Attempt:
     report = fail
 
 
-class Port:
+class Host:
     """What a wrapper and a sampler need of a Manager, where nothing ever fails."""
 
-    batch_ratio = 1.0
+    backend, batch_ratio = "gloo", 1.0
 
     def __init__(self, group: Any) -> None:
         self.group = group
         self.attempt = Attempt(group)
-        self.carrier: Any = None
+        self.gradient_reducer: Any = None
         self.listener: Any = None
         self._config = SimpleNamespace(world_size=1)
 
-    def register_carrier(self, carrier: Any) -> None:
-        self.carrier = carrier
+    @property
+    def hooks(self) -> Any:
+        return self
+
+    def register_reducer(self, reducer: Any) -> None:
+        self.gradient_reducer = reducer
 
     def attach_data(self, listener: Any) -> None:
         self.listener = listener
@@ -108,8 +112,8 @@ class Port:
         pass
 
     def commit(self) -> None:
-        self.carrier.flush()
-        self.carrier.committed()
+        self.gradient_reducer.flush()
+        self.gradient_reducer.committed()
         self.listener.committed(None)
 
 
@@ -133,19 +137,19 @@ def stepper(way: str, widths: tuple[int, ...], samples: int, group: Any) -> Call
     from ft_core.ddp import DistributedDataParallel
     from ft_core.fixed_order import FixedOrderDataParallel
 
-    port = Port(group)
+    host = Host(group)
     data = TensorDataset(torch.randn(samples * MICRO * group.size() * 8, widths[0]))
     loader = ElasticDataLoader(
         data,
         samples,
-        manager=cast("Any", port),
+        manager=cast("Any", host),
         global_batch_size=samples * MICRO * group.size(),
         fixed_micro_batches=True,
     )
     module = build(widths)
     fixed = way == "fixed order"
     model: Any = (FixedOrderDataParallel if fixed else DistributedDataParallel)(
-        cast("Any", port), module, *([loader] if fixed else [])
+        cast("Any", host), module, *([loader] if fixed else [])
     )
     optimizer = torch.optim.SGD(module.parameters(), lr=1e-3, foreach=True)
 
@@ -163,7 +167,7 @@ def stepper(way: str, widths: tuple[int, ...], samples: int, group: Any) -> Call
                 model(x).square().mean().backward()
             if loader.last_micro_batch:
                 break
-        port.commit()
+        host.commit()
         optimizer.step()
 
     return step

@@ -233,7 +233,7 @@ class FaultTolerantAccelerator(ElasticSteps, SharedResults, _compat.Accelerator)
     def trigger_sync_in_backward(model: Any) -> Iterator[None]:
         """Synchronize in the next backward, inside `no_sync`."""
         if isinstance(model, WrappedModel) and not model.stays_silent:
-            model.carrier.before_backward(sync=True)
+            model.gradient_reducer.before_backward(sync=True)
         with _compat.Accelerator.trigger_sync_in_backward(model):
             yield
 

@@ -144,7 +144,7 @@ class UnevenEnd:
         """One attempt; whether it was the last."""
         window = self._window
         opened = functools.partial(window.entered, position)
-        over = window.wait_for(lambda: manager.shadow_step(None, ends=self.policy == "stop_all", opened=opened))
+        over = window.wait_for(lambda: manager.hooks.shadow_step(None, ends=self.policy == "stop_all", opened=opened))
         window.concluded(manager)
         return over or window.stopped
 

@@ -288,7 +288,7 @@ class StepWindow:
     @property
     def unsettled(self) -> bool:
         """Gradients were reduced, or are being reduced, since the last vote."""
-        return any(model.carrier.unsettled for model in self.models)
+        return any(model.gradient_reducer.unsettled for model in self.models)
 
     @property
     def voted(self) -> bool:
@@ -302,7 +302,7 @@ class StepWindow:
     def settle_gradients(self) -> None:
         """Make the reduced gradients final, before they are clipped, unscaled or used: the same on all ranks."""
         if self.manager is not None and not self.silent:
-            self.inside.settle(self.manager.current_attempt(), self.models)
+            self.inside.settle(self.manager.hooks.current_attempt(), self.models)
 
     def vote(self) -> bool:
         """Whether the optimizer step that is about to be made is everybody's. False: gradients have been dropped.
@@ -334,8 +334,8 @@ class StepWindow:
 
     def _ask_all(self, manager: Manager) -> bool:
         for model in self.models:
-            if not model.carrier.unsettled:
-                model.carrier.flush(with_accumulated=True)
+            if not model.gradient_reducer.unsettled:
+                model.gradient_reducer.flush(with_accumulated=True)
         self.settle_gradients()
         commits = manager.should_commit()
         self.concluded(manager)
@@ -347,7 +347,7 @@ class StepWindow:
         self._open = False
         self.lost, self.stopped = manager.quorum_lost, manager.stop_agreed
         for model in self.models if self.silent else ():
-            model.carrier.before_backward(sync=False)
+            model.gradient_reducer.before_backward(sync=False)
 
     def drop_gradients(self) -> None:
         """The step is not made."""
@@ -364,7 +364,7 @@ class StepWindow:
     def torn(self, error: BaseException) -> None:
         """An optimizer failed after the vote: the others have the new state, this replica may have half of it."""
         if self.manager is not None and not self.ended:
-            self.manager.report_torn_state(error)
+            self.manager.hooks.report_torn_state(error)
 
     # ------------------------------------------------------------ other agreements
 

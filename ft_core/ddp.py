@@ -3,8 +3,8 @@
 `DistributedDataParallel` looks like torch's class (isinstance, `module.` keys, `no_sync`, arguments) and shares its
 rounding, but not its machinery: torch's C++ reducer is never built, since it needs a process group that cannot change,
 synchronizes in its constructor, and orders buckets by the arrival of gradients, which differs on a newcomer. A
-`Bucketer` (`bucket_reducer`) does the work; this file checks arguments, collects what is to be reduced, and makes the
-attributes that torch's DDP and its users expect exist.
+`BucketReducer` (`bucket_reducer`) does the work; this file checks arguments, collects what is to be reduced, and makes
+the attributes that torch's DDP and its users expect exist.
 
 What differs from torch's DDP, on purpose:
 - Gradients are always views of the buckets (torch's `gradient_as_bucket_view=True`).
@@ -42,7 +42,7 @@ from ft_core.errors import ConfigError, NotAvailableError, UsageError
 from ft_core.join import JoinMember, joining_of, notify
 from ft_core.reduction.autograd import NO_GRAPH_TASK, graph_task_id, queue_callback
 from ft_core.reduction.batch_weights import unweigh_inputs, weigh_outputs
-from ft_core.reduction.bucket_reducer import Bucketer
+from ft_core.reduction.bucket_reducer import BucketReducer
 from ft_core.reduction.ddp_arguments import (
     DEFAULT_CAPS_BYTES,
     IMPOSSIBLE,
@@ -57,7 +57,7 @@ from ft_core.reduction.ddp_arguments import (
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from ft_core.reduction.interface import AllreducePort, ManagerPort, PendingWork
+    from ft_core.reduction.interface import AllreduceHost, PendingWork, ReducerHost, ReducerManager
 
 __all__ = ["DistributedDataParallel", "PureDistributedDataParallel"]
 
@@ -76,7 +76,7 @@ class DistributedDataParallel(JoinMember, TorchDistributedDataParallel):
 
     Args:
         manager: the Manager whose steps these gradients belong to. `start_quorum` must run before `backward`.
-        module: the module; its parameters decide the layout, so they may not be frozen, unfrozen, cast or replaced
+        module: the module; its parameters decide the bucket plan, so they may not be frozen, unfrozen, cast or replaced
             afterwards (`unwrap()` and wrap again). With `find_unused_parameters=True` they may be frozen, for any time.
         kwargs: torch's arguments. Honoured: device_ids, output_device, bucket_cap_mb, bucket_cap_mb_list,
             broadcast_buffers / forward_sync_buffers, find_unused_parameters (see above; the same on all replicas, but
@@ -87,7 +87,7 @@ class DistributedDataParallel(JoinMember, TorchDistributedDataParallel):
         ConfigError: an argument or a parameter (lazy, meta, sparse, integer) that cannot work, by name.
     """
 
-    def __init__(self, manager: ManagerPort, module: nn.Module, **kwargs: object) -> None:
+    def __init__(self, manager: ReducerManager, module: nn.Module, **kwargs: object) -> None:
         options = check_arguments(kwargs)
         # Not super().__init__(): it would need a default process group and build the C++ reducer.
         nn.Module.__init__(self)
@@ -96,57 +96,58 @@ class DistributedDataParallel(JoinMember, TorchDistributedDataParallel):
         inventory = take_inventory(module, options)
         device_ids = check_devices(options, inventory)
         _define_torch_attributes(self, module, options, inventory, device_ids)
-        bucketer = Bucketer(
-            manager,
+        hooks = manager.hooks
+        reducer = BucketReducer(
+            hooks,
             module,
             inventory.trained,
-            inventory.layout,
+            inventory.plan,
             inventory.devices,
             inventory.buffer_owners if options.sync_buffers else (),
         )
         try:
-            manager.register_carrier(bucketer)
+            hooks.register_reducer(reducer)
         except BaseException:
-            bucketer.remove_hooks()
+            reducer.remove_hooks()
             raise
-        self._manager: ManagerPort | None = manager
-        self._bucketer: Bucketer | None = bucketer
+        self._manager: ReducerManager | None = manager
+        self._reducer: BucketReducer | None = reducer
         self._trained = inventory.trained
         self._frozen = inventory.frozen
         if self.device_type != "cpu":
-            _warn_about_host_copies(manager, inventory.trained)
+            _warn_about_host_copies(hooks, inventory.trained)
 
     @property
-    def carrier(self) -> Bucketer:
+    def gradient_reducer(self) -> BucketReducer:
         """What is registered with the Manager."""
-        if self._bucketer is None:
+        if self._reducer is None:
             raise UsageError(_INERT)
-        return self._bucketer
+        return self._reducer
 
     def unwrap(self) -> nn.Module:
         """Undo the wrapping: remove the hooks, unregister from the Manager, return the module."""
-        if self._bucketer is not None and self._manager is not None:
-            self._bucketer.remove_hooks()
-            self._manager.unregister_carrier(self._bucketer)
-        self._bucketer = self._manager = None
+        if self._reducer is not None and self._manager is not None:
+            self._reducer.remove_hooks()
+            self._manager.hooks.unregister_reducer(self._reducer)
+        self._reducer = self._manager = None
         return cast("nn.Module", self.module)
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the module. Nothing is communicated here."""
-        bucketer = self._bucketer
+        reducer = self._reducer
         watching, ratio = False, 1.0
         if torch.is_grad_enabled():
-            if bucketer is not None:
+            if reducer is not None:
                 notify(self, opens=True)
-                ratio = getattr(self._manager, "batch_ratio", 1.0)
+                ratio = reducer.batch_ratio
                 sync = self.require_backward_grad_sync
                 self._check_frozen()
-                bucketer.before_forward(sync=sync)
-                watching = bucketer.watches_outputs and sync
+                reducer.before_forward(sync=sync)
+                watching = reducer.watches_outputs and sync
             elif self.training:
                 raise UsageError(_INERT)
-        elif bucketer is not None:
-            bucketer.buffers.put_back()
+        elif reducer is not None:
+            reducer.buffers.put_back()
         if ratio != 1.0:
             inputs, kwargs = unweigh_inputs((inputs, kwargs), ratio)
         if self.device_ids:
@@ -160,10 +161,10 @@ class DistributedDataParallel(JoinMember, TorchDistributedDataParallel):
                 TorchDistributedDataParallel._active_ddp_module = None
         if ratio != 1.0:
             output = weigh_outputs(output, ratio)
-        if watching and bucketer is not None:
+        if watching and reducer is not None:
             for leaf in tree_leaves(output):
                 if isinstance(leaf, Tensor) and leaf.requires_grad:
-                    bucketer.watch_output(leaf)
+                    reducer.watch_output(leaf)
         return output
 
     def _check_frozen(self) -> None:
@@ -200,7 +201,7 @@ class DistributedDataParallel(JoinMember, TorchDistributedDataParallel):
 
     def __getstate__(self) -> dict[str, Any]:
         state = dict(self.__dict__)
-        for name in ("_manager", "_bucketer", "_trained", "_frozen", "process_group", "reducer", "logger"):
+        for name in ("_manager", "_reducer", "_trained", "_frozen", "process_group", "reducer", "logger"):
             state.pop(name, None)
         return state
 
@@ -208,7 +209,7 @@ class DistributedDataParallel(JoinMember, TorchDistributedDataParallel):
         nn.Module.__setstate__(self, state)
         self.__dict__.update(
             _manager=None,
-            _bucketer=None,
+            _reducer=None,
             _trained=[],
             _frozen=[],
             process_group=None,
@@ -261,16 +262,16 @@ class DistributedDataParallel(JoinMember, TorchDistributedDataParallel):
         self.static_graph = True
 
     def _get_ddp_logging_data(self) -> dict[str, Any]:
-        return {"bucket_cap_bytes": self.bucket_bytes_cap, "num_buckets": len(self.carrier.layout.buckets)}
+        return {"bucket_cap_bytes": self.bucket_bytes_cap, "num_buckets": len(self.gradient_reducer.plan.buckets)}
 
     def _set_ddp_runtime_logging_sample_rate(self, sample_rate: int) -> None:
         """Nothing is sampled."""
 
     def _remove_autograd_hooks(self) -> None:
-        self.carrier.remove_hooks()
+        self.gradient_reducer.remove_hooks()
 
     def _check_reducer_finalized(self) -> None:
-        """Backward always finishes its round."""
+        """Backward always finishes its reduction."""
 
     def _update_process_group(self, new_process_group: Any) -> None:
         raise ConfigError(f"process_group: {IMPOSSIBLE['process_group']}")
@@ -353,8 +354,8 @@ def _define_torch_attributes(
 _warned_backends: set[str] = set()
 
 
-def _warn_about_host_copies(manager: ManagerPort, trained: Sequence[nn.Parameter]) -> None:
-    backend = getattr(manager, "data_backend", "gloo")
+def _warn_about_host_copies(hooks: ReducerHost, trained: Sequence[nn.Parameter]) -> None:
+    backend = hooks.backend
     if backend != "gloo" or backend in _warned_backends:
         return
     _warned_backends.add(backend)
@@ -376,7 +377,7 @@ class PureDistributedDataParallel(nn.Module):
     model with parameters that only some replicas use cannot be trained with it, and there is no `no_sync`.
     """
 
-    def __init__(self, manager: AllreducePort, module: nn.Module) -> None:
+    def __init__(self, manager: AllreduceHost, module: nn.Module) -> None:
         super().__init__()
         self.module = module
         works: list[PendingWork] = []

@@ -61,7 +61,7 @@ class ProtocolError(LighthouseError):
 
 
 class RefusedError(LighthouseError):
-    """The lighthouse refused this replica for good (token, layout, duplicate name, bad settings)."""
+    """The lighthouse refused this replica for good (token, signature, duplicate name, bad settings)."""
 
 
 class StateLostError(RefusedError):

@@ -10,7 +10,7 @@ How it works. Each of these would make a run depend on its membership, and is ta
   random augmentation in the dataset.
 - Buffers that forward changes: refused.
 - The machine's arithmetic: deterministic algorithms are demanded; torch's version, the number of threads and the kind
-  of hardware are part of the layout, so that the room refuses a replica in which they differ.
+  of hardware are part of the plan, so that the room refuses a replica in which they differ.
 
 Invariant: nothing that a replica adds to a committed step depends on who its peers are or on how it came there.
 Threads: the training thread; hooks: see `reduction.fixed_order`.
@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from ft_core.data import ElasticDataLoader, ElasticSampler
 from ft_core.data.seeded_dataset import seed_from
 from ft_core.errors import ConfigError, UsageError
-from ft_core.reduction.bucket_plan import BucketSettings, Layout
+from ft_core.reduction.bucket_plan import BucketPlan, BucketSettings
 from ft_core.reduction.ddp_arguments import DEFAULT_CAPS_BYTES, Options, take_inventory
 from ft_core.reduction.fixed_order.reducer import FixedOrderReducer
 
@@ -47,13 +47,13 @@ __all__ = ["FixedOrderDataParallel"]
 
 
 @dataclass(frozen=True)
-class FixedOrderLayout(Layout):
-    """A layout that differs where sums would: its digest keeps replicas that compute otherwise out of the room."""
+class FixedOrderPlan(BucketPlan):
+    """A plan that differs where sums would: its digest keeps replicas that compute otherwise out of the room."""
 
     arithmetic: str = ""
 
     def describe(self) -> list[str]:
-        """The lines of a layout, and how this replica computes."""
+        """The lines of a plan, and how this replica computes."""
         return [*super().describe(), f"summed in the order of micro-batches; {self.arithmetic}"]
 
 
@@ -99,18 +99,18 @@ class FixedOrderDataParallel(nn.Module):
         self._sampler, self._manager = sampler, manager
         self._frozen = inventory.frozen
         self._settings = _settings()
-        plan = inventory.layout
-        layout = FixedOrderLayout(
-            plan.parameters, plan.buffers, plan.settings, plan.buckets, plan.tail, arithmetic=_arithmetic(self.device)
+        base = inventory.plan
+        plan = FixedOrderPlan(
+            base.parameters, base.buffers, base.settings, base.buckets, base.tail, arithmetic=_arithmetic(self.device)
         )
         batching = sampler.batching
         self._max_count = math.ceil(batching.step_size(1) / batching.batch_size)
         sampler.attach(manager)
         manager.require_all_contributions()
         sampler.watch(self._begin)
-        self._reducer = FixedOrderReducer(manager, inventory.trained, layout, self.device, self._max_count, module)
+        self._reducer = FixedOrderReducer(manager.hooks, inventory.trained, plan, self.device, self._max_count, module)
         try:
-            manager.register_carrier(self._reducer)
+            manager.hooks.register_reducer(self._reducer)
         except BaseException:
             self._reducer.remove_hooks()
             sampler.watch(None)
@@ -147,7 +147,7 @@ class FixedOrderDataParallel(nn.Module):
         """Undo the wrapping: remove the hooks, unregister from the Manager, return the module."""
         self._reducer.remove_hooks()
         self._sampler.watch(None)
-        self._manager.unregister_carrier(self._reducer)
+        self._manager.hooks.unregister_reducer(self._reducer)
         return self.module
 
     def _begin(self, step: OpenStep, micro: MicroBatch) -> None:

@@ -3,7 +3,7 @@
 How it works. torch's context asks its members for a process group, and learns through all_reduces of one number on it
 who is still there. `JoinGroup` stands for that group, and answers on this machine: what it asks for is known from the
 fence. On the way out of the context torch asks "how many have not joined yet?" once per iteration; each time this
-replica takes part in one attempt with weight zero (`Manager.shadow_step`), and applies it if an OptimizerWrapper is
+replica takes part in one attempt with weight zero (`Hooks.shadow_step`), and applies it if an OptimizerWrapper is
 among the members of the context. So hooks have nothing left to do, and their order does not matter. As in torch's own
 example, the loop may do without zero_grad: the model's forward then opens the step.
 
@@ -34,6 +34,8 @@ if TYPE_CHECKING:
     from types import CodeType, FrameType
 
     from torch.distributed import Work
+
+    from ft_core.runtime.hooks import Hooks
 
 __all__ = ["JoinManager", "JoinMember", "Joining", "joining_of", "notify"]
 
@@ -80,12 +82,7 @@ class JoinManager(Protocol):
 
     @property
     def all_exhausted(self) -> bool:
-        """The last step found the round of data over."""
-        ...
-
-    @property
-    def everyone_out(self) -> bool:
-        """Every member ran out of data by itself."""
+        """The last step found the data pass over."""
         ...
 
     @property
@@ -93,8 +90,9 @@ class JoinManager(Protocol):
         """Everybody is to stop."""
         ...
 
-    def shadow_step(self, apply: Callable[[], object] | None = None, *, ends: bool = False) -> bool:
-        """Take part in one step without data; True if the round is over."""
+    @property
+    def hooks(self) -> Hooks:
+        """Steps without data."""
         ...
 
 
@@ -268,7 +266,7 @@ class Joining:
         """Overwrite the number torch asks with."""
         says_something = bool(tensor.any())
         if question is Question.HERE:
-            # "I am here" needs no answer. "Has anybody told us to terminate?": somebody who ended the round for all.
+            # "I am here" needs no answer. "Has anybody told us to terminate?": somebody who ended the pass for all.
             if not says_something:
                 ended = self._manager.all_exhausted
                 self._inside = not ended
@@ -286,10 +284,10 @@ class Joining:
     def _out_of_data(self) -> bool:
         manager = self._manager
         if not any(member._join_config.throw_on_early_termination for member in self._members):
-            return manager.stop_agreed or manager.shadow_step(self._apply)
-        while not manager.stop_agreed and not manager.shadow_step(self._apply, ends=True):
+            return manager.stop_agreed or manager.hooks.shadow_step(self._apply)
+        while not manager.stop_agreed and not manager.hooks.shadow_step(self._apply, ends=True):
             pass  # vetoed by somebody's failure, or another member is healed first
-        return manager.everyone_out  # else torch raises: here now, elsewhere in the next forward
+        return manager.hooks.everyone_out  # else torch raises: here now, elsewhere in the next forward
 
 
 class _Hook(JoinHook):
@@ -326,7 +324,7 @@ def joining_of(manager: object) -> Joining:
     Raises:
         ConfigError: it is not a `Manager`.
     """
-    if not hasattr(manager, "shadow_step"):
+    if not hasattr(getattr(manager, "hooks", None), "shadow_step"):
         raise ConfigError(f"Join needs a model and an optimizer of a Manager, not of a {type(manager).__name__}")
     known = cast("Any", manager).__dict__
     joining: Joining | None = known.get("_joining")

@@ -1,10 +1,9 @@
 """`Manager`: drives one rank's training steps through quorum -> gradients -> commit. The public API of ft_core.
 
-This file checks arguments and documents; everything is done by `runtime.RankRuntime`, and every protocol decision is
-made by `protocol.rank.Rank`. `start_quorum` opens an attempt at a step. In the steady state that sends nothing: the
-quorum is leased. Gradients are reduced by a registered reducer (`ddp.DistributedDataParallel`) or by `allreduce`; the
-ballot of each member rides in the last all-reduce. `should_commit` reads the verdict, loads state that was received
-meanwhile, and tells the caller whether to step the optimizer.
+This file documents and delegates: `runtime.RankRuntime` does it, `protocol.rank.Rank` decides. `start_quorum` opens an
+attempt at a step. In the steady state that sends nothing: the quorum is leased. Gradients are reduced by a registered
+reducer (`ddp.DistributedDataParallel`) or by `allreduce`; the ballot of each member rides in the last all-reduce.
+`should_commit` reads the verdict, loads state that was received meanwhile, and says whether to step the optimizer.
 
 Thread map
     training thread    everything public here; user state functions run only on it
@@ -18,18 +17,13 @@ Everything they share is in `runtime.shell.RankShell` under one lock. Several Ma
 
 from __future__ import annotations
 
-import contextlib
 import os
-import time
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch.distributed import ReduceOp
 
-from ft_core.errors import ConfigError, UsageError
-from ft_core.process_group import ProcessGroup
-from ft_core.protocol.rank import events as on
-from ft_core.protocol.rank import saved_progress
+from ft_core.errors import ConfigError
 from ft_core.protocol.rank.heal_plan import WorldSizeMode
 from ft_core.runtime.config import Arguments, resolve
 from ft_core.runtime.runtime import RankRuntime
@@ -37,16 +31,16 @@ from ft_core.runtime.user_state import DEFAULT_KEY, LiveState
 from ft_core.settings import DEFAULT_ROOM
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Mapping
+    from contextlib import AbstractContextManager
 
     import torch
     from torch.futures import Future
 
     from ft_core.checkpointing import CheckpointTransport
-    from ft_core.data.interface import DataListener
-    from ft_core.reduction.interface import Carrier
+    from ft_core.process_group import ProcessGroup
+    from ft_core.runtime.hooks import Hooks
     from ft_core.runtime.managed_work import ManagedWork
-    from ft_core.runtime.step_attempt import StepAttempt
 
 __all__ = ["Manager", "WorldSizeMode"]
 
@@ -73,8 +67,7 @@ class Manager:
         lighthouse_addr: host:port or http://host:port; default FT_LIGHTHOUSE.
         replica_id: stable name of this group; a fresh suffix is added at every start. Default FT_REPLICA_ID.
         port: where group rank 0 of a group of several ranks listens for the others; 0: any.
-        hostname: what other machines reach this one at; default FT_HOSTNAME, FT_INTERFACE, else the address from
-            which packets to the lighthouse leave.
+        hostname: by which others reach this machine; default FT_HOSTNAME, FT_INTERFACE, else as the lighthouse does.
         heartbeat_interval: accepted and unused: liveness is the lease's business.
         checkpoint_transport: how state moves to healing replicas; default `HTTPTransport`.
         init_sync: at step 0 everybody takes the state of one group.
@@ -143,25 +136,21 @@ class Manager:
                 port=port, hostname=hostname, init_sync=init_sync, max_retries=max_retries, from_scratch=from_scratch,
                 quorum_retries=quorum_retries, parity_check_every=parity_check_every, time_overrides=time_overrides,
                 expected_replicas=expected_replicas, token=token, exit_on_drain=exit_on_drain,
-                on_exhausted=on_exhausted, parity_sample_steps=parity_sample_steps,
+                on_exhausted=on_exhausted, parity_sample_steps=parity_sample_steps, warm_up=warm_up,
+                use_async_quorum=use_async_quorum,
             ),
             os.environ,
         )  # fmt: skip
-        if not isinstance(pg, ProcessGroup):
-            raise ConfigError(f"pg must be an ft_core.process_group.ProcessGroup, got {type(pg).__name__}")
-        if (load_state_dict is None) != (state_dict is None):
-            raise ConfigError("pass both load_state_dict and state_dict, or neither and register_state_dict_fn later")
-        live = LiveState()
-        if load_state_dict is not None and state_dict is not None:
-            live.register(DEFAULT_KEY, load_state_dict, state_dict)
-        self._runtime = RankRuntime(
-            config, pg, checkpoint_transport, live, use_async_quorum=use_async_quorum, warm_up=warm_up
-        )
+        self._runtime = RankRuntime(config, pg, checkpoint_transport, LiveState.of(load_state_dict, state_dict))
         self._runtime.start()
 
+    @property
+    def hooks(self) -> Hooks:
+        """What the library's own wrappers, samplers and front ends need; a training script does not."""
+        return self._runtime.hooks
+
     def __repr__(self) -> str:
-        rank = self._runtime.rank
-        return f"Manager({rank.settings.replica_id}, {rank!r}, carriers={len(self._runtime.carriers)})"
+        return f"Manager({self.replica_id}, {self._runtime.rank!r}, reducers={len(self._runtime.reducers)})"
 
     # ------------------------------------------------------------ steps
 
@@ -206,8 +195,7 @@ class Manager:
 
         Args:
             timeout: how long all that has to be agreed may take: what was launched and not waited for, the fence, the
-                votes of the group's ranks. Default: the Manager's. A quorum that broke is formed anew by the next
-                start_quorum.
+                votes of the group's ranks. Default: the Manager's.
 
         Raises:
             UsageError: start_quorum was not called.
@@ -218,10 +206,7 @@ class Manager:
 
     @property
     def quorum_lost(self) -> bool:
-        """The last should_commit found the quorum broken. The same on all ranks of the group.
-
-        Nothing can be communicated before the next start_quorum.
-        """
+        """The last should_commit found the quorum broken; start_quorum forms another. The same on a group's ranks."""
         return self._runtime.steps.quorum_lost
 
     @property
@@ -237,20 +222,16 @@ class Manager:
     def require_all_contributions(self) -> None:
         """From the first step on: a step commits only if the share of every planned participant is in it.
 
-        Otherwise everybody skips the step alike. On all replica groups or on none: compared before a quorum is formed.
-        A participant is planned to contribute unless it is known to be behind. One whose heal failed costs the others
-        a step: it is not counted on again before it is healed, because a bad member cannot hold the others (R11). So a
-        step is whole with respect to its participants; who they are changes with the membership.
+        Otherwise everybody skips the step. On all replica groups or on none: compared before a quorum is formed. One
+        whose heal failed costs the others a step, and is not counted on before it is healed: a bad member cannot hold
+        the others (R11). So a step is whole with respect to its participants, who change with the membership.
 
         Raises:
             UsageError: after the first start_quorum.
         """
-        if self._runtime.rank.wish is not None:
-            raise UsageError("require_all_contributions after the first start_quorum: call it before")
-        self._runtime.rank.require_whole_steps()
+        self._runtime.require_whole_steps()
 
-    @contextlib.contextmanager
-    def pause(self, reason: str, max_s: float) -> Iterator[None]:
+    def pause(self, reason: str, max_s: float) -> AbstractContextManager[None]:
         """Announce that this replica is busy for at most `max_s` seconds (saving, validation, compiling).
 
         Peers wait for it; only the end of its life ends the wait.
@@ -258,10 +239,7 @@ class Manager:
         Raises:
             ConfigError: `max_s` is not a positive number.
         """
-        if not max_s > 0:
-            raise ConfigError(f"pause(max_s={max_s!r}) must be a positive number of seconds")
-        with self._runtime.shell.busy(reason, max_s):
-            yield
+        return self._runtime.shell.busy(reason, max_s)
 
     # ------------------------------------------------------------ what a script reduces and reports
 
@@ -301,8 +279,7 @@ class Manager:
 
     def errored(self) -> Exception | None:
         """What went wrong in this attempt, or None."""
-        rank = self._runtime.rank
-        return rank.error or rank.failure
+        return self._runtime.rank.error or self._runtime.rank.failure
 
     def set_batch_weight(self, weight: int) -> None:
         """Samples (or tokens) in the micro-batch whose forward comes next; its loss is the mean over them.
@@ -317,12 +294,7 @@ class Manager:
                 backward of this step was reduced in which this replica's weight was 0; or an elastic loader is
                 attached, which weighs its micro-batches itself.
         """
-        if self._runtime.steps.data is not None:
-            raise UsageError(
-                f"set_batch_weight({weight!r}) with an elastic loader: it weighs each micro-batch by its samples, and "
-                "weights add up; leave it out"
-            )
-        self._runtime.steps.weigh(weight)
+        self._runtime.steps.weigh_batch(weight)
 
     # ------------------------------------------------------------ who takes part
 
@@ -333,8 +305,7 @@ class Manager:
 
     def current_step(self) -> int:
         """Number of the step being worked on: how many were committed on this replica's lineage."""
-        rank = self._runtime.rank
-        return max(0, rank.held.version.step if rank.plan is None else rank.attempt.base.step)
+        return self._runtime.participation.step
 
     def batches_committed(self) -> int:
         """Number of gradients (one per participant and step) in all commits so far."""
@@ -359,50 +330,33 @@ class Manager:
 
     def num_participants(self) -> int:
         """Number of members whose gradients count in this attempt; 1 in a warm-up. Waits for the quorum."""
-        self.wait_quorum()
-        rank = self._runtime.rank
-        return len(rank.attempt.participants) if rank.plan is not None else 1
+        return self._runtime.participation.count()
 
     def participating_rank(self) -> int | None:
         """This replica's position among the participants, or None. Waits for the quorum."""
-        self.wait_quorum()
-        rank = self._runtime.rank
-        plan, participants = rank.plan, rank.attempt.participants
-        if plan is None or plan.replica_rank not in participants:
-            return None
-        return participants.index(plan.replica_rank)
+        return self._runtime.participation.place()
 
-    @property
-    def _participating_replica_world_size(self) -> int:
-        """`num_participants`, by the name that an example of the reference implementation prints."""
-        return self.num_participants()
-
-    @property
-    def _participating_replica_rank(self) -> int | None:
-        """`participating_rank`, likewise."""
-        return self.participating_rank()
+    _participating_replica_world_size = property(num_participants)  # an example of the reference implementation
+    _participating_replica_rank = property(participating_rank)  # prints them by these names
 
     def is_participating(self) -> bool:
         """Whether this replica's gradients count in this attempt. Waits for the quorum."""
-        self.wait_quorum()
-        return self._runtime.rank.attempt.participating
+        return self._runtime.participation.here()
 
     @property
     def quorum_id(self) -> int:
         """Of the quorum in force; 0 before the first one. The same on all members during an attempt."""
-        return self._runtime.pinned().quorum_id
+        return self._runtime.participation.quorum_id
 
     @property
     def members(self) -> tuple[str, ...]:
         """replica_id of each member of the quorum in force, sorted; includes spares and those that heal."""
-        quorum = self._runtime.pinned().quorum
-        return () if quorum is None else quorum.ids
+        return self._runtime.participation.members
 
     @property
     def healing_members(self) -> tuple[str, ...]:
         """Those of `members` that received the others' state when this quorum began."""
-        plan = self._runtime.pinned().plan
-        return () if plan is None else tuple(plan.quorum.ids[rank] for rank in plan.healing)
+        return self._runtime.participation.healing
 
     # ------------------------------------------------------------ state
 
@@ -435,26 +389,14 @@ class Manager:
             UsageError: this replica is in a quorum already.
             ConfigError: keys are missing, or a value is none that a Manager saves.
         """
-        rank = self._runtime.rank
-        version, lineage, batches = saved_progress.read(state_dict, rank.held.lineage, time.time())
-        if rank.plan is not None:
-            raise UsageError("Manager.load_state_dict after the first start_quorum: load the checkpoint before it")
-        self._runtime.shell.dispatch(on.Restored(version, lineage, batches))
+        self._runtime.views.restore(state_dict)
 
     # ------------------------------------------------------------ out of data, and the end
 
     @property
     def all_exhausted(self) -> bool:
-        """The last should_commit found the pass over the data over: all are out of it, or one of them ends it for all.
-
-        The same on all members. Stays until the next should_commit, which is in the next pass.
-        """
+        """The last should_commit found the data pass over: all are out of it, or one ends it for all."""
         return self._runtime.steps.pass_over
-
-    @property
-    def everyone_out(self) -> bool:
-        """The last fence said that every member is out of data by itself."""
-        return self._runtime.rank.data.everyone_out
 
     def run_out(self, apply: Callable[[], object] | None = None) -> None:
         """This replica has no data left in this pass (epoch): do what `on_exhausted` says. Call between two steps.
@@ -473,16 +415,11 @@ class Manager:
             QuorumTimeoutError, RefusedError, JobFinishedError: no quorum could be had.
             SystemExit: (0) this replica was asked to drain and has left.
         """
-        if self._runtime.config.on_exhausted == "leave":
-            self.leave("out of data")
-            return
-        ends = self._runtime.config.on_exhausted == "stop_all"
-        while not self.stop_agreed and not self.shadow_step(apply, ends=ends):
-            pass
+        self._runtime.run_out(apply)
 
     def request_stop(self) -> None:
         """Ask all members to stop training: in every ballot of this rank from the next one on."""
-        self._runtime.shell.dispatch(on.StopWanted())
+        self._runtime.leaving.request_stop()
 
     @property
     def stop_agreed(self) -> bool:
@@ -511,58 +448,3 @@ class Manager:
         committed: its connections stay open until they have it, or for EXIT_S.
         """
         self._runtime.shutdown(wait=wait)
-
-    # ------------------------------------------------------------ for our own parts
-
-    def register_carrier(self, carrier: Carrier) -> None:
-        """Called by the DDP wrapper: its last bucket carries the fence.
-
-        Raises:
-            UsageError: after the first start_quorum; where the fence rides is fixed by then (R4).
-        """
-        self._runtime.register_carrier(carrier)
-
-    def unregister_carrier(self, carrier: Carrier) -> None:
-        """Forget a carrier again (before the first start_quorum)."""
-        self._runtime.unregister_carrier(carrier)
-
-    def current_attempt(self) -> StepAttempt | None:
-        """The open attempt, for carriers; None before the first start_quorum."""
-        return self._runtime.steps.attempt
-
-    @property
-    def data_backend(self) -> str:
-        """Backend of the gradients' group, for the DDP wrapper's warning about CUDA tensors."""
-        return str(self._runtime.shell.communicators.gradients.getBackendName())
-
-    def attach_data(self, listener: DataListener) -> None:
-        """Announce a sampler: called by `ft_core.data`.
-
-        Raises:
-            UsageError: after the first start_quorum.
-            ConfigError: there is one already.
-        """
-        self._runtime.attach_data(listener)
-
-    def weigh(self, weight: int) -> None:
-        """`set_batch_weight` for elastic data (`data.interface`): who divides samples weighs them. Raises as it."""
-        self._runtime.steps.weigh(weight)
-
-    @property
-    def batch_ratio(self) -> float:
-        """For carriers: what the outputs of the next forward are weighed with."""
-        return self._runtime.steps.weights.ratio
-
-    def shadow_step(
-        self,
-        apply: Callable[[], object] | None = None,
-        *,
-        ends: bool = False,
-        opened: Callable[[], object] | None = None,
-    ) -> bool:
-        """One attempt without data; see `runtime.uneven_end`. Returns True if the pass is over."""
-        return self._runtime.uneven.shadow_step(apply, ends=ends, opened=opened)
-
-    def report_torn_state(self, error: BaseException) -> None:
-        """optimizer.step raised after a commit: this state is neither old nor new and must be healed (R13)."""
-        self._runtime.uneven.torn(error)

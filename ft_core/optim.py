@@ -56,6 +56,13 @@ def learning_rates_times(optimizer: TorchOptimizer, factor: float) -> Iterator[N
             group["lr"] = rate
 
 
+class CommitHooks(Protocol):
+    """What the wrapper needs of `Manager.hooks`."""
+
+    def report_torn_state(self, error: BaseException) -> None:
+        """The local state is neither the old nor the new version: it must not be given to anyone (R13)."""
+
+
 class CommitManager(Protocol):
     """What the wrapper needs of a `Manager`."""
 
@@ -69,8 +76,9 @@ class CommitManager(Protocol):
     def last_commit_weight(self) -> int:
         """Sum of the weights in the last committed step."""
 
-    def report_torn_state(self, error: BaseException) -> None:
-        """The local state is neither the old nor the new version: it must not be given to anyone (R13)."""
+    @property
+    def hooks(self) -> CommitHooks:
+        """What a script does not call itself."""
 
 
 class OptimizerWrapper(TorchOptimizer, JoinMember):
@@ -146,7 +154,7 @@ class OptimizerWrapper(TorchOptimizer, JoinMember):
             self._apply()
         except BaseException as error:
             # The vote is cast: the others have the new version, here some parameters may have changed and some not.
-            self.manager.report_torn_state(error)
+            self.manager.hooks.report_torn_state(error)
             raise
         self.committed = True
 

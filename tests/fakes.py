@@ -24,6 +24,10 @@ class FakeManager:
         self.calls.append("should_commit")
         return self.votes.pop(0) if self.votes else True
 
+    @property
+    def hooks(self) -> FakeManager:
+        return self
+
     def report_torn_state(self, error: BaseException) -> None:
         self.calls.append("report_torn_state")
         self.torn.append(error)

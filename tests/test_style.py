@@ -12,9 +12,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 MAX_LINES = 450
-LONGER: dict[str, int] = {
-    "ft_core/manager.py": 568,
-}
+LONGER: dict[str, int] = {}
 """Files over MAX_LINES with the length they may have until they are split. Entries only shrink."""
 
 MAX_FUNCTION_LINES = 60

@@ -133,7 +133,7 @@ class ElasticFeed:
             )
         manager = window.start_manager()
         try:
-            manager.attach_data(self)
+            manager.hooks.attach_data(self)
         except UsageError as error:
             raise UsageError(
                 "a model was trained before the elastic loader was read: the first quorum must know how the data is "
@@ -142,6 +142,11 @@ class ElasticFeed:
         manager.register_state_dict_fn(*self._state)
         self._manager, self._trained.feed = manager, self
         return loader
+
+    @property
+    def hooks(self) -> ElasticFeed:
+        """Where its sampler announces weights: here."""
+        return self
 
     def release(self) -> None:
         """The run is over: unless a loop is open, the workers end. Another loop would start new ones."""
@@ -257,7 +262,7 @@ class ElasticFeed:
         self.last_weight = weight
         if self.declares:
             assert self._manager is not None
-            self._manager.weigh(weight)
+            self._manager.hooks.weigh(weight)
 
     # ------------------------------------------------------------ the Manager's listener
 

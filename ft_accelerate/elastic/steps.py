@@ -98,7 +98,7 @@ class ElasticSteps(Base):  # type: ignore[misc]
         feed, window = self._feed, self._window
         if feed is None or window is None or window.silent or window.manager is None:
             return 1.0
-        return feed.undivided(window.manager.current_attempt())
+        return feed.undivided(window.manager.hooks.current_attempt())
 
 
 def learning_rates(

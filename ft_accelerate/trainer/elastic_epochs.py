@@ -238,7 +238,7 @@ class ElasticEpochs(Base):  # type: ignore[misc]
         if reading is None or not reading.under_way:
             return super().training_step(model, inputs, num_items_in_batch)
         micro, feed = reading.under_way.popleft(), reading.feed
-        self.accelerator.manager.weigh(micro.weight)
+        self.accelerator.manager.hooks.weigh(micro.weight)
         self.current_gradient_accumulation_steps, feed.factor = 1, micro.factor
         try:
             loss = super().training_step(model, inputs, micro.items)

@@ -7,15 +7,15 @@ from typing import ClassVar as _ClassVar, Iterable as _Iterable, Mapping as _Map
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class Version(_message.Message):
-    __slots__ = ("step", "epoch")
+    __slots__ = ("step", "quorum_id")
     STEP_FIELD_NUMBER: _ClassVar[int]
-    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    QUORUM_ID_FIELD_NUMBER: _ClassVar[int]
     step: int
-    epoch: int
-    def __init__(self, step: _Optional[int] = ..., epoch: _Optional[int] = ...) -> None: ...
+    quorum_id: int
+    def __init__(self, step: _Optional[int] = ..., quorum_id: _Optional[int] = ...) -> None: ...
 
 class Ask(_message.Message):
-    __slots__ = ("replica_id", "seq", "version", "lineage", "quorum_id", "failed", "reason", "min_replicas", "group_world_size", "heal_addresses", "store_address", "address", "layout", "init_sync", "allow_heal", "shrink_only", "heals_before_forward", "commit_failures", "data", "layout_lines", "heals_late", "unreachable", "reached", "stable", "unbuilt", "unbuilt_here", "from_scratch")
+    __slots__ = ("replica_id", "seq", "version", "lineage", "quorum_id", "failed", "reason", "min_replicas", "group_world_size", "heal_addresses", "store_address", "address", "signature", "init_sync", "allow_heal", "shrink_only", "heals_before_forward", "commit_failures", "data", "signature_lines", "heals_late", "unreachable", "reached", "stable", "unbuilt", "unbuilt_here", "from_scratch")
     REPLICA_ID_FIELD_NUMBER: _ClassVar[int]
     SEQ_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
@@ -28,14 +28,14 @@ class Ask(_message.Message):
     HEAL_ADDRESSES_FIELD_NUMBER: _ClassVar[int]
     STORE_ADDRESS_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
-    LAYOUT_FIELD_NUMBER: _ClassVar[int]
+    SIGNATURE_FIELD_NUMBER: _ClassVar[int]
     INIT_SYNC_FIELD_NUMBER: _ClassVar[int]
     ALLOW_HEAL_FIELD_NUMBER: _ClassVar[int]
     SHRINK_ONLY_FIELD_NUMBER: _ClassVar[int]
     HEALS_BEFORE_FORWARD_FIELD_NUMBER: _ClassVar[int]
     COMMIT_FAILURES_FIELD_NUMBER: _ClassVar[int]
     DATA_FIELD_NUMBER: _ClassVar[int]
-    LAYOUT_LINES_FIELD_NUMBER: _ClassVar[int]
+    SIGNATURE_LINES_FIELD_NUMBER: _ClassVar[int]
     HEALS_LATE_FIELD_NUMBER: _ClassVar[int]
     UNREACHABLE_FIELD_NUMBER: _ClassVar[int]
     REACHED_FIELD_NUMBER: _ClassVar[int]
@@ -55,14 +55,14 @@ class Ask(_message.Message):
     heal_addresses: _containers.RepeatedScalarFieldContainer[str]
     store_address: str
     address: str
-    layout: int
+    signature: int
     init_sync: bool
     allow_heal: bool
     shrink_only: bool
     heals_before_forward: bool
     commit_failures: int
     data: str
-    layout_lines: _containers.RepeatedScalarFieldContainer[str]
+    signature_lines: _containers.RepeatedScalarFieldContainer[str]
     heals_late: bool
     unreachable: _containers.RepeatedScalarFieldContainer[str]
     reached: _containers.RepeatedScalarFieldContainer[str]
@@ -70,7 +70,7 @@ class Ask(_message.Message):
     unbuilt: str
     unbuilt_here: bool
     from_scratch: bool
-    def __init__(self, replica_id: _Optional[str] = ..., seq: _Optional[int] = ..., version: _Optional[_Union[Version, _Mapping]] = ..., lineage: _Optional[int] = ..., quorum_id: _Optional[int] = ..., failed: bool = ..., reason: _Optional[str] = ..., min_replicas: _Optional[int] = ..., group_world_size: _Optional[int] = ..., heal_addresses: _Optional[_Iterable[str]] = ..., store_address: _Optional[str] = ..., address: _Optional[str] = ..., layout: _Optional[int] = ..., init_sync: bool = ..., allow_heal: bool = ..., shrink_only: bool = ..., heals_before_forward: bool = ..., commit_failures: _Optional[int] = ..., data: _Optional[str] = ..., layout_lines: _Optional[_Iterable[str]] = ..., heals_late: bool = ..., unreachable: _Optional[_Iterable[str]] = ..., reached: _Optional[_Iterable[str]] = ..., stable: _Optional[_Union[Version, _Mapping]] = ..., unbuilt: _Optional[str] = ..., unbuilt_here: bool = ..., from_scratch: bool = ...) -> None: ...
+    def __init__(self, replica_id: _Optional[str] = ..., seq: _Optional[int] = ..., version: _Optional[_Union[Version, _Mapping]] = ..., lineage: _Optional[int] = ..., quorum_id: _Optional[int] = ..., failed: bool = ..., reason: _Optional[str] = ..., min_replicas: _Optional[int] = ..., group_world_size: _Optional[int] = ..., heal_addresses: _Optional[_Iterable[str]] = ..., store_address: _Optional[str] = ..., address: _Optional[str] = ..., signature: _Optional[int] = ..., init_sync: bool = ..., allow_heal: bool = ..., shrink_only: bool = ..., heals_before_forward: bool = ..., commit_failures: _Optional[int] = ..., data: _Optional[str] = ..., signature_lines: _Optional[_Iterable[str]] = ..., heals_late: bool = ..., unreachable: _Optional[_Iterable[str]] = ..., reached: _Optional[_Iterable[str]] = ..., stable: _Optional[_Union[Version, _Mapping]] = ..., unbuilt: _Optional[str] = ..., unbuilt_here: bool = ..., from_scratch: bool = ...) -> None: ...
 
 class Member(_message.Message):
     __slots__ = ("replica_id", "version", "lineage", "group_world_size", "heal_addresses", "store_address", "address", "init_sync", "allow_heal", "shrink_only", "heals_before_forward", "previous_quorum_id", "commit_failures", "data", "heals_late")
@@ -227,7 +227,7 @@ class Ack(_message.Message):
     def __init__(self, clock_us: _Optional[int] = ..., lease_age_ms: _Optional[int] = ...) -> None: ...
 
 class Hello(_message.Message):
-    __slots__ = ("protocol_version", "release", "room", "replica_id", "name", "incarnation", "version", "stable", "highest_id", "quorum_id", "members", "layout", "layout_lines", "expected", "min_replicas", "group_world_size", "join_ms", "liveness_ms", "orphan_ms", "heal_addresses", "paused_ms")
+    __slots__ = ("protocol_version", "release", "room", "replica_id", "name", "incarnation", "version", "stable", "highest_id", "quorum_id", "members", "signature", "signature_lines", "expected", "min_replicas", "group_world_size", "join_ms", "liveness_ms", "orphan_ms", "heal_addresses", "paused_ms")
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     RELEASE_FIELD_NUMBER: _ClassVar[int]
     ROOM_FIELD_NUMBER: _ClassVar[int]
@@ -239,8 +239,8 @@ class Hello(_message.Message):
     HIGHEST_ID_FIELD_NUMBER: _ClassVar[int]
     QUORUM_ID_FIELD_NUMBER: _ClassVar[int]
     MEMBERS_FIELD_NUMBER: _ClassVar[int]
-    LAYOUT_FIELD_NUMBER: _ClassVar[int]
-    LAYOUT_LINES_FIELD_NUMBER: _ClassVar[int]
+    SIGNATURE_FIELD_NUMBER: _ClassVar[int]
+    SIGNATURE_LINES_FIELD_NUMBER: _ClassVar[int]
     EXPECTED_FIELD_NUMBER: _ClassVar[int]
     MIN_REPLICAS_FIELD_NUMBER: _ClassVar[int]
     GROUP_WORLD_SIZE_FIELD_NUMBER: _ClassVar[int]
@@ -260,8 +260,8 @@ class Hello(_message.Message):
     highest_id: int
     quorum_id: int
     members: _containers.RepeatedScalarFieldContainer[str]
-    layout: int
-    layout_lines: _containers.RepeatedScalarFieldContainer[str]
+    signature: int
+    signature_lines: _containers.RepeatedScalarFieldContainer[str]
     expected: int
     min_replicas: int
     group_world_size: int
@@ -270,7 +270,7 @@ class Hello(_message.Message):
     orphan_ms: int
     heal_addresses: _containers.RepeatedScalarFieldContainer[str]
     paused_ms: int
-    def __init__(self, protocol_version: _Optional[int] = ..., release: _Optional[str] = ..., room: _Optional[str] = ..., replica_id: _Optional[str] = ..., name: _Optional[str] = ..., incarnation: _Optional[int] = ..., version: _Optional[_Union[Version, _Mapping]] = ..., stable: _Optional[_Union[Version, _Mapping]] = ..., highest_id: _Optional[int] = ..., quorum_id: _Optional[int] = ..., members: _Optional[_Iterable[str]] = ..., layout: _Optional[int] = ..., layout_lines: _Optional[_Iterable[str]] = ..., expected: _Optional[int] = ..., min_replicas: _Optional[int] = ..., group_world_size: _Optional[int] = ..., join_ms: _Optional[int] = ..., liveness_ms: _Optional[int] = ..., orphan_ms: _Optional[int] = ..., heal_addresses: _Optional[_Iterable[str]] = ..., paused_ms: _Optional[int] = ...) -> None: ...
+    def __init__(self, protocol_version: _Optional[int] = ..., release: _Optional[str] = ..., room: _Optional[str] = ..., replica_id: _Optional[str] = ..., name: _Optional[str] = ..., incarnation: _Optional[int] = ..., version: _Optional[_Union[Version, _Mapping]] = ..., stable: _Optional[_Union[Version, _Mapping]] = ..., highest_id: _Optional[int] = ..., quorum_id: _Optional[int] = ..., members: _Optional[_Iterable[str]] = ..., signature: _Optional[int] = ..., signature_lines: _Optional[_Iterable[str]] = ..., expected: _Optional[int] = ..., min_replicas: _Optional[int] = ..., group_world_size: _Optional[int] = ..., join_ms: _Optional[int] = ..., liveness_ms: _Optional[int] = ..., orphan_ms: _Optional[int] = ..., heal_addresses: _Optional[_Iterable[str]] = ..., paused_ms: _Optional[int] = ...) -> None: ...
 
 class LeaseRequest(_message.Message):
     __slots__ = ("hello", "progress", "ask", "left", "broken")

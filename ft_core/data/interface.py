@@ -23,11 +23,24 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection
 
 
-class DataManager(Protocol):
-    """What a sampler needs of the Manager."""
+class DataHooks(Protocol):
+    """What a sampler needs of `Manager.hooks`."""
 
     def attach_data(self, listener: DataListener) -> None:
         """Announce the sampler, before the first start_quorum. Raises UsageError later, ConfigError for a second."""
+        ...
+
+    def weigh(self, weight: int) -> None:
+        """Samples in the micro-batch that comes next; added up over the micro-batches of an attempt."""
+        ...
+
+
+class DataManager(Protocol):
+    """What a sampler needs of the Manager."""
+
+    @property
+    def hooks(self) -> DataHooks:
+        """Where it announces itself, and its weights."""
         ...
 
     def register_state_dict_fn(
@@ -46,10 +59,6 @@ class DataManager(Protocol):
 
     def participating_rank(self) -> int | None:
         """This group's place among them, or None. Waits for the quorum."""
-        ...
-
-    def weigh(self, weight: int) -> None:
-        """Samples in the micro-batch that comes next; added up over the micro-batches of an attempt."""
         ...
 
 

@@ -205,7 +205,7 @@ class ElasticSampler(Sampler[list[int]]):
             return
         if self._manager is not None:
             raise ConfigError("this ElasticSampler is attached to a Manager already: one sampler, one Manager")
-        manager.attach_data(self)
+        manager.hooks.attach_data(self)
         manager.register_state_dict_fn(STATE_KEY, self.adopt, self.state_dict)
         self._manager = manager
 
@@ -411,7 +411,7 @@ class ElasticSampler(Sampler[list[int]]):
         self._open.handed_out += 1
         self._current = micro_batch
         weights = self._open.weights
-        self._manager.weigh(weights[self._open.handed_out - 1] if weights else micro_batch.weight)
+        self._manager.hooks.weigh(weights[self._open.handed_out - 1] if weights else micro_batch.weight)
 
     def forecast(self, step: OpenStep, number: int) -> Iterator[MicroBatch]:
         """What this rank will be handed out after micro-batch `number` of `step` if nothing changes. Without end."""

@@ -46,14 +46,14 @@ class InsideGroup:
         """Make the gradients of `attempt` final, before they are clipped, unscaled or used: the same on all ranks."""
         if attempt is None or (self._ranks == 1 and attempt.verdict is not None and attempt.verdict is self._final):
             return  # clipping and the step ask again
-        if not any(model.carrier.unsettled for model in models):
+        if not any(model.gradient_reducer.unsettled for model in models):
             return
         self._rescale(attempt, models)
         final = attempt.verdict if self._ranks == 1 else (attempt.number, self.passes)
         if final != self._final and self._ranks > 1:
             for model in models:
-                if model.carrier.unsettled:
-                    model.carrier.average_inside(torch.distributed.all_reduce, self._ranks)
+                if model.gradient_reducer.unsettled:
+                    model.gradient_reducer.average_inside(torch.distributed.all_reduce, self._ranks)
         self._final = final
 
     def _rescale(self, attempt: StepAttempt, models: Sequence[DistributedDataParallel]) -> None:
@@ -63,7 +63,7 @@ class InsideGroup:
         if weight:
             if weight != self._planned[1]:
                 for model in models:
-                    model.carrier.rescale(self._planned[1] / weight)
+                    model.gradient_reducer.rescale(self._planned[1] / weight)
                 self._planned = attempt, weight
             attempt.planned = weight
 

@@ -5,7 +5,7 @@ An id packs boot (31 bits: seconds of the clock when the lighthouse started, or 
 
 An id is believed only as far as a clock can be wrong: one whose boot lies more than `MAX_AHEAD_S` after this
 lighthouse's is refused before it is observed (`implausible`). Otherwise one client with a broken id would use up the 31
-bits for every room. A checkpoint names such an id too (`Version.epoch`); it is refused where it is loaded.
+bits for every room. A checkpoint names such an id too (`Version.quorum_id`); it is refused where it is loaded.
 
 Invariant: `next` is greater than every id handed out or observed before, and fits an int64.
 """
@@ -42,7 +42,7 @@ class QuorumIds:
     boot: int
     noise: int
     entropy: deque[int] = field(default_factory=deque)
-    """Random 16-bit numbers handed in by the shell; one is used whenever the boot epoch moves."""
+    """Random 16-bit numbers handed in by the shell; one is used whenever the boot number moves."""
     counter: int = 0
     unique: bool = True
     """False only in the simulation that shows what happens without R8."""

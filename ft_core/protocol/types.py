@@ -11,7 +11,7 @@ class Version:
     """Identity of a state: the step, and the quorum_id in which the last commit was made. Compared in this order."""
 
     step: int
-    epoch: int
+    quorum_id: int
 
     def __str__(self) -> str:
         return "void" if self.step < 0 else f"step {self.step}"
@@ -43,8 +43,8 @@ class Ask:
     heal_addresses: tuple[str, ...] = ()
     store_address: str = ""
     address: str = ""
-    layout: int = 0
-    layout_lines: tuple[str, ...] = ()
+    signature: int = 0
+    signature_lines: tuple[str, ...] = ()
     """One line per parameter, in a group's first ask only: to name the first difference to the room's model."""
     init_sync: bool = True
     allow_heal: bool = True
@@ -145,7 +145,7 @@ class Verdict:
     healed: bool = False
     """All planned heals were ready: roles switch at the next attempt (R10)."""
     exhausted: bool = False
-    """The round of data is over: every member is out of it (R16), or one of them ends it for all."""
+    """The data pass is over: every member is out of it (R16), or one of them ends it for all."""
     stop: bool = False
     """Some member asked everybody to stop at this step."""
     behind: bool = False

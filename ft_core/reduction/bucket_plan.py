@@ -76,7 +76,7 @@ class BucketSettings:
 
 @dataclass(frozen=True)
 class Member:
-    """Where one gradient lies in its bucket. `parameter` indexes `Layout.trained`."""
+    """Where one gradient lies in its bucket. `parameter` indexes `BucketPlan.trained`."""
 
     parameter: int
     offset: int
@@ -84,7 +84,7 @@ class Member:
 
 
 @dataclass(frozen=True)
-class BucketPlan:
+class PlannedBucket:
     """One flat tensor. `gradients` elements hold gradients, the rest of `numel` is the tail."""
 
     dtype: str
@@ -103,22 +103,22 @@ class TailPlan:
     used: int
     used_numel: int
     buffers: tuple[tuple[int, int], ...]
-    """(index into `Layout.buffers`, offset in the bucket) of each float32 buffer."""
+    """(index into `BucketPlan.buffers`, offset in the bucket) of each float32 buffer."""
     pieces: int
     pieces_numel: int
     staged: tuple[tuple[int, int], ...]
-    """(index into `Layout.buffers`, offset in bytes in the staging area) of each other buffer."""
+    """(index into `BucketPlan.buffers`, offset in bytes in the staging area) of each other buffer."""
     end: int
 
 
 @dataclass(frozen=True)
-class Layout:
-    """The plan for one module. Build it with `plan_layout`."""
+class BucketPlan:
+    """The plan for one module. Build it with `plan_buckets`."""
 
     parameters: tuple[TensorSpec, ...]
     buffers: tuple[TensorSpec, ...]
     settings: BucketSettings
-    buckets: tuple[BucketPlan, ...]
+    buckets: tuple[PlannedBucket, ...]
     tail: TailPlan
 
     @cached_property
@@ -150,7 +150,7 @@ class Layout:
 
     @cached_property
     def digest(self) -> int:
-        """64 bits (unsigned) that are equal where the layouts are, in every process and on every machine."""
+        """64 bits (unsigned) that are equal where the plans are, in every process and on every machine."""
         text = "\n".join([*self.describe(), repr(self.buckets), repr(self.tail)])
         return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "big")
 
@@ -167,23 +167,23 @@ class _Open:
     last_seen: int = 0
 
 
-def plan_layout(
+def plan_buckets(
     parameters: Iterable[TensorSpec], buffers: Iterable[TensorSpec], settings: BucketSettings, fence_slots: int
-) -> Layout:
+) -> BucketPlan:
     """Plan the buckets; see the head of this file for the rules."""
     all_parameters = tuple(parameters)
     synced = tuple(buffers) if settings.broadcast_buffers else ()
     trained = [spec for spec in all_parameters if spec.trained]
     buckets = _fill_buckets(trained, settings.caps_bytes)
     if not buckets or buckets[-1].dtype != TAIL_DTYPE:
-        buckets.append(BucketPlan(TAIL_DTYPE, buckets[0].device if buckets else 0, (), 0, 0))
+        buckets.append(PlannedBucket(TAIL_DTYPE, buckets[0].device if buckets else 0, (), 0, 0))
     last = buckets[-1]
     tail = _plan_tail(last.gradients, len(trained) if settings.find_unused else 0, synced, fence_slots)
-    buckets[-1] = BucketPlan(last.dtype, last.device, last.members, last.gradients, tail.end)
-    return Layout(all_parameters, synced, settings, tuple(buckets), tail)
+    buckets[-1] = PlannedBucket(last.dtype, last.device, last.members, last.gradients, tail.end)
+    return BucketPlan(all_parameters, synced, settings, tuple(buckets), tail)
 
 
-def _fill_buckets(trained: Sequence[TensorSpec], caps_bytes: tuple[int, ...]) -> list[BucketPlan]:
+def _fill_buckets(trained: Sequence[TensorSpec], caps_bytes: tuple[int, ...]) -> list[PlannedBucket]:
     opened: dict[tuple[str, int], _Open] = {}
     closed_count: dict[tuple[str, int], int] = {}
     closed: list[_Open] = []
@@ -204,7 +204,7 @@ def _fill_buckets(trained: Sequence[TensorSpec], caps_bytes: tuple[int, ...]) ->
             closed_count[key] = count + 1
     closed += opened.values()
     closed.sort(key=lambda bucket: bucket.last_seen)
-    return [BucketPlan(b.dtype, b.device, tuple(b.members), b.filled, b.filled) for b in closed]
+    return [PlannedBucket(b.dtype, b.device, tuple(b.members), b.filled, b.filled) for b in closed]
 
 
 def _plan_tail(start: int, used_numel: int, buffers: Sequence[TensorSpec], fence_slots: int) -> TailPlan:

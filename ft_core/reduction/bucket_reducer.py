@@ -1,27 +1,27 @@
-"""The bucketer: gradients go into flat buffers as they arrive, and each buffer is reduced while backward goes on.
+"""`BucketReducer`: gradients go into flat buffers as they arrive, and each buffer is reduced while backward goes on.
 
 A hook on every trained parameter runs when its gradient is complete. It multiplies the gradient with the attempt's
 scale straight into the parameter's view of its bucket (one pass, the rounding of torch's DDP) and makes that view the
-parameter's `.grad`. A bucket whose last gradient arrived is launched, in layout order: a complete one waits for those
+parameter's `.grad`. A bucket whose last gradient arrived is launched, in plan order: a complete one waits for those
 before it. At the end of backward whatever did not arrive is filled in (with the accumulated gradient if there is one,
 else with zeros; None in the end, if all did so), the rest is launched, and all works are waited for, so gradients are
 valid when `backward()` returns.
 
-A *round* is one such backward. It is opened by the first hook, closed at the end of backward or by `flush`.
+A *reduction* is one such backward. It is opened by the first hook, closed at the end of backward or by `flush`.
 
 Invariants:
-- Buckets are launched in layout order, all of them, the fence with the last one; after a failure nothing more is.
-- No error of a peer or of the network leaves backward: it goes to `Attempt.fail`, and until the next backward the
-  gradients are garbage (partly scaled, partly reduced). Mistakes of the caller (a sparse gradient, one parameter twice
-  in one backward) are raised, after they were reported too.
-- A backward that raised in the middle is completed with zeros and reported (`Attempt.report`): the peers' collectives
-  stay aligned, and the step is vetoed.
+- Buckets are launched in plan order, all of them, the fence with the last one; after a failure nothing more is.
+- No error of a peer or of the network leaves backward: it goes to `ReductionAttempt.fail`, and until the next backward
+  the gradients are garbage (partly scaled, partly reduced). Mistakes of the caller (a sparse gradient, one parameter
+  twice in one backward) are raised, after they were reported too.
+- A backward that raised in the middle is completed with zeros and reported (`ReductionAttempt.report`): the peers'
+  collectives stay aligned, and the step is vetoed.
 - A flat buffer is never written while a collective may still use it: every work launched is waited for, also after a
   failure (the Manager's abort is what makes that short).
 - A member that does not contribute (scale 0) puts in exact zeros, whatever its gradients are.
 
 Threads: hooks run on the thread that executes that part of backward: the caller's on CPU, one thread per device on
-CUDA. All parameters of a bucket are on one device, so `pending` has one writer; opening a round and launching are
+CUDA. All parameters of a bucket are on one device, so `pending` has one writer; opening a reduction and launching are
 guarded by `_lock`. Everything else is called on the training thread, outside forward and backward.
 """
 
@@ -36,18 +36,18 @@ from torch import Tensor, nn
 
 from ft_core.errors import CollectiveError, ConfigError, UsageError
 from ft_core.reduction.autograd import NO_GRAPH_TASK, graph_task_id, is_nested_backward, queue_callback
-from ft_core.reduction.buffer_sync import BufferCarriage
+from ft_core.reduction.buffer_sync import BufferSync
 from ft_core.reduction.flat_buckets import FlatGradients
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from ft_core.reduction.bucket_plan import Layout
-    from ft_core.reduction.interface import Attempt, ManagerPort, PendingWork
+    from ft_core.reduction.bucket_plan import BucketPlan
+    from ft_core.reduction.interface import PendingWork, ReducerHost, ReductionAttempt
 
 
-class _Round:
-    """What hooks read on every gradient. `scale` is None unless a round is open and copying makes sense."""
+class _Reduction:
+    """What hooks read on every gradient. `scale` is None unless a reduction is open and copying makes sense."""
 
     __slots__ = ("scale",)
 
@@ -64,42 +64,42 @@ _TWICE = (
 )
 
 
-class Bucketer:
-    """The carrier of one module: see the head of this file, and `interface.Carrier` for the public methods.
+class BucketReducer:
+    """The reducer of one module: see the head of this file, and `interface.GradientReducer` for the public methods.
 
-    `parameters` in the order of `layout.trained`; `devices` by the layout's device numbers; `buffer_owners` are the
-    (module, key) pairs of `layout.buffers`; `module` is only asked for the storages of its buffers.
+    `parameters` in the order of `plan.trained`; `devices` by the plan's device numbers; `buffer_owners` are the
+    (module, key) pairs of `plan.buffers`; `module` is only asked for the storages of its buffers.
     """
 
     def __init__(
-        self, manager: ManagerPort, module: nn.Module, parameters: Sequence[nn.Parameter], layout: Layout,
+        self, manager: ReducerHost, module: nn.Module, parameters: Sequence[nn.Parameter], plan: BucketPlan,
         devices: Sequence[torch.device], buffer_owners: Sequence[list[tuple[nn.Module, str]]],
     ) -> None:  # fmt: skip
-        self._manager, self._module, self._layout = manager, module, layout
-        self._memory = memory = FlatGradients(layout, parameters, devices)
+        self._manager, self._module, self._plan = manager, module, plan
+        self._memory = memory = FlatGradients(plan, parameters, devices)
         self._buckets, self._views, self.parameters = memory.buckets, memory.views, memory.parameters
         self._bucket_count = len(memory.buckets)
         with torch.inference_mode(False):
-            self.buffers = BufferCarriage(buffer_owners, layout, memory.buckets[-1].flat)
+            self.buffers = BufferSync(buffer_owners, plan, memory.buckets[-1].flat)
         self._arrived = bytearray(len(memory.parameters))
-        """1 for each parameter whose gradient is in its bucket in this round."""
+        """1 for each parameter whose gradient is in its bucket in this reduction."""
         self._nothing_arrived = bytes(len(memory.parameters))
         self._arrived_tensor = torch.frombuffer(self._arrived, dtype=torch.uint8)
 
         self._lock = threading.Lock()
-        self._round = _Round()
+        self._reduction = _Reduction()
         self._open = False
         self._deferred = False
-        """The end of a nested backward was reached; the round goes on in the outer one."""
+        """The end of a nested backward was reached; the reduction goes on in the outer one."""
         self._opened_by_output = False
-        """The round's end is that of the outermost backward."""
+        """The reduction's end is that of the outermost backward."""
         self._broken = False
-        self._attempt: Attempt | None = None
+        self._attempt: ReductionAttempt | None = None
         self._next = 0
         """The bucket to launch next."""
         self._works: list[PendingWork] = []
-        self._settled: Attempt | None = None
-        """The attempt whose last round ended since the last verdict; `flush` has nothing to add to it."""
+        self._settled: ReductionAttempt | None = None
+        """The attempt whose last reduction ended since the last verdict; `flush` has nothing to add to it."""
         self._armed, self._consumed = False, True
         self._scale_value, self._scale_tensor = 1.0, torch.tensor(1.0, dtype=torch.float64)
         self.watches_outputs = False
@@ -112,14 +112,14 @@ class Bucketer:
     def __repr__(self) -> str:
         state = "broken" if self._broken else f"{self._next}/{self._bucket_count} launched" if self._open else "idle"
         size = f"{len(self._arrived)} parameters, {self._bucket_count} buckets"
-        return f"Bucketer({size}, layout {self._layout.digest:016x}, {state})"
+        return f"BucketReducer({size}, plan {self._plan.digest:016x}, {state})"
 
     # ------------------------------------------------------------------------------------------- forward and backward
 
     @property
-    def layout(self) -> Layout:
+    def plan(self) -> BucketPlan:
         """The plan all replicas must share."""
-        return self._layout
+        return self._plan
 
     def before_forward(self, *, sync: bool) -> None:
         """Before a forward that records a graph. `sync=False`: the next backward only accumulates (no_sync).
@@ -141,12 +141,17 @@ class Bucketer:
         self._armed, self._consumed = sync, not sync
 
     @property
+    def batch_ratio(self) -> float:
+        """What the outputs of the next forward are weighed with; 1.0 without batch weights."""
+        return self._manager.batch_ratio
+
+    @property
     def unsettled(self) -> bool:
-        """A round was opened since the last verdict: the next vote is about its gradients."""
+        """A reduction was opened since the last verdict: the next vote is about its gradients."""
         return self._open or self._settled is not None
 
     def watch_output(self, output: Tensor) -> None:
-        """Open the round in the backward that starts at `output`, not in a nested one (reentrant checkpoints)."""
+        """Open the reduction in the backward that starts at `output`, not in a nested one (reentrant checkpoints)."""
         output.register_hook(self._open_outer)
 
     def remove_hooks(self) -> None:
@@ -157,7 +162,12 @@ class Bucketer:
 
     def _make_hook(self, index: int) -> Callable[[Tensor], None]:
         # The inner loop of the whole package in terms of Python: everything it needs is a local of this closure.
-        view, bucket, arrived, round_ = self._views[index], self._memory.bucket_of[index], self._arrived, self._round
+        view, bucket, arrived, round_ = (
+            self._views[index],
+            self._memory.bucket_of[index],
+            self._arrived,
+            self._reduction,
+        )
         multiply, not_contributing, begin, advance = torch.mul, _NOT_CONTRIBUTING, self._begin, self._advance
 
         def on_gradient(parameter: Tensor) -> None:
@@ -186,14 +196,14 @@ class Bucketer:
         return on_gradient
 
     def _begin(self) -> bool:
-        """Open a round if this gradient is to be reduced. Called by every hook that finds none open."""
+        """Open a reduction if this gradient is to be reduced. Called by every hook that finds none open."""
         if not self._armed:
             return False
         with self._lock:
             if self._open:
                 if self._deferred:
                     self._deferred = False
-                    self._round.scale = self._scale_tensor if self._scale_value else _NOT_CONTRIBUTING
+                    self._reduction.scale = self._scale_tensor if self._scale_value else _NOT_CONTRIBUTING
                     queue_callback(self._end_of_backward)
                 return not self._broken
             attempt = self._manager.current_attempt()
@@ -207,8 +217,8 @@ class Bucketer:
             self._consumed |= not started  # else a next forward under no_sync would leave the hooks armed
             return started
 
-    def _start(self, attempt: Attempt) -> bool:
-        """Reset all round state; False if the attempt is broken, then there is no round."""
+    def _start(self, attempt: ReductionAttempt) -> bool:
+        """Reset all reduction state; False if the attempt is broken, then there is no reduction."""
         if attempt is self._settled and self._broken:
             return False
         again = attempt is self._settled
@@ -228,7 +238,7 @@ class Bucketer:
             # A 0-dim float64 tensor rounds like the Python number DDP's reducer uses, and costs half of its time here.
             self._scale_value, self._scale_tensor = value, torch.tensor(value, dtype=torch.float64)
         self._open = True
-        self._round.scale = self._scale_tensor if value else _NOT_CONTRIBUTING
+        self._reduction.scale = self._scale_tensor if value else _NOT_CONTRIBUTING
         return True
 
     def _advance(self) -> None:
@@ -245,7 +255,7 @@ class Bucketer:
                 work = attempt.launch(bucket.flat)
             else:
                 self.buffers.pack(source=attempt.is_source)
-                self._memory.pack_used(None if self._round.scale is _NOT_CONTRIBUTING else self._arrived_tensor)
+                self._memory.pack_used(None if self._reduction.scale is _NOT_CONTRIBUTING else self._arrived_tensor)
                 work = attempt.launch_fence(bucket.flat, self._memory.fence)
         except Exception as error:  # noqa: BLE001 (whatever it is, it must not leave backward)
             attempt.fail(error)
@@ -258,16 +268,16 @@ class Bucketer:
 
     def _break(self) -> None:
         self._broken = True
-        self._round.scale = None
+        self._reduction.scale = None
 
     def _end_of_backward(self) -> None:
-        """Runs when the graph task of the round's first hook ends."""
+        """Runs when the graph task of the reduction's first hook ends."""
         if not self._open or self._deferred:
             return
         unfinished = self._next < self._bucket_count and not self._broken
         if unfinished and not self._opened_by_output and is_nested_backward():
             self._deferred = True
-            self._round.scale = None
+            self._reduction.scale = None
             self.watches_outputs = True
             return
         self.buffers.gone_through(self._arrived)
@@ -278,7 +288,7 @@ class Bucketer:
         self._consumed = True
 
     def _open_outer(self, _gradient: Tensor) -> None:
-        if self._round.scale is None and self._begin():
+        if self._reduction.scale is None and self._begin():
             self._opened_by_output = True
 
     def _fill(self, *, with_accumulated: bool) -> None:
@@ -302,19 +312,19 @@ class Bucketer:
         else:
             # Used earlier, under no_sync, but not in this backward: its gradient counts as well.
             self._arrived[index] = 1
-            if self._round.scale is _NOT_CONTRIBUTING:
+            if self._reduction.scale is _NOT_CONTRIBUTING:
                 view.zero_()
             else:
                 torch.mul(parameter.grad.detach(), self._scale_tensor, out=view)
         parameter.grad = view
 
     def _finish(self) -> None:
-        """Wait for the round's works and close it."""
+        """Wait for the reduction's works and close it."""
         attempt = self._attempt
         assert attempt is not None
         self._wait(attempt)
         self._open = self._deferred = False
-        self._round.scale = None
+        self._reduction.scale = None
         self._settled = attempt
         if self._broken:
             return
@@ -326,7 +336,7 @@ class Bucketer:
             attempt.fail(error)
             self._broken = True
 
-    def _wait(self, attempt: Attempt) -> None:
+    def _wait(self, attempt: ReductionAttempt) -> None:
         for work in self._works:
             try:
                 work.wait()
@@ -346,13 +356,13 @@ class Bucketer:
         self._finish()
 
     def _drop_unfinished(self) -> None:
-        """Before a forward: the last backward raised in a round. If nobody saw it, it never was."""
+        """Before a forward: the last backward raised in a reduction. If nobody saw it, it never was."""
         if self._works or self._broken:
             with torch.no_grad():
                 self._abandon()
         else:
             self._open = False
-            self._round.scale = None
+            self._reduction.scale = None
 
     # ------------------------------------------------------------------------------------------ rare gradients, errors
 
@@ -379,14 +389,14 @@ class Bucketer:
         raise mistake from cause
 
     def _name(self, index: int) -> str:
-        return self._layout.trained[index].name
+        return self._plan.trained[index].name
 
-    # ------------------------------------------------------------------------------------- Carrier: called by Manager
+    # ----------------------------------------------------------------------------- GradientReducer: called by Manager
 
     def flush(self, *, with_accumulated: bool = False) -> None:
         """Launch whatever the current attempt lacks, with zeros, fence included, and wait. Never raises.
 
-        `with_accumulated`: an attempt without any round reduces the gradients that are there, instead of zeros.
+        `with_accumulated`: an attempt without any reduction reduces the gradients that are there, instead of zeros.
         """
         attempt = self._manager.current_attempt()
         if attempt is None or (attempt is self._settled and not self._open):
@@ -397,7 +407,7 @@ class Bucketer:
         except Exception as error:  # noqa: BLE001 (a vote must always be possible; the attempt carries the reason)
             attempt.fail(error)
 
-    def _flush(self, attempt: Attempt, with_accumulated: bool) -> None:
+    def _flush(self, attempt: ReductionAttempt, with_accumulated: bool) -> None:
         if self._open:
             # A backward that raised; or a deferred one (see `_end_of_backward`), whose gradients may have been used
             # before they were reduced. The latter happens once: from then on outputs are watched.

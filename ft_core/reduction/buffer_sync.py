@@ -32,26 +32,26 @@ from ft_core.errors import UsageError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from ft_core.reduction.bucket_plan import Layout
+    from ft_core.reduction.bucket_plan import BucketPlan
 
 
-class BufferCarriage:
+class BufferSync:
     """The buffers of one module and their places in the tail `flat`. Constructed without buffers it does nothing."""
 
-    def __init__(self, owners: Sequence[list[tuple[nn.Module, str]]], layout: Layout, flat: Tensor) -> None:
+    def __init__(self, owners: Sequence[list[tuple[nn.Module, str]]], plan: BucketPlan, flat: Tensor) -> None:
         self._owners = list(owners)
-        self._specs = layout.buffers
+        self._specs = plan.buffers
         self._saved: list[Tensor] = []
         self._is_saved = False
         self._away: list[tuple[list[tuple[nn.Module, str]], Tensor, Tensor]] = []
         """The buffers that a graph may need: each one's owners, itself, and what stands in for it."""
         self._graph_is_open = False
-        self._arrived, self._everybody = 0, (1 << 8 * len(layout.trained)) // 255
+        self._arrived, self._everybody = 0, (1 << 8 * len(plan.trained)) // 255
         """Parameters with a gradient since the last forward, and all of them: 1 in a byte each."""
         self.empty = not self._owners
         if self.empty:
             return
-        tail = layout.tail
+        tail = plan.tail
         buffers = self._current()
         self._saved = [torch.empty_like(buffer) for buffer in buffers]
         self._direct = [index for index, _ in tail.buffers]

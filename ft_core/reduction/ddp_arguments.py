@@ -1,8 +1,9 @@
 """What of a module is reduced, and whether it can be: the arguments of DistributedDataParallel, checked and sorted.
 
 Runs once, at construction. The outcome is an `Inventory`: the parameters and buffers in module order, their specs, and
-the layout planned from these. Every refusal is a ConfigError that names the argument or the parameter and the way out.
-Invariant: the specs depend on the module and the arguments only, so that all replicas plan the same layout.
+the bucket plan made from these. Every refusal is a ConfigError that names the argument or the parameter and the way
+out.
+Invariant: the specs depend on the module and the arguments only, so that all replicas have the same plan.
 Threads: none.
 """
 
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from ft_core.errors import ConfigError
-from ft_core.reduction.bucket_plan import BucketSettings, Layout, TensorSpec, plan_layout
+from ft_core.reduction.bucket_plan import BucketPlan, BucketSettings, TensorSpec, plan_buckets
 from ft_core.reduction.flat_buckets import dense_strides
 from ft_core.reduction.interface import FENCE_SLOTS
 
@@ -43,7 +44,7 @@ IMPOSSIBLE: dict[str, str] = {
     "mixed_precision": "use torch.autocast, or cast the module before wrapping it",
     "delay_all_reduce_named_params": "all gradients are reduced in backward",
     "param_to_hook_all_reduce": "all gradients are reduced in backward",
-    "skip_all_reduce_unused_params": "the layout must not depend on use; gradients that nobody has stay None as it is",
+    "skip_all_reduce_unused_params": "the plan must not depend on use; gradients that nobody has stay None as it is",
 }
 """Arguments of torch's DDP that can't be honoured, and what to do. None and False are accepted."""
 
@@ -128,9 +129,9 @@ class Inventory:
     settings: BucketSettings
 
     @functools.cached_property
-    def layout(self) -> Layout:
+    def plan(self) -> BucketPlan:
         """The plan all replicas must share."""
-        return plan_layout(self.parameters, self.buffers, self.settings, FENCE_SLOTS)
+        return plan_buckets(self.parameters, self.buffers, self.settings, FENCE_SLOTS)
 
 
 def take_inventory(module: nn.Module, options: Options) -> Inventory:

@@ -17,18 +17,18 @@ from ft_core.reduction.c_heap import keep_freed_memory
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from ft_core.reduction.bucket_plan import BucketPlan, Layout
+    from ft_core.reduction.bucket_plan import BucketPlan, PlannedBucket
 
 
 log = logging.getLogger("ft_core")
 
 
 class Bucket:
-    """One flat tensor, and how many of its gradients this round still lacks."""
+    """One flat tensor, and how many of its gradients this reduction still lacks."""
 
     __slots__ = ("flat", "gradients", "parameters", "pending")
 
-    def __init__(self, plan: BucketPlan, device: torch.device) -> None:
+    def __init__(self, plan: PlannedBucket, device: torch.device) -> None:
         self.parameters = [member.parameter for member in plan.members]
         # A tensor made in inference mode could not be written to outside of it.
         with torch.inference_mode(False):
@@ -38,20 +38,20 @@ class Bucket:
 
 
 class FlatGradients:
-    """The buckets of one module. `parameters` in the order of `layout.trained`, `devices` by the layout's numbers."""
+    """The buckets of one module. `parameters` in the order of `plan.trained`, `devices` by the plan's numbers."""
 
-    def __init__(self, layout: Layout, parameters: Sequence[nn.Parameter], devices: Sequence[torch.device]) -> None:
+    def __init__(self, plan: BucketPlan, parameters: Sequence[nn.Parameter], devices: Sequence[torch.device]) -> None:
         keep_freed_memory()
         self.parameters = list(parameters)
-        self.buckets = [Bucket(plan, devices[plan.device]) for plan in layout.buckets]
+        self.buckets = [Bucket(planned, devices[planned.device]) for planned in plan.buckets]
         self.views: list[Tensor] = [torch.empty(0)] * len(self.parameters)
         self.bucket_of: list[Bucket] = [self.buckets[0]] * len(self.parameters)
-        for plan, bucket in zip(layout.buckets, self.buckets, strict=True):
-            for member in plan.members:
+        for planned, bucket in zip(plan.buckets, self.buckets, strict=True):
+            for member in planned.members:
                 parameter = self.parameters[member.parameter]
                 self.views[member.parameter] = _view_like(parameter, bucket.flat, member.offset, member.numel)
                 self.bucket_of[member.parameter] = bucket
-        tail, last = layout.tail, self.buckets[-1].flat
+        tail, last = plan.tail, self.buckets[-1].flat
         with torch.inference_mode(False):
             self.fence = last[tail.fence : tail.fence + tail.fence_slots]
             self.used = last[tail.used : tail.used + tail.used_numel] if tail.used_numel else None

@@ -1,24 +1,24 @@
-"""The contract between the Manager and what carries its fence: who calls whom, when, and what may not happen.
+"""The contract between the Manager and what reduces gradients: who calls whom, when, and what may not happen.
 
-A *carrier* owns the flat gradient buckets of one wrapped module and launches their reductions; the Manager owns the
+A *reducer* owns the flat gradient buckets of one wrapped module and launches their reductions; the Manager owns the
 attempt they belong to. Neither imports the other: both import this file.
 
-How one step goes. `Manager.start_quorum` opens an `Attempt`. At the first gradient of a backward pass the carrier takes
-`ManagerPort.current_attempt()`, calls `ready()` once (it may block until the quorum is configured), then reads `scale`
-and, at the last bucket, `is_source`. It calls `launch` for every bucket in layout order and `launch_fence` for the last
-one. That is one *round*. At the end of backward it waits for all works of the round, then calls `fence_arrived`, or
-`fail` if one of them failed. An attempt sees several rounds if `backward` runs several times without `no_sync`; the
-last round's fence counts. `Manager.should_commit` first calls `Carrier.flush`, then decides, then calls exactly one of
-`committed` and `vetoed`.
+How one step goes. `Manager.start_quorum` opens a `ReductionAttempt`. At the first gradient of a backward pass the
+reducer takes `ReducerHost.current_attempt()`, calls `ready()` once (it may block until the quorum is configured), then
+reads `scale` and, at the last bucket, `is_source`. It calls `launch` for every bucket in plan order and `launch_fence`
+for the last one. That is one *reduction*. At the end of backward it waits for all works of the reduction, then calls
+`fence_arrived`, or `fail` if one of them failed. An attempt sees several reductions if `backward` runs several times
+without `no_sync`; the last one's fence counts. `Manager.should_commit` first calls `GradientReducer.flush`, then
+decides, then calls exactly one of `committed` and `vetoed`.
 
 Invariants:
-- Within one attempt all members launch the same collectives in the same order; the layout is fixed at construction.
-- The methods of `Attempt` do not raise for a failure of a peer: it is recorded in the attempt, spent at the commit.
-- After `launch` or `launch_fence` returned None, or after `fail`, the carrier launches nothing more in that attempt.
+- Within one attempt all members launch the same collectives in the same order; the plan is fixed at construction.
+- The methods of `ReductionAttempt` do not raise for a failure of a peer: it is recorded there, spent at the commit.
+- After `launch` or `launch_fence` returned None, or after `fail`, the reducer launches nothing more in that attempt.
 
 Threads: `ready`, `launch`, `launch_fence`, `fence_arrived` and `fail` are called on the thread that runs backward (for
-CUDA an autograd thread), one at a time. All methods of `Carrier` are called on the training thread, never during
-forward or backward.
+CUDA an autograd thread), one at a time. All methods of `GradientReducer` are called on the training thread, never
+during forward or backward.
 """
 
 from __future__ import annotations
@@ -32,9 +32,12 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from ft_core.reduction.bucket_plan import Layout
+    from ft_core.reduction.bucket_plan import BucketPlan
 
-__all__ = ["FENCE_SLOTS", "AllreducePort", "Attempt", "Carrier", "ManagerPort", "PendingWork"]
+__all__ = [
+    "FENCE_SLOTS", "AllreduceHost", "GradientReducer", "PendingWork", "ReducerHost", "ReducerManager",
+    "ReductionAttempt",
+]  # fmt: skip
 
 
 class PendingWork(Protocol):
@@ -45,7 +48,7 @@ class PendingWork(Protocol):
         ...
 
 
-class Attempt(Protocol):
+class ReductionAttempt(Protocol):
     """One try at a step: the collectives of one fence, opened by Manager.start_quorum."""
 
     @property
@@ -61,7 +64,7 @@ class Attempt(Protocol):
     def scale(self) -> float:
         """What gradients are multiplied with before the sum: 1/participants, or 0.0 if this member does not contribute.
 
-        Read once per round, after `ready`.
+        Read once per reduction, after `ready`.
         """
         ...
 
@@ -77,12 +80,12 @@ class Attempt(Protocol):
     def launch_fence(self, flat: Tensor, tail: Tensor) -> PendingWork | None:
         """Fill `tail` (FENCE_SLOTS float32 elements inside `flat`), then start the SUM of `flat`; None when broken.
 
-        Called once per round, last. May block until a heal is verified or abandoned.
+        Called once per reduction, last. May block until a heal is verified or abandoned.
         """
         ...
 
     def fence_arrived(self, tail: Tensor) -> None:
-        """All works of the round completed; `tail` holds the sums. It is overwritten by the next round: read it now."""
+        """All works of the reduction completed; `tail` holds the sums, until the next reduction: read it now."""
         ...
 
     def fail(self, error: BaseException) -> None:
@@ -94,12 +97,12 @@ class Attempt(Protocol):
         ...
 
 
-class Carrier(Protocol):
-    """Where a fence can ride: registered with the manager at construction."""
+class GradientReducer(Protocol):
+    """Reduces the gradients of one model; the ballot can ride in its last bucket. Registered at construction."""
 
     @property
-    def layout(self) -> Layout:
-        """The parameters and the bucket plan; `layout.digest` is equal on all replicas that can train together."""
+    def plan(self) -> BucketPlan:
+        """The parameters and the bucket plan; `plan.digest` is equal on all replicas that can train together."""
         ...
 
     @property
@@ -110,7 +113,7 @@ class Carrier(Protocol):
     def flush(self) -> None:
         """Launch whatever the current attempt lacks, with zeros, fence included, and wait. Never raises.
 
-        Does nothing when a round of this attempt ended since the last verdict.
+        Does nothing when a reduction of this attempt ended since the last verdict.
         """
         ...
 
@@ -135,23 +138,42 @@ class Carrier(Protocol):
         ...
 
 
-class ManagerPort(Protocol):
-    """What a carrier needs of the Manager. An optional `data_backend: str` names its backend."""
+class ReducerHost(Protocol):
+    """What a reducer and its wrapper need of the Manager: `Manager.hooks`."""
 
-    def register_carrier(self, carrier: Carrier) -> None:
-        """Announce a carrier; raises if it cannot be taken (any more)."""
+    @property
+    def backend(self) -> str:
+        """Backend of the process group that gradients are reduced over."""
         ...
 
-    def unregister_carrier(self, carrier: Carrier) -> None:
-        """Forget a carrier whose module was unwrapped."""
+    @property
+    def batch_ratio(self) -> float:
+        """What the outputs of the next forward are weighed with."""
         ...
 
-    def current_attempt(self) -> Attempt | None:
+    def register_reducer(self, reducer: GradientReducer) -> None:
+        """Announce a reducer; raises if it cannot be taken (any more)."""
+        ...
+
+    def unregister_reducer(self, reducer: GradientReducer) -> None:
+        """Forget a reducer whose module was unwrapped."""
+        ...
+
+    def current_attempt(self) -> ReductionAttempt | None:
         """The open attempt; None if start_quorum was never called."""
         ...
 
 
-class AllreducePort(Protocol):
+class ReducerManager(Protocol):
+    """A Manager, to a wrapper that registers a reducer."""
+
+    @property
+    def hooks(self) -> ReducerHost:
+        """Where it registers it."""
+        ...
+
+
+class AllreduceHost(Protocol):
     """What `PureDistributedDataParallel` needs of the Manager."""
 
     def allreduce(self, tensor: Tensor) -> PendingWork:

@@ -55,6 +55,8 @@ class Arguments:
     on_exhausted: str | None
     room_id: str
     from_scratch: bool | None = None
+    use_async_quorum: bool = True
+    warm_up: bool = True
 
 
 @dataclass(frozen=True)
@@ -84,6 +86,8 @@ class Config:
     on_exhausted: str
     room: str
     from_scratch: bool
+    use_async_quorum: bool
+    warm_up: bool
 
 
 def resolve(arguments: Arguments, variables: Mapping[str, str]) -> Config:
@@ -141,6 +145,7 @@ def resolve(arguments: Arguments, variables: Mapping[str, str]) -> Config:
         on_exhausted=on_exhausted,
         room=a.room_id,
         from_scratch=env.from_scratch if a.from_scratch is None else a.from_scratch,
+        use_async_quorum=a.use_async_quorum, warm_up=a.warm_up,
     )  # fmt: skip
 
 

@@ -15,18 +15,18 @@ if TYPE_CHECKING:
 
     from ft_core.data.interface import DataListener
     from ft_core.protocol.rank.rank import Rank
-    from ft_core.reduction.interface import Carrier
+    from ft_core.reduction.interface import GradientReducer
     from ft_core.runtime.config import Config
 
 
-def hello(config: Config, rank: Rank, incarnation: int, heal_address: str, layout: tuple[str, ...]) -> Hello:
+def hello(config: Config, rank: Rank, incarnation: int, heal_address: str, lines: tuple[str, ...]) -> Hello:
     """What this replica presents when its lease is opened."""
     quorum = rank.quorum
     return Hello(
         replica_id=rank.settings.replica_id, name=config.name, generation=0, incarnation=incarnation,
         version=rank.held.version, stable=rank.held.stable, highest_id=rank.highest_id,
         quorum_id=quorum.quorum_id if quorum else 0, members=quorum.ids if quorum else (),
-        layout=rank.attempt.signature, layout_lines=layout if rank.attempt.signature else (),
+        signature=rank.attempt.signature, signature_lines=lines if rank.attempt.signature else (),
         expected=config.expected, min_replicas=rank.settings.min_replicas,
         group_world_size=config.world_size, join_s=config.budget.join_s, liveness_s=config.budget.liveness_s,
         orphan_s=config.budget.orphan_s, heal_addresses=(heal_address,),
@@ -41,18 +41,18 @@ def ask_template(
     allow_heal: bool,
     shrink_only: bool,
     heals_first: bool,
-    layout: tuple[str, ...],
+    lines: tuple[str, ...],
 ) -> Ask:
     """The part of an ask that the machine does not know."""
     return Ask(
         replica_id=config.replica_id, seq=0, heal_addresses=(heal_address,), store_address=store_address,
         init_sync=config.init_sync, allow_heal=allow_heal, shrink_only=shrink_only, heals_before_forward=heals_first,
-        layout_lines=layout, from_scratch=config.from_scratch,
+        signature_lines=lines, from_scratch=config.from_scratch,
     )  # fmt: skip
 
 
 def describe(
-    config: Config, rank: Rank, backend: str, carriers: Sequence[Carrier], data: DataListener | None
+    config: Config, rank: Rank, backend: str, reducers: Sequence[GradientReducer], data: DataListener | None
 ) -> tuple[int, tuple[str, ...]]:
     """What has to be equal on all replicas, as one number and in lines: compared before a quorum is formed (R4).
 
@@ -69,8 +69,8 @@ def describe(
     settings["parity_sample_steps"] = config.parity_sample_steps
     settings["pg"] = backend
     settings["require_all_contributions"] = rank.attempt.whole_steps
-    settings["number of models in DistributedDataParallel"] = len(carriers)
+    settings["number of models in DistributedDataParallel"] = len(reducers)
     told, divided = setting_lines(settings), () if data is None else (data.describe(),)
-    parts = [*told, *(str(carrier.layout.digest) for carrier in carriers), *divided]
-    models = (line for carrier in carriers for line in carrier.layout.describe())
-    return fold_lineage(len(carriers), 0, 0, parts), (*told, *models, *divided)
+    parts = [*told, *(str(reducer.plan.digest) for reducer in reducers), *divided]
+    models = (line for reducer in reducers for line in reducer.plan.describe())
+    return fold_lineage(len(reducers), 0, 0, parts), (*told, *models, *divided)

@@ -55,6 +55,10 @@ class Leaving:
             return departure.drain_reason or "another rank of its group was asked to drain"
         return departure.drain_reason if self._config.world_size == 1 or self._rank.plan is None else ""
 
+    def request_stop(self) -> None:
+        """As `Manager.request_stop`."""
+        self._shell.dispatch(on.StopWanted())
+
     def leave(self, reason: str, *, finished: bool) -> None:
         """As `Manager.leave`."""
         if self.left or self.shut_down:
@@ -90,7 +94,7 @@ class Leaving:
             # The others wait in sums of their own, which end with this replica's connections.
             shell.fail(CollectiveError(f"this replica leaves while no member has a lease: {reason}"))
             return False, False
-        unknown = steps.is_open and (not steps.carriers or rank.attempt.expects_user_op)
+        unknown = steps.is_open and (not steps.reducers or rank.attempt.expects_user_op)
         if not isinstance(decision, Go) or rank.forming or unknown:
             return False, False
         shell.dispatch(on.DataEnded(applies=True, ends=False))

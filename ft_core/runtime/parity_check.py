@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
 
     from ft_core.protocol.rank.heal_plan import Plan
-    from ft_core.reduction.interface import Carrier
+    from ft_core.reduction.interface import GradientReducer
     from ft_core.runtime.communicators import Communicators
 
 log = logging.getLogger("ft_core")
@@ -66,12 +66,12 @@ class ParityCheck:
         """Whether the attempt that builds on `base_step` carries a check: the same on all members."""
         return self._every > 0 and base_step > 0 and base_step % self._every == 0
 
-    def sample(self, step: int, carriers: Sequence[Carrier]) -> int | None:
+    def sample(self, step: int, reducers: Sequence[GradientReducer]) -> int | None:
         """Digest of the part of the parameters that `step` looks at; None: nothing is compared."""
-        if self._sample_steps <= 0 or step <= 0 or not carriers:
+        if self._sample_steps <= 0 or step <= 0 or not reducers:
             return None
         if self._sample is None:
-            self._sample = StateSample([p for carrier in carriers for p in carrier.parameters], self._sample_steps)
+            self._sample = StateSample([p for reducer in reducers for p in reducer.parameters], self._sample_steps)
         return self._sample.take(step)
 
     def tires(self, step: int, found: Difference) -> bool:

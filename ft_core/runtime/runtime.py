@@ -14,11 +14,14 @@ from threading import get_ident
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from ft_core.errors import ConfigError, UsageError
+from ft_core.process_group import ProcessGroup
 from ft_core.protocol.rank.departure import DrainedError
 from ft_core.runtime import drain_signal, exit_message, identity, startup
 from ft_core.runtime.collectives import Collectives
+from ft_core.runtime.hooks import Hooks
 from ft_core.runtime.leaving import Leaving
 from ft_core.runtime.parity_check import ParityCheck
+from ft_core.runtime.participation import Participation
 from ft_core.runtime.state_views import StateViews
 from ft_core.runtime.steps import Steps
 from ft_core.runtime.uneven_end import UnevenEnd
@@ -26,15 +29,14 @@ from ft_core.runtime.warm_up import WarmUp
 from ft_core.settings import DEFAULT_ROOM
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from datetime import timedelta
 
     from ft_core.checkpointing import CheckpointTransport
-    from ft_core.data.interface import DataListener
-    from ft_core.process_group import ProcessGroup
     from ft_core.protocol.lighthouse.events import Hello
     from ft_core.protocol.rank.heal_plan import Plan
     from ft_core.protocol.rank.rank import Rank
-    from ft_core.reduction.interface import Carrier
+    from ft_core.reduction.interface import GradientReducer
     from ft_core.runtime.config import Config
     from ft_core.runtime.user_state import LiveState
 
@@ -43,25 +45,28 @@ class RankRuntime:
     """The parts of one rank. `start` opens threads and sockets."""
 
     def __init__(
-        self, config: Config, pg: ProcessGroup, transport: CheckpointTransport[Any] | None, live: LiveState,
-        *, use_async_quorum: bool, warm_up: bool,
-    ) -> None:  # fmt: skip
+        self, config: Config, pg: ProcessGroup, transport: CheckpointTransport[Any] | None, live: LiveState
+    ) -> None:
+        if not isinstance(pg, ProcessGroup):
+            raise ConfigError(f"pg must be an ft_core.process_group.ProcessGroup, got {type(pg).__name__}")
         started = startup.start(config, pg, transport)
         self.config = config
         self.live = live
         self.shell = shell = started.shell
         self.rank = shell.rank
-        self.carriers: list[Carrier] = []
-        self.views = StateViews(shell, live, self.carriers, config.budget.timeout_s)
+        self.reducers: list[GradientReducer] = []
+        self.views = StateViews(shell, live, self.reducers, config.budget.timeout_s)
         parity = ParityCheck(config.parity_check_every, config.parity_sample_steps)
         self.steps = Steps(
-            config, shell, self.views, self.carriers, parity,
-            store_address=started.store_address, use_async_quorum=use_async_quorum,
+            config, shell, self.views, self.reducers, parity,
+            store_address=started.store_address, use_async_quorum=config.use_async_quorum,
         )  # fmt: skip
         self.collectives = Collectives(self.steps)
-        self.warm_up = WarmUp(self.steps, wanted=warm_up)
+        self.warm_up = WarmUp(self.steps, wanted=config.warm_up)
         self.uneven = UnevenEnd(self.steps, self.start_quorum, self.should_commit)
         self.leaving = Leaving(self.steps)
+        self.hooks = Hooks(self.steps, self.uneven)
+        self.participation = Participation(self.rank, self.wait_quorum, self.pinned)
         self._store: Any = started.store
         """The group's; if it is this replica's own, its server ends with it."""
         self._incarnation = started.incarnation
@@ -147,29 +152,21 @@ class RankRuntime:
             self.rank.pin()
         return self.rank
 
+    def run_out(self, apply: Callable[[], object] | None) -> None:
+        """As `Manager.run_out`."""
+        if self.config.on_exhausted == "leave":
+            self.leaving.leave("out of data", finished=False)
+        else:
+            self.uneven.run_out(apply, ends=self.config.on_exhausted == "stop_all")
+
+    def require_whole_steps(self) -> None:
+        """As `Manager.require_all_contributions`."""
+        if self.rank.wish is not None:
+            raise UsageError("require_all_contributions after the first start_quorum: call it before")
+        self.rank.require_whole_steps()
+
     def _end_drained(self) -> NoReturn:
         self.leaving.end_drained()
-
-    # ------------------------------------------------------------ before the first quorum
-
-    def attach_data(self, listener: DataListener) -> None:
-        """As `Hooks.attach_data`."""
-        if self.steps.data is not None:
-            raise ConfigError("this Manager has an elastic sampler already: one dataset is divided per Manager")
-        if self.rank.plan is not None:
-            raise UsageError("an elastic sampler was attached after the first start_quorum: make it before")
-        self.steps.data = listener
-
-    def register_carrier(self, carrier: Carrier) -> None:
-        """As `Hooks.register_carrier`."""
-        if self.rank.wish is not None:
-            raise UsageError("wrap the model in DistributedDataParallel before the first start_quorum")
-        self.carriers.append(carrier)
-
-    def unregister_carrier(self, carrier: Carrier) -> None:
-        """As `Hooks.unregister_carrier`."""
-        if carrier in self.carriers and self.rank.wish is None:
-            self.carriers.remove(carrier)
 
     # ------------------------------------------------------------ how it presents itself
 

@@ -344,7 +344,9 @@ class RankShell:
 
     @contextlib.contextmanager
     def busy(self, what: str, max_s: float) -> Iterator[None]:
-        """Announce that peers (and the own watchdog) must wait for this rank for at most `max_s`. May be nested."""
+        """Announce that peers (and the own watchdog) must wait for this rank. May be nested. Raises ConfigError."""
+        if not max_s > 0:
+            raise ConfigError(f"pause(max_s={max_s!r}) must be a positive number of seconds")
         token = object()
         with self.lock:
             self._busy[token] = (time.monotonic() + max_s, what)

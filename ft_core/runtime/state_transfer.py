@@ -51,7 +51,7 @@ class Received:
 
 def state_tag(quorum_id: int, version: Version) -> str:
     """Name of an offered state."""
-    return f"q{quorum_id:x}-s{version.step}-e{version.epoch:x}"
+    return f"q{quorum_id:x}-s{version.step}-e{version.quorum_id:x}"
 
 
 class Healing:

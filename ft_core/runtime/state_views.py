@@ -10,18 +10,20 @@ Invariant: state is collected and loaded between two steps only. Threads: the tr
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING, Any
 
-from ft_core.errors import HealError
+from ft_core.errors import HealError, UsageError
 from ft_core.protocol.rank import events as on
+from ft_core.protocol.rank import saved_progress
 from ft_core.protocol.rank.phases import Heal
 from ft_core.protocol.types import VOID, Version
 from ft_core.runtime import notices
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
-    from ft_core.reduction.interface import Carrier
+    from ft_core.reduction.interface import GradientReducer
     from ft_core.runtime.shell import RankShell
     from ft_core.runtime.user_state import LiveState
 
@@ -29,8 +31,10 @@ if TYPE_CHECKING:
 class StateViews:
     """The state of one rank, to give and to take."""
 
-    def __init__(self, shell: RankShell, live: LiveState, carriers: Sequence[Carrier], timeout_s: float) -> None:
-        self._shell, self._live, self._carriers, self._timeout_s = shell, live, carriers, timeout_s
+    def __init__(
+        self, shell: RankShell, live: LiveState, reducers: Sequence[GradientReducer], timeout_s: float
+    ) -> None:
+        self._shell, self._live, self._reducers, self._timeout_s = shell, live, reducers, timeout_s
 
     def __repr__(self) -> str:
         return f"StateViews({self._live!r})"
@@ -41,8 +45,16 @@ class StateViews:
             held = self._shell.rank.held
             return {
                 "step": held.version.step, "batches_committed": held.batches_committed,
-                "epoch": held.version.epoch, "lineage": held.lineage,
+                "quorum_id": held.version.quorum_id, "lineage": held.lineage,
             }  # fmt: skip
+
+    def restore(self, saved: Mapping[str, int]) -> None:
+        """As `Manager.load_state_dict`."""
+        rank = self._shell.rank
+        version, lineage, batches = saved_progress.read(saved, rank.held.lineage, time.time())
+        if rank.plan is not None:
+            raise UsageError("Manager.load_state_dict after the first start_quorum: load the checkpoint before it")
+        self._shell.dispatch(on.Restored(version, lineage, batches))
 
     def view(self, *, first: bool) -> Callable[[], dict[str, Any]]:
         """Collect the state now, for whoever calls the result.
@@ -73,12 +85,12 @@ class StateViews:
         """What a healing replica receives."""
         rank = self._shell.rank
         ended = rank.data.ended_at or VOID
-        told = {"round_step": ended.step, "round_epoch": ended.epoch, "commit_weight": rank.held.commit_weight}
+        told = {"pass_step": ended.step, "pass_quorum_id": ended.quorum_id, "commit_weight": rank.held.commit_weight}
         return {"user": self.users(), "manager": self.progress() | told}
 
     def volatile(self) -> set[int]:
         """Storages that forward changes. Asked for anew each time: modules may replace their buffers."""
-        return set().union(*(c.buffer_storages() for c in self._carriers))
+        return set().union(*(c.buffer_storages() for c in self._reducers))
 
     def apply_received(self) -> None:
         """Load the state that was received. A failure here leaves the state VOID and the quorum broken."""
@@ -89,13 +101,13 @@ class StateViews:
         shell.dispatch(on.StateTorn())
         try:
             self._live.apply(received.state["user"])
-            for carrier in self._carriers:
-                carrier.state_loaded()
+            for reducer in self._reducers:
+                reducer.state_loaded()
         except Exception as error:
             shell.fail(HealError(f"loading the received state failed: {type(error).__name__}: {error}"))
             raise
         told = received.state["manager"]
-        ended = Version(told["round_step"], told["round_epoch"]) if told["round_step"] >= 0 else None
+        ended = Version(told["pass_step"], told["pass_quorum_id"]) if told["pass_step"] >= 0 else None
         shell.dispatch(on.StateApplied(ended, int(told["batches_committed"]), int(told["commit_weight"])))
         shell.received = None
         took = f"{received.bytes / 1e6:.1f} MB in {received.seconds:.3f} s from {len(received.donors)} donors"

@@ -1,4 +1,4 @@
-"""One try at a step, as gradient carriers see it (`interface.Attempt`): launch collectives and the fence, report.
+"""One try at a step, as gradient reducers see it (`interface.ReductionAttempt`): launch collectives and the fence.
 
 How it works. `ready` waits for the quorum the attempt belongs to. Every launch asks the step machine first, so nothing
 is launched in a broken quorum; a failed launch or wait breaks the rank and is never raised, because the caller is
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from torch.distributed import Work
 
     from ft_core.reduction.batch_weights import BatchWeights
-    from ft_core.reduction.interface import Carrier
+    from ft_core.reduction.interface import GradientReducer
     from ft_core.runtime.shell import RankShell
 
 
@@ -36,7 +36,7 @@ class StepAttempt:
     """The attempt that is open on this rank. Made by `Manager.start_quorum`, replaced by the next one."""
 
     def __init__(
-        self, number: int, shell: RankShell, weights: BatchWeights, carriers: Sequence[Carrier], *, rides: bool
+        self, number: int, shell: RankShell, weights: BatchWeights, reducers: Sequence[GradientReducer], *, rides: bool
     ) -> None:
         self.number = number
         self.verdict: Verdict | None = None
@@ -45,14 +45,14 @@ class StepAttempt:
         self.participants = 1
         """How many gradients were planned to be in the sum: what everything is divided by beforehand."""
         self.planned = 1
-        """What the carriers' gradients have been divided by: `participants`, then the fence's sum of weights."""
+        """What the reducers' gradients have been divided by: `participants`, then the fence's sum of weights."""
         self.source = -1
         self.used = False
         """Somebody asked whether it is usable: from then on it belongs to one step."""
         self._shell = shell
         self._rank = shell.rank
         self._weights = weights
-        self._carriers = carriers
+        self._reducers = reducers
         self._rides = rides
         self._scale: float | None = None
         self._whole_scale = 0.0
@@ -62,7 +62,7 @@ class StepAttempt:
         return f"StepAttempt({self.number}, verdict={self.verdict})"
 
     def ready(self) -> bool:
-        """A round of reductions begins: as `usable`, and its gradients are divided by the number of participants."""
+        """A reduction begins: as `usable`, and its gradients are divided by the number of participants."""
         if not self.usable():
             return False
         self.planned = self.participants
@@ -152,8 +152,8 @@ class StepAttempt:
     def rescale(self, weight: int) -> None:
         """R10: the divisor is the fence's sum of weights; dividing beforehand was only the fast form of it."""
         if weight and weight != self.planned:
-            for carrier in self._carriers:
-                carrier.rescale(self.planned / weight)
+            for reducer in self._reducers:
+                reducer.rescale(self.planned / weight)
             self.planned = weight
 
     def rescale_averaged(self, weight: int) -> None:
@@ -167,7 +167,7 @@ class StepAttempt:
         self._shell.fail(error)
 
     def report(self, error: BaseException) -> None:
-        """A failure here that leaves the collectives usable: the round is completed with zeros and vetoed."""
+        """A failure here that leaves the collectives usable: the reduction is completed with zeros and vetoed."""
         self._shell.report(error)
 
     def own_fence(self) -> None:

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from datetime import timedelta
 
     from ft_core.data.interface import DataListener
-    from ft_core.reduction.interface import Carrier
+    from ft_core.reduction.interface import GradientReducer
     from ft_core.runtime.config import Config
     from ft_core.runtime.parity_check import ParityCheck
     from ft_core.runtime.shell import RankShell
@@ -49,16 +49,16 @@ class Steps:
 
     Args:
         views: its state, to give and to take.
-        carriers: reducers of its models, registered before the first `open`.
+        reducers: reducers of its models, registered before the first `open`.
         store_address: where the process groups of a quorum may meet.
     """
 
     def __init__(
-        self, config: Config, shell: RankShell, views: StateViews, carriers: list[Carrier], parity: ParityCheck,
+        self, config: Config, shell: RankShell, views: StateViews, reducers: list[GradientReducer], parity: ParityCheck,
         *, store_address: str, use_async_quorum: bool,
     ) -> None:  # fmt: skip
         self.config, self.shell, self.rank, self.views = config, shell, shell.rank, views
-        self.carriers = carriers
+        self.reducers = reducers
         self.weights = BatchWeights()
         self.attempt: StepAttempt | None = None
         self.data: DataListener | None = None
@@ -125,7 +125,7 @@ class Steps:
         """The attempt is open: from now on it may go on in the next quorum, unless samples were divided for it."""
         rank = self.rank
         self.divided = self.data is not None
-        sample = self._parity.sample(rank.held.version.step, self.carriers)
+        sample = self._parity.sample(rank.held.version.step, self.reducers)
         with self.shell.lock:
             rank.sampled(sample)
             rank.opened(time.monotonic(), pinned=self.divided)
@@ -175,7 +175,7 @@ class Steps:
         fresh = rank.wish is None
         signature, lines = self.describe()
         if fresh:
-            self.rides = len(self.carriers) == 1
+            self.rides = len(self.reducers) == 1
             with shell.lock:
                 rank.describe(signature)
         version = rank.held.version
@@ -185,7 +185,7 @@ class Steps:
             identity.ask_template(
                 config, shell.transfer.address, self._store_address, allow_heal=self._allow_heal,
                 shrink_only=self._shrink_only, heals_first=fresh or not self._use_async or version.step <= 0,
-                layout=lines if fresh else (),
+                lines=lines if fresh else (),
             ),
             self.room, timeout_s * (1 + config.quorum_retries), prefetch=fresh, hands_over=hands_over,
         )  # fmt: skip
@@ -212,13 +212,13 @@ class Steps:
     def new_attempt(self) -> StepAttempt:
         """Make an attempt of the quorum that stands, or forms."""
         self._attempts += 1
-        self.attempt = StepAttempt(self._attempts, self.shell, self.weights, self.carriers, rides=self.rides)
+        self.attempt = StepAttempt(self._attempts, self.shell, self.weights, self.reducers, rides=self.rides)
         return self.attempt
 
     def describe(self) -> tuple[int, tuple[str, ...]]:
         """What has to be equal on all replicas: its digest, and in lines."""
         backend = str(self.shell.communicators.gradients.getBackendName())
-        return identity.describe(self.config, self.rank, backend, self.carriers, self.data)
+        return identity.describe(self.config, self.rank, backend, self.reducers, self.data)
 
     # ------------------------------------------------------------ should_commit
 
@@ -261,9 +261,9 @@ class Steps:
             if commit:
                 self._contributed = contributed(places, verdict.missing)
             gave_up = rank.gave_up()
-        for carrier in self.carriers:
+        for reducer in self.reducers:
             # Where the buffers' source was out of data all keep theirs.
-            carrier.committed() if buffers else carrier.vetoed()
+            reducer.committed() if buffers else reducer.vetoed()
         self.tell_data(commit)
         self.reset_weights()
         self.pass_over, self.pass_over_told = rank.data.passes != passes, False
@@ -282,8 +282,8 @@ class Steps:
         if self.rank.draining:
             self.shell.wait_formed()
         given_up = isinstance(self.rank.failure, DrainedError)
-        for carrier in self.carriers if given_up else ():
-            carrier.vetoed()
+        for reducer in self.reducers if given_up else ():
+            reducer.vetoed()
         return given_up
 
     def agree(self, attempt: StepAttempt, limit_s: float) -> Verdict:
@@ -293,8 +293,8 @@ class Steps:
             late = shell.works.wait_futures(time.monotonic() + limit_s)
             if late is not None:
                 shell.report(late)
-        for carrier in self.carriers:
-            carrier.flush()
+        for reducer in self.reducers:
+            reducer.flush()
         if not self.rides:
             attempt.own_fence()
         if shell.works:
@@ -351,6 +351,15 @@ class Steps:
             return
         self.divided = False
         self.data.committed(self._contributed) if committed else self.data.vetoed()
+
+    def weigh_batch(self, weight: int) -> None:
+        """As `Manager.set_batch_weight`."""
+        if self.data is not None:
+            raise UsageError(
+                f"set_batch_weight({weight!r}) with an elastic loader: it weighs each micro-batch by its samples, and "
+                "weights add up; leave it out"
+            )
+        self.weigh(weight)
 
     def weigh(self, weight: int) -> None:
         """Add the weight of a micro-batch to this replica's gradient. Raises as `Manager.set_batch_weight`."""

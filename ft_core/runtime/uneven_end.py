@@ -74,7 +74,7 @@ class UnevenEnd:
             if opened is not None:
                 opened()
             if ends and apply is None:
-                shell.report(PassEnds("a replica is out of data and ends the round for all"))
+                shell.report(PassEnds("a replica is out of data and ends the data pass for all"))
             commit = self._vote()
         finally:
             shell.dispatch(on.DataBack())
@@ -87,6 +87,12 @@ class UnevenEnd:
                 raise
         steps.pass_over_told = steps.pass_over
         return steps.pass_over
+
+    def run_out(self, apply: Callable[[], object] | None, *, ends: bool) -> None:
+        """Attempts without data until the pass is over, or all members stop. `ends`: it is over with the first one."""
+        departure = self._steps.rank.departure
+        while not departure.stop_agreed and not self.shadow_step(apply, ends=ends, opened=None):
+            pass
 
     def torn(self, error: BaseException) -> None:
         """The optimizer raised after a commit: this state is neither old nor new and must be healed (R13)."""

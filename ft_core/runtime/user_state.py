@@ -33,6 +33,16 @@ class LiveState:
         self._readable = threading.Event()
         self._readable.set()
 
+    @staticmethod
+    def of(load: LoadFn | None, save: StateFn | None) -> LiveState:
+        """With one pair of functions, or none yet. Raises ConfigError for half a pair."""
+        live = LiveState()
+        if (load is None) != (save is None):
+            raise ConfigError("pass both load_state_dict and state_dict, or neither and register_state_dict_fn later")
+        if load is not None:
+            live.register(DEFAULT_KEY, load, save)
+        return live
+
     def __repr__(self) -> str:
         return f"LiveState({', '.join(self._save) or 'nothing registered'})"
 

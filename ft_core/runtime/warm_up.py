@@ -89,7 +89,7 @@ class WarmUp:
             first=rank.wish is None,
             others_train=bool(shell.peers) and own_room,
             ranks=steps.config.world_size,
-            wraps_a_model=bool(steps.carriers),
+            wraps_a_model=bool(steps.reducers),
             divides_data=steps.data is not None,
             has_data=not rank.data.exhausted,
         )
@@ -100,14 +100,14 @@ class WarmUp:
         log.info("%s: others are training: the first step is a warm-up outside the quorum, and not committed", name)
         shell.control.progress(rank.held.version.step, "warming up", rank.held.stable)
         self._random_state = RandomState.take()
-        steps.attempt = WarmUpAttempt(0, shell, steps.weights, steps.carriers, rides=False)
+        steps.attempt = WarmUpAttempt(0, shell, steps.weights, steps.reducers, rides=False)
         return True
 
     def undo(self) -> None:
         """At a vote: give back what was changed. There may be more votes before the next start_quorum, which asks."""
         assert self._random_state is not None
         self._random_state.restore()
-        for carrier in self._steps.carriers:
-            carrier.vetoed()
+        for reducer in self._steps.reducers:
+            reducer.vetoed()
         self._steps.reset_weights()
         self.undone = True

@@ -298,8 +298,8 @@ class FabricFaultTolerance(StartsGroups):
             return
         for wrapped in self._modules:
             # All of a bucket, whoever used what: ranks of other rings may have a gradient where this one has None.
-            if wrapped.require_backward_grad_sync and wrapped.carrier.unsettled:
-                wrapped.carrier.average_inside(torch.distributed.all_reduce, ranks)
+            if wrapped.require_backward_grad_sync and wrapped.gradient_reducer.unsettled:
+                wrapped.gradient_reducer.average_inside(torch.distributed.all_reduce, ranks)
 
     def clip_gradients_norm(self, module: nn.Module, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Tensor:
         """Vote, then clip. A step that was vetoed has no gradients: nothing is clipped, the norm is zero."""
@@ -342,7 +342,7 @@ class FabricFaultTolerance(StartsGroups):
             return None
         except BaseException as error:
             if voted:  # the others have the new state, this one may have half of it
-                self.manager.report_torn_state(error)
+                self.manager.hooks.report_torn_state(error)
             raise
 
     def _committed(self, optimizer: Optimizer) -> bool:

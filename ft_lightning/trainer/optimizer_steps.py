@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from ft_core import Manager
-    from ft_core.reduction.bucket_reducer import Bucketer
+    from ft_core.reduction.bucket_reducer import BucketReducer
     from ft_core.runtime.step_attempt import StepAttempt
 
 
@@ -169,14 +169,14 @@ class OptimizerSteps:
     def open_quorum(self) -> Manager:
         """Before a batch is fetched: open its quorum, unless an accumulation window is under way."""
         this: Any = self
-        manager, carrier, elastic = self.manager, self._carrier, this.elastic
+        manager, reducer, elastic = self.manager, self._reducer, this.elastic
         assert manager is not None
         self.step_vetoed = False
         this.uneven.batch_begins()
         if elastic.left_step:
             manager.report_error(LeftEpoch("the loop left its epoch in the middle of a step"))
             self._vote()
-        elif carrier.unsettled:
+        elif reducer.unsettled:
             self._vote()  # no step followed: there is nothing to apply, but their place in the run is agreed on
         elif self._open and not self._behind:
             return manager
@@ -191,7 +191,7 @@ class OptimizerSteps:
 
     def close_quorum(self) -> None:
         """Vote on what no step followed, after the last batch."""
-        if self.manager is not None and self._carrier.unsettled:
+        if self.manager is not None and self._reducer.unsettled:
             self._vote()
 
     @property
@@ -205,10 +205,10 @@ class OptimizerSteps:
         return self._lost
 
     @property
-    def _carrier(self) -> Bucketer:
+    def _reducer(self) -> BucketReducer:
         this: Any = self
-        carrier: Bucketer = this.model.carrier
-        return carrier
+        reducer: BucketReducer = this.model.gradient_reducer
+        return reducer
 
     # ------------------------------------------------------------ backward
 
@@ -220,7 +220,7 @@ class OptimizerSteps:
             return
         self._touched = True
         if not this.lightning_module.automatic_optimization:
-            self._carrier.before_backward(sync=this.model.require_backward_grad_sync and not self._lost)
+            self._reducer.before_backward(sync=this.model.require_backward_grad_sync and not self._lost)
 
     def backward(self, closure_loss: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
         """Run backward; in a group of several ranks gradients are averaged over these before any hook sees them."""
@@ -249,16 +249,16 @@ class OptimizerSteps:
         this: Any = self
         if this.world_size == 1 or self.manager is None:
             return
-        attempt = self.manager.current_attempt()
+        attempt = self.manager.hooks.current_attempt()
         assert attempt is not None
         if attempt is not self._planned[0]:
             self._planned = attempt, attempt.planned
         weight = attempt.verdict.weight if attempt.verdict is not None else 0
         if weight:
             if weight != self._planned[1]:
-                self._carrier.rescale(self._planned[1] / weight)
+                self._reducer.rescale(self._planned[1] / weight)
             attempt.planned = weight
-        self._carrier.average_inside(torch.distributed.all_reduce, this.world_size)
+        self._reducer.average_inside(torch.distributed.all_reduce, this.world_size)
 
     # ------------------------------------------------------------ the step
 
@@ -294,7 +294,7 @@ class OptimizerSteps:
             return result[0]
         except BaseException as error:
             if self._allowed is True:  # the others have the new state, this replica may have half of it
-                self.manager.report_torn_state(error)
+                self.manager.hooks.report_torn_state(error)
             raise
         finally:
             self._allowed = None
@@ -324,23 +324,23 @@ class OptimizerSteps:
         """Whether the step that is about to be made is everybody's."""
         assert self.manager is not None
         this: Any = self
-        manager, carrier = self.manager, self._carrier
+        manager, reducer = self.manager, self._reducer
         self._open = False
-        if self._verdict is not None and not self._touched and not carrier.unsettled:
+        if self._verdict is not None and not self._touched and not reducer.unsettled:
             return self._verdict  # a further optimizer steps on gradients that were voted on
         self._touched = False
         if self._lost:
             self._verdict = False
         else:
-            if not carrier.unsettled:
-                carrier.flush(with_accumulated=True)
+            if not reducer.unsettled:
+                reducer.flush(with_accumulated=True)
                 self._average_inside()
             self._verdict = manager.should_commit()
             # After an agreed stop nobody is there for another vote.
             self._lost = manager.quorum_lost or manager.stop_agreed
             this._voted(self._verdict)
             if self._lost:
-                carrier.before_backward(sync=False)
+                reducer.before_backward(sync=False)
         if self._verdict:
             self._share_buffers()
         else:

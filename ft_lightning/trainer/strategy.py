@@ -231,7 +231,7 @@ class FaultTolerance(OptimizerSteps, Checkpoints, StartsGroups):
         self._end_passed()
         wrapped: Any = getattr(self, "model", None)
         if isinstance(wrapped, DistributedDataParallel):
-            wrapped.carrier.remove_hooks()  # another fit wraps the same parameters again
+            wrapped.gradient_reducer.remove_hooks()  # another fit wraps the same parameters again
         super().teardown()  # type: ignore[misc]
 
     # ------------------------------------------------------------ a batch

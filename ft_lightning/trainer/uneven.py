@@ -133,7 +133,7 @@ class UnevenEnd:
         self._applied = False
 
         def attempt() -> bool:
-            return manager.shadow_step(self._apply, ends=self.policy == "stop_all", opened=self._strategy._opened)
+            return manager.hooks.shadow_step(self._apply, ends=self.policy == "stop_all", opened=self._strategy._opened)
 
         with self._strategy._takeover.staying():
             try:

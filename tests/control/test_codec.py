@@ -32,7 +32,7 @@ FLAGS = {
 }
 ASKS = st.builds(
     Ask, NAMES, INT64, VERSIONS, U64, INT64, st.booleans(), TEXTS, min_replicas=st.integers(1, 256),
-    group_world_size=st.integers(1, 4096), heal_addresses=ADDRESSES, store_address=TEXTS, address=TEXTS, layout=U64,
+    group_world_size=st.integers(1, 4096), heal_addresses=ADDRESSES, store_address=TEXTS, address=TEXTS, signature=U64,
     commit_failures=st.integers(0, 99), data=TEXTS, **FLAGS,
 )  # fmt: skip
 MEMBERS = st.builds(
@@ -44,8 +44,9 @@ QUORUMS = st.builds(
 )
 HELLOS = st.builds(
     Hello, NAMES, NAMES, st.just(0), INT64, version=VERSIONS, stable=VERSIONS, highest_id=INT64, quorum_id=INT64,
-    members=st.lists(NAMES, max_size=4).map(tuple), layout=U64, layout_lines=ADDRESSES, expected=st.integers(0, 256),
-    min_replicas=st.integers(1, 256), group_world_size=st.integers(1, 4096), join_s=MILLIS, liveness_s=MILLIS,
+    members=st.lists(NAMES, max_size=4).map(tuple), signature=U64, signature_lines=ADDRESSES,
+    expected=st.integers(0, 256), min_replicas=st.integers(1, 256),
+    group_world_size=st.integers(1, 4096), join_s=MILLIS, liveness_s=MILLIS,
     orphan_s=MILLIS | st.just(math.inf), heal_addresses=ADDRESSES,
 )  # fmt: skip
 VERDICTS = st.builds(
@@ -157,7 +158,7 @@ ASK = Ask("a:1", 1)
         ({"data": "x" * 20_000}, "data"),
         ({"seq": -1}, "Ask"),
         ({"store_address": "\udcff"}, "Ask"),
-        ({"layout": 2**64}, "Ask"),
+        ({"signature": 2**64}, "Ask"),
         ({"version": Version(-5, 0)}, "version"),
         ({"version": Version(MAX_STEP + 1, 0)}, "version.step"),
     ],
@@ -195,10 +196,10 @@ def test_long_reasons_are_cut_and_long_layouts_left_out() -> None:
     assert isinstance(push, Reason)
     assert len(push.text) == codec.MAX_TEXT
     lines = tuple(f"layer{n}.weight float32 [1024, 1024]" for n in range(100_000))
-    opening = codec.decode_lease_request(codec.encode_hello(Hello("a", "a", 0, 1, layout_lines=lines), "r", ""))
+    opening = codec.decode_lease_request(codec.encode_hello(Hello("a", "a", 0, 1, signature_lines=lines), "r", ""))
     assert isinstance(opening, codec.Opening)
-    kept = opening.hello.layout_lines
-    assert 1000 < len(kept) <= codec.MAX_LAYOUT_LINES
+    kept = opening.hello.signature_lines
+    assert 1000 < len(kept) <= codec.MAX_SIGNATURE_LINES
     assert kept == lines[: len(kept)]
 
 

@@ -170,9 +170,9 @@ def test_refusals_name_what_is_wrong(trio: list[Replica], replica: Callable[...,
 
 
 def test_another_model_is_refused_with_the_first_difference(replica: Callable[..., Replica]) -> None:
-    one = replica("a:1", layout=1, layout_lines=("w float32 [3]", "b float32 [3]"))
+    one = replica("a:1", signature=1, signature_lines=("w float32 [3]", "b float32 [3]"))
     one.lease.wait_connected(5)
-    other = replica("b:1", layout=2, layout_lines=("w float32 [3]", "b float32 [4]"))
+    other = replica("b:1", signature=2, signature_lines=("w float32 [3]", "b float32 [4]"))
     text = str(other.recorder.wait("refused")[0])
     assert "parameter 1 is 'b float32 [4]' here and 'b float32 [3]' there" in text
 
@@ -464,9 +464,9 @@ def test_another_model_is_also_refused_when_it_asks(replica: Callable[..., Repli
     one, other = replica("a:1"), replica("b:1")
     for each in (one, other):
         each.lease.wait_connected(5)
-    one.ask(layout=1, layout_lines=("w float32 [3]",))
+    one.ask(signature=1, signature_lines=("w float32 [3]",))
     one.answer()
-    other.ask(layout=2, layout_lines=("w float32 [4]",))
+    other.ask(signature=2, signature_lines=("w float32 [4]",))
     error = other.recorder.wait("refused")[0]
     assert isinstance(error, RefusedError)
     assert "'w float32 [4]' here and 'w float32 [3]' there" in str(error)

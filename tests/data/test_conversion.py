@@ -21,7 +21,7 @@ from torch.utils.data import (
 
 from ft_core.data import ElasticDataLoader, IndexedStream, elastic_loader
 from ft_core.errors import ConfigError
-from tests.data.ports import Membership
+from tests.data.membership import Membership
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

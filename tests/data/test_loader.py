@@ -15,7 +15,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader  # type: ignore[imp
 
 from ft_core.data import ElasticDataLoader, ElasticSampler
 from ft_core.errors import ConfigError
-from tests.data.ports import Membership
+from tests.data.membership import Membership
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from ft_core.data import ElasticSampler
 from ft_core.errors import ConfigError, UsageError
-from tests.data.ports import Membership
+from tests.data.membership import Membership
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -10,7 +10,7 @@ import pytest
 
 from ft_core.data import ElasticDataLoader, ReplayedStream
 from ft_core.errors import ConfigError, UsageError
-from tests.data.ports import Membership
+from tests.data.membership import Membership
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

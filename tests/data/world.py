@@ -92,7 +92,7 @@ class Attempt:
     heals_first: list[Group]
 
 
-class Port:
+class Host:
     """The Manager, as one rank sees it."""
 
     def __init__(self, rank: Rank) -> None:
@@ -100,6 +100,10 @@ class Port:
         self.weights: list[int] = []
         self.load: Callable[[Any], None]
         self.save: Callable[[], Any]
+
+    @property
+    def hooks(self) -> Any:
+        return self
 
     def attach_data(self, listener: object) -> None:
         assert isinstance(listener, ElasticSampler)
@@ -130,9 +134,9 @@ class Rank:
     def __init__(self, group: Group, number: int) -> None:
         config = group.world.config
         self.group = group
-        self.port = Port(self)
+        self.host = Host(self)
         self.sampler = ElasticSampler(
-            config.length, shuffle=config.shuffle, seed=7, manager=self.port, group_rank=number,
+            config.length, shuffle=config.shuffle, seed=7, manager=self.host, group_rank=number,
             num_replicas=config.ranks, **cast("Any", config.batching),
         )  # fmt: skip
         self.pipeline = Pipeline(
@@ -153,7 +157,7 @@ class Rank:
                     if micro_batch.weight:
                         self.taken += batch
                 assert self.sampler.last_micro_batch
-                assert sum(self.port.weights) == len(self.taken)
+                assert sum(self.host.weights) == len(self.taken)
                 yield
 
 
@@ -170,11 +174,11 @@ class Group:
 
     def state(self) -> dict[str, Any]:
         """As a donor offers it at a step boundary."""
-        return {"version": self.version, "ledger": self.ledger.copy(), "data": self.ranks[0].port.save()}
+        return {"version": self.version, "ledger": self.ledger.copy(), "data": self.ranks[0].host.save()}
 
     def heal_rank(self, rank: Rank) -> None:
         assert self.donor is not None
-        rank.port.load(self.donor["data"])
+        rank.host.load(self.donor["data"])
         self.version, self.ledger = self.donor["version"], self.donor["ledger"].copy()
 
     def heal(self) -> None:
@@ -232,7 +236,7 @@ class World:
             self.groups.insert(rng.randrange(len(self.groups) + 1), Group(self))
         newest = max(group.version for group in self.groups)
         holders = [group for group in self.groups if group.version == newest]
-        assert len({repr(g.ranks[0].port.save()) for g in holders}) == 1, "equal versions, different positions"
+        assert len({repr(g.ranks[0].host.save()) for g in holders}) == 1, "equal versions, different positions"
         fresh = newest == (0, 0)
         behind = [g for g in self.groups if g.version != newest or (fresh and g is not holders[0])]
         for group in behind:

@@ -1,1 +1,1 @@
-"""The same trajectory, bit for bit: the order of additions, the carrier, real Managers in threads, and processes."""
+"""The same trajectory, bit for bit: the order of additions, the reducer, real Managers in threads, and processes."""

@@ -1,4 +1,4 @@
-"""The carrier alone: what goes wrong in a step, and what never may."""
+"""The reducer alone: what goes wrong in a step, and what never may."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from ft_core.errors import CollectiveError, UsageError
 from ft_core.fixed_order import FixedOrderDataParallel
 from ft_core.reduction.fixed_order import tree_exchange
-from tests.fixed_order.port import Port, wrap
+from tests.fixed_order.host import Host, wrap
 from tests.fixed_order.reference import CLASSES, FEATURES
 
 
@@ -41,7 +41,7 @@ def loss_of(model: nn.Module, batch: Any) -> Tensor:
     return nn.functional.cross_entropy(model(x), y)
 
 
-def one_step(model: Any, port: Port, loader: Any, *, batches: Any = None) -> None:
+def one_step(model: Any, host: Host, loader: Any, *, batches: Any = None) -> None:
     """All micro-batches of a step up to the vote."""
     for batch in batches or loader:
         loss = loss_of(model, batch)
@@ -56,34 +56,34 @@ def bits(module: nn.Module) -> list[Tensor]:
 
 
 def test_gradients_are_final_when_backward_returns() -> None:
-    model, port, loader = wrap(linear())
-    one_step(model, port, loader)
-    attempt = port.attempts[-1]
+    model, host, loader = wrap(linear())
+    one_step(model, host, loader)
+    attempt = host.attempts[-1]
     assert attempt.events == ["ready", "bucket", "bucket", "fence", "arrived"]  # the header, the gradients, the fence
     assert all(grad.abs().sum() > 0 for grad in bits(model))
     assert model.step_loss is None
-    port.end()
+    host.end()
     assert model.step_loss == pytest.approx(math.log(CLASSES), abs=0.7)
-    assert port.whole_steps
+    assert host.whole_steps
 
 
 def test_small_exchanges_give_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, port, loader = wrap(linear())
-    one_step(model, port, loader)
+    model, host, loader = wrap(linear())
+    one_step(model, host, loader)
     expected = bits(model)
     monkeypatch.setattr(tree_exchange, "EXCHANGE_BYTES", 16)
-    model, port, loader = wrap(linear())
-    one_step(model, port, loader)
+    model, host, loader = wrap(linear())
+    one_step(model, host, loader)
     assert all(torch.equal(a, b) for a, b in zip(expected, bits(model), strict=True))
-    assert len(port.attempts[-1].sent) > 10
+    assert len(host.attempts[-1].sent) > 10
 
 
 def test_bits_travel_unchanged() -> None:
     """A minus zero and a NaN come out as they went in, also among the zeros of others."""
     module = nn.Linear(4, 1, bias=False)
-    _model, port, loader = wrap(module, global_batch_size=2)
+    _model, host, loader = wrap(module, global_batch_size=2)
     odd = torch.tensor([[-0.0, float("nan"), float("-inf"), 1e-42]])
-    port.faults = {"peers": [torch.zeros(2 * 1 + 1 + 3, dtype=torch.int64), torch.full((4,), -0.0)]}
+    host.faults = {"peers": [torch.zeros(2 * 1 + 1 + 3, dtype=torch.int64), torch.full((4,), -0.0)]}
     next(iter(loader))
     (module.weight * odd).sum().backward()
     assert module.weight.grad is not None
@@ -92,37 +92,37 @@ def test_bits_travel_unchanged() -> None:
 
 def test_a_participant_that_gives_nothing_costs_the_step() -> None:
     """Nothing but the fence follows the header, and gradients of a part of the step are seen by nobody."""
-    model, port, loader = wrap(linear(), Port(groups=2))
-    one_step(model, port, loader)
-    attempt = port.attempts[-1]
+    model, host, loader = wrap(linear(), Host(groups=2))
+    one_step(model, host, loader)
+    attempt = host.attempts[-1]
     assert attempt.events == ["ready", "bucket", "report", "fence", "arrived"]
     assert isinstance(attempt.reports[0], CollectiveError)
     assert "micro-batches of this step are missing" in str(attempt.reports[0])
     assert bits(model) == []
-    port.end(commit=False)
+    host.end(commit=False)
     assert model.step_loss is None
 
 
 def test_replicas_that_divide_differently_are_told_so() -> None:
-    model, port, loader = wrap(linear())
+    model, host, loader = wrap(linear())
     others = torch.zeros(2 * 4 + 2 + 3, dtype=torch.int64)
     others[-2:] = torch.tensor([1, 3])
-    port.faults = {"peers": [others]}
-    one_step(model, port, loader)
-    assert "different numbers of micro-batches" in str(port.attempts[-1].reports[0])
+    host.faults = {"peers": [others]}
+    one_step(model, host, loader)
+    assert "different numbers of micro-batches" in str(host.attempts[-1].reports[0])
 
 
 def test_one_that_does_not_participate_follows() -> None:
     """It gives zeros to everything, of the same sizes, and ends with the others' gradients."""
-    giver, port, loader = wrap(linear())
-    one_step(giver, port, loader)
-    header, gradients, _ = port.attempts[-1].sent
-    follower, other, fillers = wrap(linear(), Port(groups=1, place=None))
+    giver, host, loader = wrap(linear())
+    one_step(giver, host, loader)
+    header, gradients, _ = host.attempts[-1].sent
+    follower, other, fillers = wrap(linear(), Host(groups=1, place=None))
     other.faults = {"scale": 0.0, "peers": [header, gradients]}
     one_step(follower, other, fillers)
     assert not any(sent.any() for sent in other.attempts[-1].sent[:2])
     assert all(torch.equal(a, b) for a, b in zip(bits(giver), bits(follower), strict=True))
-    port.end()
+    host.end()
     other.end()
     assert giver.step_loss == follower.step_loss is not None
 
@@ -131,44 +131,44 @@ def test_one_that_does_not_participate_follows() -> None:
 @pytest.mark.parametrize("at", range(4))
 def test_a_failed_collective_never_leaves_backward(monkeypatch: pytest.MonkeyPatch, fault: str, at: int) -> None:
     monkeypatch.setattr(tree_exchange, "EXCHANGE_BYTES", 32 * 3)
-    model, port, loader = wrap(linear())
-    port.faults = {fault: at}
-    one_step(model, port, loader)
-    attempt = port.attempts[-1]
+    model, host, loader = wrap(linear())
+    host.faults = {fault: at}
+    one_step(model, host, loader)
+    attempt = host.attempts[-1]
     assert all(work.waited for work in attempt.works)
     assert bool(attempt.errors) == (fault == "fail_at")
     assert "arrived" not in attempt.events
     assert bits(model) == []
-    port.end(commit=False)
-    port.faults = {}
-    one_step(model, port, loader)
-    assert port.attempts[-1].events[-1] == "arrived"
+    host.end(commit=False)
+    host.faults = {}
+    one_step(model, host, loader)
+    assert host.attempts[-1].events[-1] == "arrived"
     assert len(bits(model)) == 2
 
 
 def test_a_broken_quorum_launches_nothing() -> None:
-    model, port, loader = wrap(linear())
-    port.faults = {"is_ready": False}
-    one_step(model, port, loader)
-    port.end(commit=False)
-    assert port.attempts[-1].events == ["ready"]
+    model, host, loader = wrap(linear())
+    host.faults = {"is_ready": False}
+    one_step(model, host, loader)
+    host.end(commit=False)
+    assert host.attempts[-1].events == ["ready"]
 
 
 def test_unused_parameters_have_no_gradient() -> None:
     module = nn.Sequential(linear(), nn.Linear(2, 2))
-    model, port, loader = wrap(module)
+    model, host, loader = wrap(module)
     for x, _ in loader:
         module[0](x).sum().backward()
         if loader.last_micro_batch:
             break
     assert [p.grad is None for p in module.parameters()] == [False, False, True, True]
-    assert port.attempts[-1].reports == []
-    port.end()
+    assert host.attempts[-1].reports == []
+    host.end()
     assert model.step_loss is None  # nobody recorded one
 
 
 def test_a_backward_that_raised_costs_the_step() -> None:
-    model, port, loader = wrap(linear())
+    model, host, loader = wrap(linear())
     failing = True
 
     def fail(_gradient: Tensor) -> None:
@@ -183,18 +183,18 @@ def test_a_backward_that_raised_costs_the_step() -> None:
         break
     failing = False
     handle.remove()
-    one_step(model, port, loader, batches=batches)
-    port.end(commit=False)
-    (report,) = port.attempts[-1].reports
+    one_step(model, host, loader, batches=batches)
+    host.end(commit=False)
+    (report,) = host.attempts[-1].reports
     assert "lacks micro-batches" in str(report)
     assert "raised" in str(report)
 
 
 def test_a_vote_without_all_micro_batches_is_a_veto() -> None:
-    model, port, loader = wrap(linear())
+    model, host, loader = wrap(linear())
     loss_of(model, next(iter(loader))).backward()
-    port.end(commit=False)
-    assert "before the backward() of the last micro-batch" in str(port.attempts[-1].reports[0])
+    host.end(commit=False)
+    assert "before the backward() of the last micro-batch" in str(host.attempts[-1].reports[0])
 
 
 def test_no_backward_is_found_out_with_the_next_batch() -> None:
@@ -231,10 +231,10 @@ def test_reentrant_checkpoints_are_refused() -> None:
 
 
 def test_other_checkpoints_work() -> None:
-    model, port, loader = wrap(linear())
-    one_step(model, port, loader)
+    model, host, loader = wrap(linear())
+    one_step(model, host, loader)
     expected = bits(model)
-    model, port, loader = wrap(linear())
+    model, host, loader = wrap(linear())
     for batch in loader:
         x, y = batch
         nn.functional.cross_entropy(checkpoint(model, x, use_reentrant=False), y).backward()
@@ -264,13 +264,13 @@ def test_losses_are_one_number_per_micro_batch() -> None:
 
 
 def test_it_can_be_undone() -> None:
-    model, port, loader = wrap(linear())
-    assert repr(port.carriers[0]) == "FixedOrderReducer(micro-batch none, none, OrderedSum())"
+    model, host, loader = wrap(linear())
+    assert repr(host.reducers[0]) == "FixedOrderReducer(micro-batch none, none, OrderedSum())"
     module = model.unwrap()
-    assert port.carriers == []
+    assert host.reducers == []
     module(torch.ones(1, FEATURES)).sum().backward()
     assert module.weight.grad is not None
-    again = FixedOrderDataParallel(port.manager, module, loader)
-    one_step(again, port, loader)
-    assert port.attempts[-1].events[-1] == "arrived"
+    again = FixedOrderDataParallel(host.manager, module, loader)
+    one_step(again, host, loader)
+    assert host.attempts[-1].events[-1] == "arrived"
     assert len(bits(again)) == 2

@@ -14,8 +14,8 @@ from torch.utils.data import DataLoader
 from ft_core.data import ElasticDataLoader, ElasticSampler
 from ft_core.data.seeded_dataset import EpochIndices, SeededDataset
 from ft_core.errors import ConfigError, UsageError
-from ft_core.fixed_order import FixedOrderDataParallel, FixedOrderLayout
-from tests.fixed_order.port import Port, loader_on, wrap
+from ft_core.fixed_order import FixedOrderDataParallel, FixedOrderPlan
+from tests.fixed_order.host import Host, loader_on, wrap
 from tests.fixed_order.reference import CLASSES, FEATURES, Points
 
 
@@ -24,33 +24,33 @@ def linear() -> nn.Module:
 
 
 def test_the_loader_must_cut_steps_the_same_way_always() -> None:
-    port = Port()
+    host = Host()
     with pytest.raises(ConfigError, match="fixed_micro_batches=True"):
-        wrap(linear(), port, fixed_micro_batches=False)
+        wrap(linear(), host, fixed_micro_batches=False)
     with pytest.raises(ConfigError, match=r"needs an ElasticDataLoader .* got DataLoader"):
-        FixedOrderDataParallel(port.manager, linear(), DataLoader(Points(4)))  # type: ignore[arg-type]
-    assert port.carriers == []
+        FixedOrderDataParallel(host.manager, linear(), DataLoader(Points(4)))  # type: ignore[arg-type]
+    assert host.reducers == []
 
 
 def test_a_sampler_will_do() -> None:
-    port = Port()
+    host = Host()
     sampler = ElasticSampler(40, 2, global_batch_size=8, fixed_micro_batches=True)
-    FixedOrderDataParallel(port.manager, linear(), sampler)
-    assert port.listeners == [sampler]
+    FixedOrderDataParallel(host.manager, linear(), sampler)
+    assert host.listeners == [sampler]
 
 
 def test_the_loader_belongs_to_one_manager_and_one_module() -> None:
-    _, port, loader = wrap(linear())
+    _, host, loader = wrap(linear())
     with pytest.raises(ConfigError, match="one sampler, one Manager"):
-        FixedOrderDataParallel(Port().manager, linear(), loader)
+        FixedOrderDataParallel(Host().manager, linear(), loader)
     with pytest.raises(ConfigError, match="one FixedOrderDataParallel per loader"):
-        FixedOrderDataParallel(port.manager, linear(), loader)
-    assert len(port.carriers) == 1
+        FixedOrderDataParallel(host.manager, linear(), loader)
+    assert len(host.reducers) == 1
 
 
 def test_groups_of_several_ranks_are_refused() -> None:
     with pytest.raises(ConfigError, match="replica group of 2 ranks"):
-        wrap(linear(), Port(ranks=2))
+        wrap(linear(), Host(ranks=2))
     with pytest.raises(ConfigError, match="replica group of 3 ranks"):
         wrap(linear(), num_replicas=3)
 
@@ -115,14 +115,14 @@ def test_parameters_may_be_frozen_and_not_unfrozen() -> None:
 
 
 def test_replicas_that_compute_otherwise_have_another_layout() -> None:
-    model, port, _ = wrap(linear())
-    layout = port.carriers[0].layout
-    assert isinstance(layout, FixedOrderLayout)
-    assert f"torch {torch.__version__}, cpu: " in layout.describe()[-1]
-    assert "1 threads" in layout.describe()[-1]
+    model, host, _ = wrap(linear())
+    plan = host.reducers[0].plan
+    assert isinstance(plan, FixedOrderPlan)
+    assert f"torch {torch.__version__}, cpu: " in plan.describe()[-1]
+    assert "1 threads" in plan.describe()[-1]
     torch.set_num_threads(2)
     _, other, _ = wrap(model.module)
-    assert other.carriers[0].layout.digest != layout.digest
+    assert other.reducers[0].plan.digest != plan.digest
 
 
 def test_copies_are_refused() -> None:
@@ -145,15 +145,15 @@ def test_a_seeded_dataset_is_read_through_an_elastic_loader() -> None:
         data[0]
     with pytest.raises(UsageError, match="ElasticDataLoader"):
         next(iter(DataLoader(data)))
-    port = Port()
-    loader = ElasticDataLoader(data, 4, manager=port)
+    host = Host()
+    loader = ElasticDataLoader(data, 4, manager=host)
     seen = []
     for _ in loader.epochs(2):
         for x, _y in loader:
             seen.append(x)
-            port.end()
+            host.end()
     assert not torch.equal(seen[0], seen[2])  # another epoch
-    again = ElasticDataLoader(data, 8, manager=Port())
+    again = ElasticDataLoader(data, 8, manager=Host())
     assert torch.equal(next(iter(again))[0], torch.cat(seen[:2]))  # whatever the batches
 
 
@@ -168,5 +168,5 @@ def test_a_seeded_dataset_leaves_the_generators_alone() -> None:
 
 def test_a_plain_loader_keeps_working() -> None:
     """Indices that know their epoch are still a list."""
-    x, _y = next(iter(loader_on(Port())))
+    x, _y = next(iter(loader_on(Host())))
     assert x.shape == (2, FEATURES)

@@ -204,7 +204,7 @@ class Breaks(Callback):
             # So both are in this batch: a break may not reach the other one in the fence of the batch before.
             trainer.strategy.reduce_across_groups(loss)  # asks nobody where the quorum has broken before
         if batch_idx in self.batches and group() == 1 and self.seen == 1 + (batch_idx == 5):
-            trainer.strategy.manager.current_attempt().fail(FAULT)
+            trainer.strategy.manager.hooks.current_attempt().fail(FAULT)
 
 
 def average() -> Callback:

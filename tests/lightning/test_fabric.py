@@ -249,7 +249,7 @@ def test_evaluation_opens_no_step(alone: Callable[..., Any]) -> None:
         model(torch.ones(1, 2))
     with pytest.raises(UsageError, match=r"call the model that fabric\.setup"):
         optimizer.step()
-    assert fabric.strategy.manager.current_attempt() is None
+    assert fabric.strategy.manager.hooks.current_attempt() is None
     assert "group 0 of 1" in repr(fabric.strategy)
 
 

@@ -207,12 +207,12 @@ def test_rings_with_different_divisors_are_corrected_before_they_are_mixed() -> 
     """Planned for 4 participants, 3 contributed: sums were divided by 4 and have to be divided by 3."""
     done: list[Any] = []
     attempt = types.SimpleNamespace(planned=4, verdict=types.SimpleNamespace(weight=3))
-    carrier = types.SimpleNamespace(
+    reducer = types.SimpleNamespace(
         rescale=lambda factor: done.append(factor), average_inside=lambda _reduce, ranks: done.append(ranks)
     )
     modes: Any = OptimizerSteps()
-    modes.world_size, modes.model = 2, types.SimpleNamespace(carrier=carrier)
-    modes.manager = types.SimpleNamespace(current_attempt=lambda: attempt)
+    modes.world_size, modes.model = 2, types.SimpleNamespace(reducer=reducer)
+    modes.manager = types.SimpleNamespace(hooks=types.SimpleNamespace(current_attempt=lambda: attempt))
     modes._average_inside()
     assert done == [4 / 3, 2]
     assert attempt.planned == 3  # the Manager has nothing left to correct

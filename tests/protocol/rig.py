@@ -54,9 +54,9 @@ for _name in dir(Rank):
         setattr(CheckedRank, _name, _checked(getattr(Rank, _name)))
 
 
-def member(name: str, step: int = 0, epoch: int = 0, lineage: int = 1, **more: Any) -> Member:
-    """A member holding (step, epoch)."""
-    return Member(name, Version(step, epoch), lineage, **more)
+def member(name: str, step: int = 0, quorum_id: int = 0, lineage: int = 1, **more: Any) -> Member:
+    """A member holding (step, quorum_id)."""
+    return Member(name, Version(step, quorum_id), lineage, **more)
 
 
 def new_rank(name: str, *, lineage: int = 1, now: float = 0.0, **more: Any) -> CheckedRank:

@@ -140,15 +140,15 @@ def test_a_member_is_not_refused_because_of_a_newcomer_with_another_model() -> N
     """A lighthouse that has just started hears the newcomer first."""
     script = Script(boot_window_s=5.0)
     script.hello("new")
-    script.ask("new", layout=2, layout_lines=("w float32 [3]",))
-    running = {"quorum_id": 77 << 32, "members": ("a", "b"), "layout": 1, "layout_lines": ("w float32 [2]",)}
+    script.ask("new", signature=2, signature_lines=("w float32 [3]",))
+    running = {"quorum_id": 77 << 32, "members": ("a", "b"), "signature": 1, "signature_lines": ("w float32 [2]",)}
     out = script.hello("a", **running)
     assert out[0].startswith(
         "refuse new: new has another model than a: parameter 0 is 'w float32 [3]' here and 'w float32 [2]' there"
     )
     assert not [text for text in out + script.hello("b", **running) if text.startswith(("refuse a", "refuse b"))]
     assert script.room.records["new"].ask is None
-    assert script.hello("late", layout=2, layout_lines=("w float32 [3]",))[0].startswith("refuse late: late has")
+    assert script.hello("late", signature=2, signature_lines=("w float32 [3]",))[0].startswith("refuse late: late has")
 
 
 MODEL = ("w float32 [2]", "settings BucketSettings(find_unused=False)")
@@ -174,13 +174,15 @@ DIFFERENCES: list[tuple[tuple[str, ...], str]] = [
 @pytest.mark.parametrize(("lines", "sentence"), DIFFERENCES)
 def test_the_first_difference_is_named_with_both_values(lines: tuple[str, ...], sentence: str) -> None:
     script = Script()
-    script.hello("a", layout=1, layout_lines=(*setting_lines({"world_size_mode": "DYNAMIC"}), *MODEL))
-    assert script.hello("b", layout=2, layout_lines=lines)[0].startswith(f"refuse b: {sentence}")
+    script.hello("a", signature=1, signature_lines=(*setting_lines({"world_size_mode": "DYNAMIC"}), *MODEL))
+    assert script.hello("b", signature=2, signature_lines=lines)[0].startswith(f"refuse b: {sentence}")
 
 
 def test_ranks_of_one_group_that_differ_in_a_setting_are_told() -> None:
     asks = {
-        rank: Ask("a", 1, layout=rank, group_world_size=2, layout_lines=setting_lines({"parity_check_every": every}))
+        rank: Ask(
+            "a", 1, signature=rank, group_world_size=2, signature_lines=setting_lines({"parity_check_every": every})
+        )
         for rank, every in enumerate((0, 5))
     }
     merged = merge_asks(asks, 2)

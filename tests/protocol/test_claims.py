@@ -88,7 +88,7 @@ def test_a_strangers_state_is_not_the_newest() -> None:
         assert max(m.version for m in script.room.last_quorum.members).step == 5
         # Once it commits with the others, it is one of them.
         committed = Version(6, script.room.last_quorum.quorum_id)
-        script.quorum["s:1"] = committed.epoch
+        script.quorum["s:1"] = committed.quorum_id
         script.ask("s:1", version=committed)
         script.ask("a", 5)
         script.ask("b", 5)

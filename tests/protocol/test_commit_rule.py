@@ -38,7 +38,7 @@ def test_the_tag_shows_every_difference(difference: str) -> None:
     rig.attempt()
     rank = rig["b"]
     if difference == "version":
-        rank.attempt.base = rank.held.version = Version(9, rank.held.version.epoch)
+        rank.attempt.base = rank.held.version = Version(9, rank.held.version.quorum_id)
     elif difference == "lineage":
         rank.attempt.base_lineage = rank.held.lineage = 12345
     elif difference == "attempt":

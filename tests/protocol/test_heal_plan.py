@@ -30,7 +30,7 @@ def quorums(draw: st.DrawFn) -> list[Member]:
         member(
             name,
             (version := draw(versions)).step,
-            version.epoch,
+            version.quorum_id,
             draw(st.integers(1, 3)),
             allow_heal=allow,
             init_sync=init,
@@ -105,7 +105,7 @@ def test_many_receivers_of_one_source_pass_its_state_on() -> None:
     assert [p.relays for p in plans(enough)] == [()] * 6
 
 
-def test_equal_step_of_another_epoch_heals() -> None:
+def test_equal_step_of_another_quorum_heals() -> None:
     members = [member("a", 4, 1), member("b", 4, 2), member("c", 4, 1)]
     assert [p.heals for p in plans(members)] == [True, False, True]
 

@@ -1,4 +1,4 @@
-"""Ids, epochs and steps that nobody can have: refused where they arrive, so that they cost their sender only."""
+"""Ids and steps that nobody can have: refused where they arrive, so that they cost their sender only."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def form(room: Room) -> int:
     [
         ("highest_id", {"highest_id": INT64}),
         ("quorum_id", {"quorum_id": INT64, "members": ("x:1",)}),
-        ("epoch", {"version": Version(3, INT64)}),
+        ("version_quorum_id", {"version": Version(3, INT64)}),
     ],
 )
 def test_a_hello_with_an_impossible_id_is_refused_and_costs_nobody_else(field: str, hello: dict[str, object]) -> None:
@@ -50,7 +50,7 @@ def test_a_hello_with_an_impossible_id_is_refused_and_costs_nobody_else(field: s
     assert 0 < form(room) <= INT64
 
 
-def test_an_ask_with_an_impossible_epoch_is_refused() -> None:
+def test_an_ask_with_an_impossible_version_is_refused() -> None:
     room = room_of_two()
     effects = room.handle(Asked(Ask("a:1", 1, Version(3, INT64)), 1), NOW)
     assert [type(e) for e in effects] == [Refuse]
@@ -84,13 +84,20 @@ def test_ids_grow_and_fit_whatever_is_presented(boot: int, presented: list[int],
 
 @pytest.mark.parametrize(
     ("key", "value"),
-    [("step", MAX_STEP + 1), ("step", -2), ("step", "x"), ("batches_committed", -1), ("epoch", INT64), ("lineage", -1)],
+    [
+        ("step", MAX_STEP + 1),
+        ("step", -2),
+        ("step", "x"),
+        ("batches_committed", -1),
+        ("quorum_id", INT64),
+        ("lineage", -1),
+    ],
 )
 def test_a_damaged_checkpoint_is_named_where_it_is_loaded(key: str, value: object) -> None:
     saved: dict[str, object] = {
         "step": 3,
         "batches_committed": 6,
-        "epoch": boot_of(NOW) << 32,
+        "quorum_id": boot_of(NOW) << 32,
         "lineage": 5,
         key: value,
     }

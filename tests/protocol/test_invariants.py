@@ -252,7 +252,7 @@ class Walk:
         others = [Member(name, VERSIONS[(n >> i) % 4], n % 3, allow_heal=n % 5 > 0) for i, name in enumerate("bc")]
         members = (Member.of(sent), *others[: n % 3])
         if max(m.version for m in members) != VOID:
-            quorum = Quorum(max(rank.highest_id, VERSIONS[-1].epoch) + 1 + n % 2, members)
+            quorum = Quorum(max(rank.highest_id, VERSIONS[-1].quorum_id) + 1 + n % 2, members)
             self.handle(on.QuorumAnswered(rank.asks - (n % 11 == 0), quorum))
 
     def event(self, n: int) -> None:

@@ -54,7 +54,7 @@ def test_what_is_asked_for() -> None:
     assert isinstance(sent, do.SendAsk)
     ask = sent.ask
     assert (sent.room, ask.replica_id, ask.seq, ask.reason, ask.failed) == ("room", "a", 1, "joining", False)
-    assert (ask.store_address, ask.heals_before_forward, ask.layout, ask.min_replicas) == ("h:1", True, 17, 2)
+    assert (ask.store_address, ask.heals_before_forward, ask.signature, ask.min_replicas) == ("h:1", True, 17, 2)
     assert (ask.version, ask.lineage, ask.stable, ask.quorum_id) == (Version(0, 0), 1, VOID, 0)
     assert (rank.phase, rank.forming, rank.boundary()) == (Phase.ASKING, True, Go())
     assert rank.handle(on.QuorumWanted(wanted), 0.0) == (), "there will be one"

@@ -954,12 +954,12 @@ def test_a_running_group_is_not_refused_because_of_a_newcomer() -> None:
 
 def test_another_model_is_refused_with_the_first_differing_parameter() -> None:
     script = Script()
-    script.hello("a", layout=1, layout_lines=("w float32 3x4", "b float32 4"))
-    assert script.hello("b", layout=2, layout_lines=("w float32 3x5", "b float32 4")) == [
+    script.hello("a", signature=1, signature_lines=("w float32 3x4", "b float32 4"))
+    assert script.hello("b", signature=2, signature_lines=("w float32 3x5", "b float32 4")) == [
         "refuse b: b has another model than a: parameter 0 is 'w float32 3x5' here and 'w float32 3x4' there; "
         "start every replica group with the same model and the same DistributedDataParallel settings"
     ]
-    assert "2 parameters here" not in script.hello("c", layout=3, layout_lines=("w float32 3x4",))[0]
+    assert "2 parameters here" not in script.hello("c", signature=3, signature_lines=("w float32 3x4",))[0]
 
 
 def test_the_room_is_bounded() -> None:

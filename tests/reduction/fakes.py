@@ -1,4 +1,4 @@
-"""Managers and attempts for tests of the carrier: one in memory with scripted failures, one over a real Gloo group."""
+"""Managers and attempts for tests of the reducer: one in memory with scripted failures, one over a real Gloo group."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.spawn import spawn
 
 from ft_core.ddp import DistributedDataParallel
-from ft_core.reduction.interface import FENCE_SLOTS, Attempt, Carrier
+from ft_core.reduction.interface import FENCE_SLOTS, GradientReducer, ReductionAttempt
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -100,20 +100,25 @@ class FakeAttempt:
         return work
 
 
-class FakePort:
-    """The Manager as a carrier sees it."""
+class FakeHost:
+    """The Manager as a reducer sees it."""
 
-    def __init__(self, attempt: Attempt | None = None) -> None:
+    def __init__(self, attempt: ReductionAttempt | None = None) -> None:
         self.attempt = attempt
-        self.carriers: list[Carrier] = []
+        self.reducers: list[GradientReducer] = []
+        self.backend, self.batch_ratio = "gloo", 1.0
 
-    def register_carrier(self, carrier: Carrier) -> None:
-        self.carriers.append(carrier)
+    @property
+    def hooks(self) -> FakeHost:
+        return self
 
-    def unregister_carrier(self, carrier: Carrier) -> None:
-        self.carriers.remove(carrier)
+    def register_reducer(self, reducer: GradientReducer) -> None:
+        self.reducers.append(reducer)
 
-    def current_attempt(self) -> Attempt | None:
+    def unregister_reducer(self, reducer: GradientReducer) -> None:
+        self.reducers.remove(reducer)
+
+    def current_attempt(self) -> ReductionAttempt | None:
         return self.attempt
 
     def start(self, **kwargs: Any) -> FakeAttempt:
@@ -121,10 +126,10 @@ class FakePort:
         return attempt
 
 
-def wrap(module: nn.Module, **kwargs: Any) -> tuple[Any, FakePort]:
+def wrap(module: nn.Module, **kwargs: Any) -> tuple[Any, FakeHost]:
     """The wrapper (Any: tests reach deep into modules) and its manager."""
-    port = FakePort()
-    return DistributedDataParallel(port, module, **kwargs), port
+    host = FakeHost()
+    return DistributedDataParallel(host, module, **kwargs), host
 
 
 class GlooAttempt:
@@ -158,7 +163,7 @@ class GlooAttempt:
     report = fail
 
 
-class GlooPort(FakePort):
+class GlooHost(FakeHost):
     """A Manager whose quorum never changes: every step is one attempt over `group`."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -174,11 +179,11 @@ class GlooPort(FakePort):
     def should_commit(self) -> bool:
         attempt = self.attempt
         assert isinstance(attempt, GlooAttempt)
-        for carrier in self.carriers:
-            carrier.flush()
+        for reducer in self.reducers:
+            reducer.flush()
         assert attempt.verdict is not None
-        for carrier in self.carriers:
-            (carrier.committed if attempt.verdict else carrier.vetoed)()
+        for reducer in self.reducers:
+            (reducer.committed if attempt.verdict else reducer.vetoed)()
         return attempt.verdict
 
 

@@ -1,4 +1,4 @@
-"""The layout: pure, equal in every process, and every gradient in it exactly once."""
+"""The plan: pure, equal in every process, and every gradient in it exactly once."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ft_core.reduction.bucket_plan import BucketSettings, TensorSpec, plan_layout
+from ft_core.reduction.bucket_plan import BucketSettings, TensorSpec, plan_buckets
 
 FENCE = 16
 SIZES = {"float32": 4, "bfloat16": 2, "float64": 8, "int64": 8, "complex64": 8, "bool": 1}
@@ -26,22 +26,22 @@ def caps(*sizes_bytes: int, **kwargs: bool) -> BucketSettings:
 
 
 def test_small_models_have_one_bucket_with_the_tail_at_its_end() -> None:
-    layout = plan_layout([spec("w", 4, 5), spec("b", 4)], [], BucketSettings(), FENCE)
-    (bucket,) = layout.buckets
+    plan = plan_buckets([spec("w", 4, 5), spec("b", 4)], [], BucketSettings(), FENCE)
+    (bucket,) = plan.buckets
     assert [(m.parameter, m.offset, m.numel) for m in bucket.members] == [(1, 0, 4), (0, 4, 20)]
     assert (bucket.gradients, bucket.numel) == (24, 24 + FENCE)
-    assert (layout.tail.fence, layout.tail.end) == (24, 40)
+    assert (plan.tail.fence, plan.tail.end) == (24, 40)
 
 
 def test_a_bucket_is_closed_by_the_parameter_that_reaches_its_cap() -> None:
-    layout = plan_layout([spec(str(i), 4) for i in range(5)], [], caps(16, 32), FENCE)
-    assert [[m.parameter for m in b.members] for b in layout.buckets] == [[4], [3, 2], [1, 0]]
+    plan = plan_buckets([spec(str(i), 4) for i in range(5)], [], caps(16, 32), FENCE)
+    assert [[m.parameter for m in b.members] for b in plan.buckets] == [[4], [3, 2], [1, 0]]
 
 
 def test_dtypes_and_devices_do_not_mix_and_the_last_complete_bucket_is_last() -> None:
     parameters = [spec("a", 2), spec("b", 2, dtype="bfloat16"), spec("c", 2), spec("d", 2, device=1)]
-    layout = plan_layout(parameters, [], BucketSettings(), FENCE)
-    assert [(b.dtype, b.device, [m.parameter for m in b.members]) for b in layout.buckets] == [
+    plan = plan_buckets(parameters, [], BucketSettings(), FENCE)
+    assert [(b.dtype, b.device, [m.parameter for m in b.members]) for b in plan.buckets] == [
         ("float32", 1, [3]),
         ("bfloat16", 0, [1]),
         ("float32", 0, [2, 0]),
@@ -49,8 +49,8 @@ def test_dtypes_and_devices_do_not_mix_and_the_last_complete_bucket_is_last() ->
 
 
 def test_a_tail_that_finds_no_float32_bucket_at_the_end_gets_its_own() -> None:
-    layout = plan_layout([spec("a", 2, dtype="bfloat16"), spec("b", 2)], [], BucketSettings(), FENCE)
-    assert [(b.dtype, b.gradients, b.numel) for b in layout.buckets] == [
+    plan = plan_buckets([spec("a", 2, dtype="bfloat16"), spec("b", 2)], [], BucketSettings(), FENCE)
+    assert [(b.dtype, b.gradients, b.numel) for b in plan.buckets] == [
         ("float32", 2, 2),
         ("bfloat16", 2, 2),
         ("float32", 0, FENCE),
@@ -58,28 +58,28 @@ def test_a_tail_that_finds_no_float32_bucket_at_the_end_gets_its_own() -> None:
 
 
 def test_complex_gradients_travel_as_pairs() -> None:
-    layout = plan_layout([spec("a", 3, dtype="complex64")], [], BucketSettings(), FENCE)
-    assert (layout.buckets[0].dtype, layout.buckets[0].gradients) == ("float32", 6)
+    plan = plan_buckets([spec("a", 3, dtype="complex64")], [], BucketSettings(), FENCE)
+    assert (plan.buckets[0].dtype, plan.buckets[0].gradients) == ("float32", 6)
 
 
 def test_the_tail_has_room_for_used_bits_and_buffers() -> None:
     buffers = [spec("mean", 3), spec("count", dtype="int64"), spec("mask", 5, dtype="bool"), spec("var", 3)]
-    layout = plan_layout([spec("a", 2), spec("b", 2)], buffers, BucketSettings(find_unused=True), FENCE)
-    tail = layout.tail
+    plan = plan_buckets([spec("a", 2), spec("b", 2)], buffers, BucketSettings(find_unused=True), FENCE)
+    tail = plan.tail
     assert (tail.fence, tail.used, tail.used_numel) == (4, 20, 2)
     assert tail.buffers == ((0, 22), (3, 25))
     assert (tail.pieces, tail.pieces_numel, tail.staged, tail.end) == (28, 16, ((1, 0), (2, 16)), 44)
-    without = plan_layout([spec("a", 2), spec("b", 2)], buffers, BucketSettings(broadcast_buffers=False), FENCE)
+    without = plan_buckets([spec("a", 2), spec("b", 2)], buffers, BucketSettings(broadcast_buffers=False), FENCE)
     assert without.tail.end == 4 + FENCE
     assert without.buffers == ()
 
 
 def test_frozen_parameters_are_described_and_not_planned() -> None:
-    layout = plan_layout([spec("a", 2, trained=False), spec("b", 2)], [], BucketSettings(), FENCE)
-    assert layout.describe()[:2] == ["a float32 [2] frozen", "b float32 [2]"]
-    assert [m.parameter for b in layout.buckets for m in b.members] == [0]
-    assert layout.trained[0].name == "b"
-    assert (layout.names, layout.shapes, layout.dtypes) == (["a", "b"], [(2,), (2,)], ["float32", "float32"])
+    plan = plan_buckets([spec("a", 2, trained=False), spec("b", 2)], [], BucketSettings(), FENCE)
+    assert plan.describe()[:2] == ["a float32 [2] frozen", "b float32 [2]"]
+    assert [m.parameter for b in plan.buckets for m in b.members] == [0]
+    assert plan.trained[0].name == "b"
+    assert (plan.names, plan.shapes, plan.dtypes) == (["a", "b"], [(2,), (2,)], ["float32", "float32"])
 
 
 BASE = [spec("a", 2, 3), spec("b", 2)]
@@ -99,29 +99,29 @@ BASE = [spec("a", 2, 3), spec("b", 2)]
     ids=["shape", "name", "dtype", "frozen", "strides", "order", "missing"],
 )
 def test_the_digest_sees_every_difference(other: list[TensorSpec]) -> None:
-    one, two = (plan_layout(p, [], BucketSettings(), FENCE) for p in (BASE, other))
+    one, two = (plan_buckets(p, [], BucketSettings(), FENCE) for p in (BASE, other))
     assert one.digest != two.digest
     assert one.describe() != two.describe()
 
 
 def test_the_digest_sees_settings_and_buffers() -> None:
-    layouts = [
-        plan_layout(BASE, [], BucketSettings(), FENCE),
-        plan_layout(BASE, [], caps(4), FENCE),
-        plan_layout(BASE, [], BucketSettings(find_unused=True), FENCE),
-        plan_layout(BASE, [spec("mean", 2)], BucketSettings(), FENCE),
-        plan_layout(BASE, [], BucketSettings(), FENCE + 1),
+    plans = [
+        plan_buckets(BASE, [], BucketSettings(), FENCE),
+        plan_buckets(BASE, [], caps(4), FENCE),
+        plan_buckets(BASE, [], BucketSettings(find_unused=True), FENCE),
+        plan_buckets(BASE, [spec("mean", 2)], BucketSettings(), FENCE),
+        plan_buckets(BASE, [], BucketSettings(), FENCE + 1),
     ]
-    assert len({layout.digest for layout in layouts}) == len(layouts)
-    assert all(0 <= layout.digest < 1 << 64 for layout in layouts)
+    assert len({plan.digest for plan in plans}) == len(plans)
+    assert all(0 <= plan.digest < 1 << 64 for plan in plans)
 
 
 DIGEST_SCRIPT = """
-from ft_core.reduction.bucket_plan import BucketSettings, TensorSpec, plan_layout
+from ft_core.reduction.bucket_plan import BucketSettings, TensorSpec, plan_buckets
 parameters = [TensorSpec("a", "float32", (2, 3), 4), TensorSpec("b", "bfloat16", (2,), 2, device=1)]
 buffers = [TensorSpec("mean", "float32", (2,), 4)]
-layout = plan_layout(parameters, buffers, BucketSettings(), 16)
-print(layout.digest, end="")
+plan = plan_buckets(parameters, buffers, BucketSettings(), 16)
+print(plan.digest, end="")
 """
 
 
@@ -155,18 +155,18 @@ tensors = st.builds(
 def test_everything_is_planned_once_without_overlap(
     parameters: list[TensorSpec], buffers: list[TensorSpec], caps_bytes: list[int], find_unused: bool
 ) -> None:
-    layout = plan_layout(parameters, buffers, caps(*caps_bytes, find_unused=find_unused), FENCE)
-    planned = sorted(m.parameter for b in layout.buckets for m in b.members)
-    assert planned == list(range(len(layout.trained)))
-    for bucket in layout.buckets:
+    plan = plan_buckets(parameters, buffers, caps(*caps_bytes, find_unused=find_unused), FENCE)
+    planned = sorted(m.parameter for b in plan.buckets for m in b.members)
+    assert planned == list(range(len(plan.trained)))
+    for bucket in plan.buckets:
         end = 0
         for member in bucket.members:
             assert member.offset == end
             end += member.numel
         assert end == bucket.gradients
-    *_, last = layout.buckets
+    *_, last = plan.buckets
     assert last.dtype == "float32"
-    tail = layout.tail
+    tail = plan.tail
     assert tail.fence == last.gradients
     assert tail.used == tail.fence + FENCE
     assert tail.pieces == tail.used + tail.used_numel + sum(b.numel for b in buffers if b.dtype == "float32")

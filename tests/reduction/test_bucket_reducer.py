@@ -1,4 +1,4 @@
-"""The bucketer on one process: what is launched when, with what in it, and what a failure does."""
+"""The reducer on one process: what is launched when, with what in it, and what a failure does."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ft_core.errors import ConfigError, UsageError
 from ft_core.protocol.rank.ballot import FENCE_SLOTS
-from tests.reduction.fakes import FakeAttempt, FakePort, wrap
+from tests.reduction.fakes import FakeAttempt, FakeHost, wrap
 
 ONE = ["ready", "fence", "arrived"]
 
@@ -46,22 +46,22 @@ def equal(left: list[Tensor], right: list[Tensor]) -> bool:
 
 
 def test_a_small_model_is_one_collective_a_step() -> None:
-    model, port = wrap(mlp())
+    model, host = wrap(mlp())
     for _ in range(3):
-        attempt = port.start()
+        attempt = host.start()
         model.zero_grad()
         backward(model)
-        model.carrier.flush()
+        model.gradient_reducer.flush()
         assert attempt.events == ONE
-        model.carrier.committed()
+        model.gradient_reducer.committed()
 
 
 def test_gradients_are_scaled_summed_and_views_of_the_bucket() -> None:
     module = mlp()
     expected = local_gradients(module, inputs())
-    model, port = wrap(module)
+    model, host = wrap(module)
     peers = [torch.ones(60 + FENCE_SLOTS + 6)]
-    attempt = port.start(scale=1 / 3, peers=peers)
+    attempt = host.start(scale=1 / 3, peers=peers)
     backward(model)
     assert equal(gradients(model), [g * (1 / 3) + 1 for g in expected])
     flat = attempt.works[0].tensor
@@ -75,17 +75,24 @@ def test_the_scale_rounds_like_a_python_number(dtype: torch.dtype, participants:
     module = nn.Linear(1000, 1, bias=False, dtype=dtype)
     factor = torch.randn(1000, dtype=dtype)
     (expected,) = torch.autograd.grad(module(factor).abs().sum(), module.weight)
-    model, port = wrap(module)
-    port.start(scale=1 / participants)
+    model, host = wrap(module)
+    host.start(scale=1 / participants)
     model(factor).abs().sum().backward()
     assert module.weight.grad is not None
     assert torch.equal(module.weight.grad, expected * (1 / participants))
 
 
 def test_buckets_launch_in_layout_order_while_backward_runs() -> None:
-    model, port = wrap(mlp(), bucket_cap_mb=1e-5)
-    assert [[m.parameter for m in b.members] for b in model.carrier.layout.buckets] == [[5], [4], [3], [2], [1], [0]]
-    attempt = port.start()
+    model, host = wrap(mlp(), bucket_cap_mb=1e-5)
+    assert [[m.parameter for m in b.members] for b in model.gradient_reducer.plan.buckets] == [
+        [5],
+        [4],
+        [3],
+        [2],
+        [1],
+        [0],
+    ]
+    attempt = host.start()
     order: list[str] = []
     # AccumulateGrad of the first layer runs last, when the other layers' buckets must be on their way.
     model.module[0].weight.register_hook(lambda _: order.extend(attempt.events))
@@ -103,10 +110,10 @@ def test_gradients_that_arrive_in_another_order_change_nothing_on_the_wire() -> 
         def forward(self, x: Tensor, *, swap: bool) -> Any:
             return self.first(self.second(x)) if swap else self.second(self.first(x))
 
-    model, port = wrap(Reversed(), bucket_cap_mb=1e-5)
+    model, host = wrap(Reversed(), bucket_cap_mb=1e-5)
     sizes = []
     for swap in (False, True):
-        attempt = port.start()
+        attempt = host.start()
         model(inputs(), swap=swap).sum().backward()
         sizes.append([tensor.numel() for tensor in attempt.sent])
         assert attempt.events[-1] == "arrived"
@@ -116,8 +123,8 @@ def test_gradients_that_arrive_in_another_order_change_nothing_on_the_wire() -> 
 def test_a_second_backward_reduces_the_average_plus_the_new_gradient() -> None:
     module = mlp()
     one, two = local_gradients(module, inputs(1)), local_gradients(module, inputs(2))
-    model, port = wrap(module)
-    attempt = port.start(scale=0.5)
+    model, host = wrap(module)
+    attempt = host.start(scale=0.5)
     backward(model, 1)
     backward(model, 2)
     assert attempt.events == ["ready", "fence", "arrived"] * 2
@@ -127,8 +134,8 @@ def test_a_second_backward_reduces_the_average_plus_the_new_gradient() -> None:
 def test_no_sync_accumulates_and_the_next_backward_reduces_the_sum() -> None:
     module = mlp()
     one, two = local_gradients(module, inputs(1)), local_gradients(module, inputs(2))
-    model, port = wrap(module)
-    attempt = port.start(scale=0.5)
+    model, host = wrap(module)
+    attempt = host.start(scale=0.5)
     with model.no_sync():
         backward(model, 1)
     assert attempt.events == []
@@ -142,8 +149,8 @@ def test_no_sync_accumulates_and_the_next_backward_reduces_the_sum() -> None:
 
 
 def test_a_forward_outside_no_sync_makes_its_backward_synchronize() -> None:
-    model, port = wrap(mlp())
-    attempt = port.start()
+    model, host = wrap(mlp())
+    attempt = host.start()
     loss = model(inputs()).sum()
     with model.no_sync():
         loss.backward()
@@ -153,17 +160,17 @@ def test_a_forward_outside_no_sync_makes_its_backward_synchronize() -> None:
 def test_zero_grad_that_keeps_the_tensors_works() -> None:
     module = mlp()
     expected = local_gradients(module, inputs())
-    model, port = wrap(module)
+    model, host = wrap(module)
     for _ in range(3):
-        port.start(scale=0.5)
+        host.start(scale=0.5)
         model.zero_grad(set_to_none=False)
         backward(model)
         assert equal(gradients(model), [g * 0.5 for g in expected])
 
 
 def test_two_forwards_one_backward_and_retain_graph() -> None:
-    model, port = wrap(mlp())
-    attempt = port.start()
+    model, host = wrap(mlp())
+    attempt = host.start()
     loss = model(inputs(1)).sum() + model(inputs(2)).sum()
     loss.backward(retain_graph=True)
     first = [g.clone() for g in gradients(model)]
@@ -174,8 +181,8 @@ def test_two_forwards_one_backward_and_retain_graph() -> None:
 
 def test_autograd_grad_and_double_backward_do_not_launch() -> None:
     module = mlp()
-    model, port = wrap(module)
-    attempt = port.start()
+    model, host = wrap(module)
+    attempt = host.start()
     x = inputs().requires_grad_()
     (slope,) = torch.autograd.grad(model(x).square().sum(), x, create_graph=True)
     assert attempt.events == []
@@ -192,8 +199,8 @@ def test_autograd_grad_and_double_backward_do_not_launch() -> None:
 def test_create_graph_reduces_detached() -> None:
     module = mlp()
     expected = local_gradients(module, inputs())
-    model, port = wrap(module)
-    port.start(scale=0.5)
+    model, host = wrap(module)
+    host.start(scale=0.5)
     model(inputs()).square().sum().backward(create_graph=True)
     assert equal(gradients(model), [g * 0.5 for g in expected])
     assert not any(g.requires_grad for g in gradients(model))
@@ -214,9 +221,9 @@ def test_checkpointing(reentrant: bool) -> None:
                 x = checkpoint(layer, x, use_reentrant=reentrant)
             return x
 
-    model, port = wrap(Checkpointed(), bucket_cap_mb=1e-5)
+    model, host = wrap(Checkpointed(), bucket_cap_mb=1e-5)
     for _ in range(2):
-        attempt = port.start()
+        attempt = host.start()
         model.zero_grad()
         model(inputs().requires_grad_()).square().sum().backward()
         assert attempt.events == ["ready", *["bucket"] * 7, "fence", "arrived"]
@@ -232,13 +239,13 @@ def test_reentrant_checkpoints_with_an_unused_parameter_cost_one_vetoed_step() -
         def forward(self, x: Tensor) -> dict[str, Any]:
             return {"y": [checkpoint(self.b, checkpoint(self.a, x, use_reentrant=True), use_reentrant=True)]}
 
-    model, port = wrap(Model())
-    first = port.start()
+    model, host = wrap(Model())
+    first = host.start()
     model(inputs().requires_grad_())["y"][0].sum().backward()
-    model.carrier.flush()
+    model.gradient_reducer.flush()
     assert first.events == ["ready", "report", "fence", "arrived"]
-    model.carrier.vetoed()
-    second = port.start()
+    model.gradient_reducer.vetoed()
+    second = host.start()
     model(inputs().requires_grad_())["y"][0].sum().backward()
     assert second.events == ONE
     assert model.module.a.weight.grad.abs().sum() > 0
@@ -248,8 +255,8 @@ def test_shared_parameters_are_reduced_once() -> None:
     module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     module[1].weight = module[0].weight
     expected = local_gradients(module, inputs())
-    model, port = wrap(module)
-    attempt = port.start()
+    model, host = wrap(module)
+    attempt = host.start()
     backward(model)
     assert attempt.events == ONE
     assert equal(gradients(model), expected)
@@ -259,8 +266,8 @@ def test_channels_last_gradients_keep_their_strides() -> None:
     module = nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     x = torch.randn(2, 3, 8, 8)
     expected = local_gradients(module, x)
-    model, port = wrap(module)
-    port.start()
+    model, host = wrap(module)
+    host.start()
     model(x).square().sum().backward()
     assert equal(gradients(model), expected)
     assert module.weight.grad is not None
@@ -280,30 +287,30 @@ class Branches(nn.Module):
 
 
 def test_a_parameter_that_nobody_used_has_no_gradient_and_does_not_decay() -> None:
-    model, port = wrap(Branches(), bucket_cap_mb=1e-5)
+    model, host = wrap(Branches(), bucket_cap_mb=1e-5)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.1)
     before = model.module.right.weight.detach().clone()
     for _ in range(2):
-        attempt = port.start()
+        attempt = host.start()
         optimizer.zero_grad()
         model(inputs()).sum().backward()
         assert attempt.events == ["ready", *["bucket"] * 3, "fence", "arrived"]
         assert model.module.right.weight.grad is None
         optimizer.step()
-        model.carrier.committed()
+        model.gradient_reducer.committed()
     assert torch.equal(model.module.right.weight, before)
 
 
 def test_find_unused_parameters_false_counts_nobody_and_an_unused_parameter_is_logged_once(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    model, port = wrap(Branches(), find_unused_parameters=False)
-    assert model.carrier.layout.tail.used_numel == 0
-    port.start(scale=0.0)
+    model, host = wrap(Branches(), find_unused_parameters=False)
+    assert model.gradient_reducer.plan.tail.used_numel == 0
+    host.start(scale=0.0)
     model(inputs()).sum().backward()
     assert not caplog.records  # what a member without a contribution does not have is nobody's loss
     for _ in range(2):
-        port.start()
+        host.start()
         model.zero_grad()
         model(inputs()).sum().backward()
         assert torch.count_nonzero(model.module.right.weight.grad) == 0
@@ -313,8 +320,8 @@ def test_find_unused_parameters_false_counts_nobody_and_an_unused_parameter_is_l
 
 
 def test_a_gradient_accumulated_under_no_sync_counts_where_the_last_backward_does_not_use_it() -> None:
-    model, port = wrap(Branches())
-    attempt = port.start(scale=0.5)
+    model, host = wrap(Branches())
+    attempt = host.start(scale=0.5)
     with model.no_sync():
         model(inputs(), "right").sum().backward()
     accumulated = model.module.right.weight.grad.clone()
@@ -329,9 +336,9 @@ def gradient_of(parameter: Any) -> Any:
 
 @pytest.mark.parametrize("options", [{}, {"find_unused_parameters": True}])
 def test_a_gradient_is_none_unless_a_participant_used_it(options: dict[str, bool]) -> None:
-    model, port = wrap(Branches(), **options)
-    tail = model.carrier.layout.tail
-    attempt = port.start()
+    model, host = wrap(Branches(), **options)
+    tail = model.gradient_reducer.plan.tail
+    attempt = host.start()
     model(inputs()).sum().backward()
     assert attempt.sent[0][tail.used : tail.used + 4].tolist() == [1, 1, 0, 0]
     assert gradient_of(model.module.right.weight) is None
@@ -341,12 +348,12 @@ def test_a_gradient_is_none_unless_a_participant_used_it(options: dict[str, bool
     peer[tail.used : tail.used + 4] = torch.tensor([0.0, 0.0, 1.0, 1.0])
     peer[: tail.fence] = 2.0
     model.zero_grad()
-    port.start(peers=[peer])
+    host.start(peers=[peer])
     model(inputs()).sum().backward()
     assert torch.equal(gradient_of(model.module.right.weight), torch.full((4, 4), 2.0))
     # A member that does not contribute follows the others, whatever it used itself.
     model.zero_grad()
-    port.start(scale=0.0, peers=[peer])
+    host.start(scale=0.0, peers=[peer])
     model(inputs()).sum().backward()
     assert gradient_of(model.module.left.weight) is None
     assert torch.equal(gradient_of(model.module.right.weight), torch.full((4, 4), 2.0))
@@ -356,45 +363,45 @@ def test_a_gradient_is_none_unless_a_participant_used_it(options: dict[str, bool
 
 
 def test_a_member_that_does_not_contribute_sends_exact_zeros_even_with_nan_gradients() -> None:
-    model, port = wrap(mlp())
-    for _ in range(2):  # the second time .grad is the view, full of what the first round brought
-        attempt = port.start(scale=0.0, peers=[torch.full((60 + FENCE_SLOTS + 6,), 3.0)])
+    model, host = wrap(mlp())
+    for _ in range(2):  # the second time .grad is the view, full of what the first reduction brought
+        attempt = host.start(scale=0.0, peers=[torch.full((60 + FENCE_SLOTS + 6,), 3.0)])
         (model(inputs()) * float("nan")).sum().backward()
         assert torch.equal(attempt.sent[0][:60], torch.zeros(60))
         assert all(torch.equal(g, torch.full_like(g, 3.0)) for g in gradients(model))
 
 
 def test_flush_launches_everything_with_zeros_when_there_was_no_backward() -> None:
-    model, port = wrap(mlp(), bucket_cap_mb=1e-5)
+    model, host = wrap(mlp(), bucket_cap_mb=1e-5)
     sizes = [4, 16, 4, 16, 4, 16 + FENCE_SLOTS + 6]
-    attempt = port.start(peers=[torch.ones(size) for size in sizes])
+    attempt = host.start(peers=[torch.ones(size) for size in sizes])
     with model.no_sync():
         backward(model)
-    model.carrier.flush()
+    model.gradient_reducer.flush()
     assert [tensor.numel() for tensor in attempt.sent] == sizes
     assert all(torch.count_nonzero(tensor[:16]) == 0 for tensor in attempt.sent)
     assert attempt.events[-1] == "arrived"
     assert all(torch.equal(g, torch.ones_like(g)) for g in gradients(model))
-    model.carrier.flush()
+    model.gradient_reducer.flush()
     assert len(attempt.sent) == 6
-    model.carrier.committed()
-    model.carrier.flush()  # a second vote in the same attempt needs a fence of its own
+    model.gradient_reducer.committed()
+    model.gradient_reducer.flush()  # a second vote in the same attempt needs a fence of its own
     assert len(attempt.sent) == 12
 
 
 def test_flush_without_a_quorum_or_in_a_broken_one_does_nothing() -> None:
-    model, port = wrap(mlp())
-    model.carrier.flush()
-    attempt = port.start(is_ready=False)
-    model.carrier.flush()
+    model, host = wrap(mlp())
+    model.gradient_reducer.flush()
+    attempt = host.start(is_ready=False)
+    model.gradient_reducer.flush()
     assert attempt.events == ["ready"]
 
 
 def test_nothing_is_touched_in_an_attempt_that_is_already_broken() -> None:
     module = mlp()
     expected = local_gradients(module, inputs())
-    model, port = wrap(module)
-    attempt = port.start(is_ready=False)
+    model, host = wrap(module)
+    attempt = host.start(is_ready=False)
     backward(model)
     assert attempt.events == ["ready"]
     assert equal(gradients(model), expected)
@@ -418,15 +425,15 @@ def test_backward_without_start_quorum_says_what_to_do() -> None:
 # ------------------------------------------------------------------------------------------------------------- failures
 
 
-def many() -> tuple[Any, FakePort]:
+def many() -> tuple[Any, FakeHost]:
     return wrap(mlp(), bucket_cap_mb=1e-5)
 
 
 def test_a_refused_launch_ends_the_round_quietly() -> None:
-    model, port = many()
-    attempt = port.start(refuse_at=2)
+    model, host = many()
+    attempt = host.start(refuse_at=2)
     backward(model)
-    model.carrier.flush()
+    model.gradient_reducer.flush()
     assert attempt.events == ["ready", "bucket", "bucket", "refused"]
     assert all(work.waited for work in attempt.works)
     assert len(attempt.works) == 2
@@ -434,22 +441,22 @@ def test_a_refused_launch_ends_the_round_quietly() -> None:
 
 @pytest.mark.parametrize("fail_at", [0, 3, 5])
 def test_a_failed_collective_does_not_raise_and_all_others_are_waited_for(fail_at: int) -> None:
-    model, port = many()
-    attempt = port.start(fail_at=fail_at)
+    model, host = many()
+    attempt = host.start(fail_at=fail_at)
     backward(model)
     assert attempt.events == ["ready", *["bucket"] * 5, "fence", "fail"]
     assert [str(error) for error in attempt.errors] == ["connection closed by peer"]
     assert all(work.waited for work in attempt.works)
     spoilt = [index for index, gradient in enumerate(gradients(model)) if gradient.isnan().any()]
-    assert spoilt == [member.parameter for member in model.carrier.layout.buckets[fail_at].members]
-    model.carrier.flush()
+    assert spoilt == [member.parameter for member in model.gradient_reducer.plan.buckets[fail_at].members]
+    model.gradient_reducer.flush()
     backward(model)
     assert attempt.events[-1] == "fail"
 
 
 def test_a_round_that_cannot_follow_a_complete_one_breaks_the_attempt() -> None:
-    model, port = wrap(mlp())
-    attempt = port.start()
+    model, host = wrap(mlp())
+    attempt = host.start()
     backward(model)
     attempt.is_ready = False
     backward(model)
@@ -459,12 +466,12 @@ def test_a_round_that_cannot_follow_a_complete_one_breaks_the_attempt() -> None:
 def test_the_step_after_a_failure_is_clean() -> None:
     module = mlp()
     expected = local_gradients(module, inputs())
-    model, port = wrap(module, bucket_cap_mb=1e-5)
-    port.start(fail_at=1)
+    model, host = wrap(module, bucket_cap_mb=1e-5)
+    host.start(fail_at=1)
     backward(model)
-    model.carrier.vetoed()
+    model.gradient_reducer.vetoed()
     model.zero_grad()
-    attempt = port.start()
+    attempt = host.start()
     backward(model)
     assert attempt.events[-1] == "arrived"
     assert equal(gradients(model), expected)
@@ -474,8 +481,8 @@ def test_an_attempt_that_raises_is_a_failed_one() -> None:
     def raising(flat: Tensor, tail: Tensor) -> None:
         raise ZeroDivisionError
 
-    model, port = many()
-    attempt = port.start()
+    model, host = many()
+    attempt = host.start()
     attempt.launch_fence = raising  # type: ignore[method-assign]
     backward(model)
     assert isinstance(attempt.errors[0], ZeroDivisionError)
@@ -505,23 +512,23 @@ def explode(model: Any) -> None:
 
 @pytest.mark.parametrize("then", ["flush", "forward"])
 def test_a_backward_that_raised_is_completed_with_zeros_and_vetoed(then: str) -> None:
-    model, port = many()
-    attempt = port.start()
+    model, host = many()
+    attempt = host.start()
     explode(model)
     assert attempt.events == ["ready", *["bucket"] * 4]
-    model.carrier.flush() if then == "flush" else model(inputs())
+    model.gradient_reducer.flush() if then == "flush" else model(inputs())
     assert attempt.events == ["ready", *["bucket"] * 4, "report", "bucket", "fence", "arrived"]
     assert "backward() ended before" in str(attempt.reports[0])
-    model.carrier.vetoed()
-    fresh = port.start()
+    model.gradient_reducer.vetoed()
+    fresh = host.start()
     model.zero_grad()
     backward(model)
     assert fresh.events == ["ready", *["bucket"] * 5, "fence", "arrived"]
 
 
 def test_a_backward_that_raised_before_any_launch_may_be_repeated() -> None:
-    model, port = wrap(mlp())
-    attempt = port.start()
+    model, host = wrap(mlp())
+    attempt = host.start()
     explode(model)
     model.zero_grad()
     backward(model)
@@ -541,16 +548,16 @@ class Twice(nn.Module):
 
 
 def test_a_parameter_in_two_reentrant_checkpoints_is_refused_by_name() -> None:
-    model, port = wrap(Twice(more=True))
-    attempt = port.start()
+    model, host = wrap(Twice(more=True))
+    attempt = host.start()
     with pytest.raises(UsageError, match=r"layer\.(weight|bias) got its gradient twice"):
         model(inputs().requires_grad_()).sum().backward()
     assert len(attempt.errors) == 1
 
 
 def test_two_whole_rounds_in_one_backward_add_up() -> None:
-    model, port = wrap(Twice(more=False))
-    attempt = port.start()
+    model, host = wrap(Twice(more=False))
+    attempt = host.start()
     model(inputs().requires_grad_()).sum().backward()
     assert attempt.events == ["ready", "fence", "arrived"] * 2
     got = [g.clone() for g in gradients(model)]
@@ -563,9 +570,9 @@ def test_two_whole_rounds_in_one_backward_add_up() -> None:
 
 
 def test_a_module_cast_after_wrapping_is_refused_by_name() -> None:
-    model, port = wrap(nn.Linear(4, 4))
+    model, host = wrap(nn.Linear(4, 4))
     model.module.double()
-    attempt = port.start()
+    attempt = host.start()
     with pytest.raises(UsageError, match=r"gradient of (weight|bias) is torch\.float64 .* torch\.float32 .*casting"):
         model(inputs().double()).sum().backward()
     assert len(attempt.errors) == 1
@@ -573,9 +580,9 @@ def test_a_module_cast_after_wrapping_is_refused_by_name() -> None:
 
 def test_a_sparse_gradient_is_refused_by_name() -> None:
     module = nn.Embedding(10, 4)
-    model, port = wrap(module)
+    model, host = wrap(module)
     module.sparse = True
-    attempt = port.start()
+    attempt = host.start()
     loss = model(torch.tensor([1, 2])).sum()
     with pytest.raises(ConfigError, match="weight has a sparse gradient"):
         loss.backward()
@@ -587,27 +594,30 @@ def test_a_sparse_gradient_is_refused_by_name() -> None:
 
 def test_rescale_reaches_gradients_the_caller_replaced_and_not_the_tail() -> None:
     module = mlp()
-    model, port = wrap(module)
-    attempt = port.start()
+    model, host = wrap(module)
+    attempt = host.start()
     backward(model)
     expected = [g * 3 for g in gradients(model)]
     module[0].weight.grad = gradients(model)[0].clone()
-    model.carrier.rescale(3.0)
+    model.gradient_reducer.rescale(3.0)
     assert equal(gradients(model), expected)
     assert attempt.works[0].tensor[60:-6].tolist() == [float(i + 1) for i in range(FENCE_SLOTS)]
 
 
 def test_repr_is_a_summary() -> None:
     model, _ = wrap(mlp())
-    assert repr(model.carrier) == f"Bucketer(6 parameters, 1 buckets, layout {model.carrier.layout.digest:016x}, idle)"
+    assert (
+        repr(model.gradient_reducer)
+        == f"BucketReducer(6 parameters, 1 buckets, plan {model.gradient_reducer.plan.digest:016x}, idle)"
+    )
 
 
 def test_a_round_reads_the_scale_of_its_own_attempt() -> None:
-    model, port = wrap(mlp())
+    model, host = wrap(mlp())
     sums = []
     for scale in (1.0, 0.5, 1.0):
         model.zero_grad()
-        attempt: FakeAttempt = port.start(scale=scale)
+        attempt: FakeAttempt = host.start(scale=scale)
         backward(model)
         sums.append(attempt.sent[0][:60].clone())
     assert torch.equal(sums[0] * 0.5, sums[1])
@@ -615,13 +625,13 @@ def test_a_round_reads_the_scale_of_its_own_attempt() -> None:
 
 
 def test_after_an_attempt_that_was_broken_before_backward_no_sync_still_accumulates() -> None:
-    """Else that backward would be reduced, and pair with the peers' real round: a commit without these samples."""
-    model, port = wrap(mlp())
-    broken = port.start(is_ready=False)
+    """Else that backward would be reduced, and pair with the peers' real reduction: a commit without these samples."""
+    model, host = wrap(mlp())
+    broken = host.start(is_ready=False)
     backward(model, 1)  # was to be reduced: there was nobody to reduce with
     assert broken.events == ["ready"]
-    model._bucketer.vetoed()
-    attempt = port.start()
+    model._reducer.vetoed()
+    attempt = host.start()
     with model.no_sync():
         backward(model, 1)
     assert attempt.events == []

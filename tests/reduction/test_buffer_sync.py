@@ -71,65 +71,65 @@ def test_a_commit_gives_every_member_the_buffers_of_the_source() -> None:
     # What the source gets back is the sum as well.
     source_port.start(peers=[received.sent[0]])
     step(source, source_port.attempt)  # type: ignore[arg-type]
-    other.carrier.committed()
-    source.carrier.committed()
+    other.gradient_reducer.committed()
+    source.gradient_reducer.committed()
     assert all_bits(other.module) == wanted
     assert all_bits(source.module) == wanted
 
 
 def test_a_veto_restores_what_was_before_the_first_forward() -> None:
-    member, port = wrap(nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3)))
+    member, host = wrap(nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3)))
     before = all_bits(member.module)
-    port.start()
+    host.start()
     for _ in range(2):
         member(torch.randn(4, 2)).sum().backward()
     assert all_bits(member.module) != before
-    member.carrier.vetoed()
+    member.gradient_reducer.vetoed()
     assert all_bits(member.module) == before
     member(torch.randn(4, 2)).sum().backward()
-    member.carrier.committed()
+    member.gradient_reducer.committed()
     after = all_bits(member.module)
-    member.carrier.vetoed()  # nothing was changed since the commit
+    member.gradient_reducer.vetoed()  # nothing was changed since the commit
     assert all_bits(member.module) == after
 
 
 def test_a_forward_before_start_quorum_belongs_to_the_step_as_well() -> None:
-    member, port = wrap(nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3)))
+    member, host = wrap(nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3)))
     before = all_bits(member.module)
     output = member(torch.randn(4, 2))
-    port.start()
+    host.start()
     output.sum().backward()
-    member.carrier.vetoed()
+    member.gradient_reducer.vetoed()
     assert all_bits(member.module) == before
 
 
 def test_loaded_state_is_not_undone_by_a_veto() -> None:
-    member, port = wrap(nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3)))
-    port.start()
+    member, host = wrap(nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3)))
+    host.start()
     member(torch.randn(4, 2)).sum().backward()
     healed = {name: torch.full_like(value, 5) for name, value in member.module.state_dict().items()}
     member.module.load_state_dict(healed)
-    member.carrier.state_loaded()
-    member.carrier.vetoed()
+    member.gradient_reducer.state_loaded()
+    member.gradient_reducer.vetoed()
     assert torch.equal(member.module[1].running_mean, torch.full((3,), 5.0))
 
 
 def test_no_buffers_no_elements() -> None:
     member, _ = wrap(nn.Linear(2, 3))
-    tail = member.carrier.layout.tail
+    tail = member.gradient_reducer.plan.tail
     assert tail.end == tail.used + tail.used_numel
-    member.carrier.vetoed()
-    member.carrier.committed()
+    member.gradient_reducer.vetoed()
+    member.gradient_reducer.committed()
 
 
 def test_broadcast_buffers_false_leaves_them_alone() -> None:
     module = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
-    member, port = wrap(module, broadcast_buffers=False)
-    attempt = port.start()
+    member, host = wrap(module, broadcast_buffers=False)
+    attempt = host.start()
     member(torch.randn(4, 2)).sum().backward()
     assert attempt.sent[0].numel() == 9 + 6 + FENCE_SLOTS + 4
     after = all_bits(module)
-    member.carrier.vetoed()
+    member.gradient_reducer.vetoed()
     assert all_bits(module) == after
 
 
@@ -137,8 +137,8 @@ def test_ignored_buffers_stay_local() -> None:
     module = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
     module._ddp_params_and_buffers_to_ignore = ["1.running_mean", "1.bias"]  # type: ignore[assignment]
     member, _ = wrap(module)
-    assert [b.name for b in member.carrier.layout.buffers] == ["1.running_var", "1.num_batches_tracked"]
-    assert member.carrier.layout.names == ["0.weight", "0.bias", "1.weight"]
+    assert [b.name for b in member.gradient_reducer.plan.buffers] == ["1.running_var", "1.num_batches_tracked"]
+    assert member.gradient_reducer.plan.names == ["0.weight", "0.bias", "1.weight"]
 
 
 def test_storages_name_all_buffers_as_they_are_now() -> None:
@@ -147,17 +147,17 @@ def test_storages_name_all_buffers_as_they_are_now() -> None:
     assert module.running_mean is not None
     module.running_mean = module.running_mean.clone()
     addresses = {b.untyped_storage().data_ptr() for b in module.buffers()}
-    assert member.carrier.buffer_storages() == addresses
+    assert member.gradient_reducer.buffer_storages() == addresses
 
 
 def test_a_replaced_buffer_is_followed_and_a_reshaped_one_refused() -> None:
     module = Odd()
-    member, port = wrap(module)
-    port.start()
+    member, host = wrap(module)
+    host.start()
     module.scalar = torch.tensor(9)
-    step(member, port.attempt)  # type: ignore[arg-type]
+    step(member, host.attempt)  # type: ignore[arg-type]
     module.scalar.zero_()
-    member.carrier.committed()
+    member.gradient_reducer.committed()
     assert module.scalar == 9
     module.scalar = torch.tensor([1, 2])
     with pytest.raises(UsageError, match=r"buffer scalar was int64 \[\] .* is int64 \[2\] now"):

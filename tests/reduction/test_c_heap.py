@@ -17,21 +17,21 @@ if sys.argv[1] == "off":
     import ft_core.reduction.flat_buckets
     ft_core.reduction.flat_buckets.keep_freed_memory = lambda: None
 from ft_core import DistributedDataParallel
-from tests.reduction.fakes import GlooPort
+from tests.reduction.fakes import GlooHost
 store = torch.distributed.HashStore()
 torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
 torch.manual_seed(0)
-port = GlooPort(torch.distributed.group.WORLD)
-model = DistributedDataParallel(port, nn.Sequential(*[nn.Linear(724, 724) for _ in range(8)]))  # 8 layers of 2 MB
+host = GlooHost(torch.distributed.group.WORLD)
+model = DistributedDataParallel(host, nn.Sequential(*[nn.Linear(724, 724) for _ in range(8)]))  # 8 layers of 2 MB
 optimizer = torch.optim.AdamW(model.parameters())
 inputs, faults = torch.randn(8, 724), []
 for _ in range(12):
-    port.start_quorum()
+    host.start_quorum()
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
     optimizer.zero_grad()
     model(inputs).square().mean().backward()
     optimizer.step()
-    assert port.should_commit()
+    assert host.should_commit()
     faults.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 print(int(statistics.median(faults[4:])))
 """

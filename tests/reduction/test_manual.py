@@ -18,27 +18,27 @@ ONE = ["ready", "fence", "arrived"]
 
 def test_with_find_unused_a_frozen_parameter_is_an_unused_one() -> None:
     module: Any = mlp()
-    model, port = wrap(module, find_unused_parameters=True)
+    model, host = wrap(module, find_unused_parameters=True)
     module[1].requires_grad_(False)
-    attempt = port.start()
+    attempt = host.start()
     backward(model)
     assert attempt.events == ONE
     assert [p.grad is None for p in module.parameters()] == [False, False, True, True, False, False]
-    model.carrier.committed()
+    model.gradient_reducer.committed()
     model.zero_grad()
     module[1].requires_grad_(True)
-    port.start()
+    host.start()
     backward(model)
     assert len(gradients(model)) == 6
 
 
 def test_a_frozen_parameter_takes_the_gradient_of_those_that_have_one() -> None:
     module: Any = mlp(1)
-    model, port = wrap(module, find_unused_parameters=True)
+    model, host = wrap(module, find_unused_parameters=True)
     module[0].bias.requires_grad_(False)
     numbers = 4 * 4 + 4
     peers = torch.ones(numbers + FENCE_SLOTS + 2)  # gradients, fence, and that they used both parameters
-    port.start(scale=0.5, peers=[peers])
+    host.start(scale=0.5, peers=[peers])
     backward(model)
     assert module[0].bias.grad.tolist() == [1.0] * 4
 
@@ -62,38 +62,38 @@ def test_freezing_without_find_unused_names_the_argument() -> None:
 
 
 def test_before_backward_decides_whatever_forward_said() -> None:
-    model, port = wrap(mlp())
-    attempt = port.start()
+    model, host = wrap(mlp())
+    attempt = host.start()
     output = model(inputs()).square().sum()
-    model.carrier.before_backward(sync=False)
+    model.gradient_reducer.before_backward(sync=False)
     output.backward(retain_graph=True)
     assert attempt.events == []
-    assert not model.carrier.unsettled
-    model.carrier.before_backward(sync=True)
+    assert not model.gradient_reducer.unsettled
+    model.gradient_reducer.before_backward(sync=True)
     output.backward()
     assert attempt.events == ONE
-    assert model.carrier.unsettled
+    assert model.gradient_reducer.unsettled
     assert equal(gradients(model), [2 * g for g in local_gradients(model.module, inputs())])
-    model.carrier.committed()
-    assert not model.carrier.unsettled
+    model.gradient_reducer.committed()
+    assert not model.gradient_reducer.unsettled
 
 
 def test_a_broken_round_is_unsettled_until_the_veto() -> None:
-    model, port = wrap(mlp())
-    port.start(is_ready=False)
+    model, host = wrap(mlp())
+    host.start(is_ready=False)
     backward(model)
-    assert model.carrier.unsettled
-    model.carrier.vetoed()
-    assert not model.carrier.unsettled
+    assert model.gradient_reducer.unsettled
+    model.gradient_reducer.vetoed()
+    assert not model.gradient_reducer.unsettled
 
 
 @pytest.mark.parametrize("with_accumulated", [False, True])
 def test_a_flush_without_any_round_reduces_zeros_or_what_is_there(with_accumulated: bool) -> None:
-    model, port = wrap(mlp())
-    attempt = port.start(scale=0.5)
+    model, host = wrap(mlp())
+    attempt = host.start(scale=0.5)
     with model.no_sync():
         backward(model)
-    model.carrier.flush(with_accumulated=with_accumulated)
+    model.gradient_reducer.flush(with_accumulated=with_accumulated)
     assert attempt.events == ONE
     if with_accumulated:
         assert equal(gradients(model), [0.5 * g for g in local_gradients(model.module, inputs())])
@@ -103,8 +103,8 @@ def test_a_flush_without_any_round_reduces_zeros_or_what_is_there(with_accumulat
 
 
 def test_average_inside_a_group() -> None:
-    model, port = wrap(mlp(), bucket_cap_mb=1e-5)
-    port.start()
+    model, host = wrap(mlp(), bucket_cap_mb=1e-5)
+    host.start()
     backward(model)
     expected = [(g + 1) / 2 for g in local_gradients(model.module, inputs())]
     reduced: list[Tensor] = []
@@ -113,20 +113,20 @@ def test_average_inside_a_group() -> None:
         reduced.append(tensor)
         tensor += 1
 
-    model.carrier.average_inside(all_reduce, 2)
-    assert len(reduced) == len(model.carrier.layout.buckets)
+    model.gradient_reducer.average_inside(all_reduce, 2)
+    assert len(reduced) == len(model.gradient_reducer.plan.buckets)
     assert equal(gradients(model), expected)
 
 
 def test_average_inside_with_a_parameter_that_only_another_rank_used() -> None:
     module: Any = nn.ModuleDict({"a": nn.Linear(2, 1, bias=False), "b": nn.Linear(2, 1, bias=False)})
     module.forward = lambda x: module["a"](x)
-    model, port = wrap(module, find_unused_parameters=True)
-    port.start()
+    model, host = wrap(module, find_unused_parameters=True)
+    host.start()
     model(torch.ones(1, 2)).sum().backward()
     assert module["b"].weight.grad is None
     # Gradients of b and a, the fence, who used a and b.
     other = iter([torch.tensor([4.0, 4.0, 0.0, 0.0, *[9.0] * FENCE_SLOTS, 0.0, 1.0])])
-    model.carrier.average_inside(lambda tensor: tensor.add_(next(other)), 2)
+    model.gradient_reducer.average_inside(lambda tensor: tensor.add_(next(other)), 2)
     averages = [module[name].weight.grad for name in "ab"]
     assert [a.tolist() for a in averages] == [[[0.5, 0.5]], [[2.0, 2.0]]]

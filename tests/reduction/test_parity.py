@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch._C._distributed_c10d import FileStore, HashStore
 
 from ft_core.ddp import DistributedDataParallel
-from tests.reduction.fakes import GlooPort, open_group, run_ranks
+from tests.reduction.fakes import GlooHost, open_group, run_ranks
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -65,10 +65,10 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-def train(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, style: str, port: GlooPort | None) -> None:
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, style: str, host: GlooHost | None) -> None:
     for step in range(6):
-        if port is not None:
-            port.start_quorum()
+        if host is not None:
+            host.start_quorum()
         optimizer.zero_grad(set_to_none=step % 2 == 0)
         generator = torch.Generator().manual_seed(1000 * rank + step)
         micro = 3 if style != "plain" else 1
@@ -77,8 +77,8 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, style: 
             x = torch.randn(5, 8, generator=generator)
             with accumulate.no_sync() if style == "no_sync" and index < micro - 1 else nullcontext():
                 model(x).square().mean().backward()
-        if port is not None:
-            assert port.should_commit()
+        if host is not None:
+            assert host.should_commit()
         optimizer.step()
 
 
@@ -90,10 +90,10 @@ def compare(rank: int, name: str, style: str, optimizer: Any, group: dist.Proces
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         reference = nn.parallel.DistributedDataParallel(theirs, find_unused_parameters=find_unused)
-    port = GlooPort(group)
-    model = DistributedDataParallel(port, ours, bucket_cap_mb=0.001)
+    host = GlooHost(group)
+    model = DistributedDataParallel(host, ours, bucket_cap_mb=0.001)
     train(reference, optimizer(theirs.parameters(), lr=0.05), rank, style, None)
-    train(model, optimizer(ours.parameters(), lr=0.05), rank, style, port)
+    train(model, optimizer(ours.parameters(), lr=0.05), rank, style, host)
     buffers = dict(theirs.named_buffers())
     for key, expected in theirs.state_dict().items():
         got = ours.state_dict()[key]
@@ -133,17 +133,17 @@ def test_three_replicas_agree_bit_for_bit_whatever_they_contribute() -> None:
     module = convolution()
 
     def member(rank: int) -> Tensor:
-        port = GlooPort(open_group(rank, 3, store))
-        model = DistributedDataParallel(port, copy.deepcopy(module), bucket_cap_mb=0.0005)
+        host = GlooHost(open_group(rank, 3, store))
+        model = DistributedDataParallel(host, copy.deepcopy(module), bucket_cap_mb=0.0005)
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
         for step in range(6):
-            attempt = port.start_quorum(contributing=not (rank == 2 and step % 2))
+            attempt = host.start_quorum(contributing=not (rank == 2 and step % 2))
             optimizer.zero_grad()
             generator = torch.Generator().manual_seed(1000 * rank + step)
             if not (rank == 1 and step == 3):  # one member has nothing to do: its flush keeps the ring aligned
                 model(torch.randn(5, 8, generator=generator)).square().mean().backward()
-            assert port.should_commit()
-            assert attempt.launches == len(model.carrier.layout.buckets)
+            assert host.should_commit()
+            assert attempt.launches == len(model.gradient_reducer.plan.buckets)
             optimizer.step()
         return torch.cat([t.double().flatten() for t in model.state_dict().values()])
 

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from ft_core.ddp import DistributedDataParallel, PureDistributedDataParallel
 from ft_core.errors import ConfigError, NotAvailableError, UsageError
-from tests.reduction.fakes import FakePort, FakeWork, wrap
+from tests.reduction.fakes import FakeHost, FakeWork, wrap
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -28,10 +28,10 @@ def build() -> Any:
 
 
 def test_it_is_torchs_class_from_outside() -> None:
-    model, port = wrap(build())
+    model, host = wrap(build())
     assert isinstance(model, TorchDDP)
     assert isinstance(model, Joinable)
-    assert port.carriers == [model.carrier]
+    assert host.reducers == [model.gradient_reducer]
     assert set(model.state_dict()) == {f"module.{name}" for name in build().state_dict()}
     assert model.device == torch.device("cpu")
     assert model.broadcast_buffers
@@ -72,8 +72,8 @@ def test_keyword_arguments_and_structures_pass_through() -> None:
     ],
 )
 def test_torchs_arguments_are_accepted(kwargs: dict[str, Any]) -> None:
-    model, port = wrap(build(), **kwargs)
-    port.start()
+    model, host = wrap(build(), **kwargs)
+    host.start()
     model(torch.randn(3, 4)).sum().backward()
 
 
@@ -95,10 +95,10 @@ def test_torchs_arguments_are_accepted(kwargs: dict[str, Any]) -> None:
     ],
 )
 def test_what_cannot_work_is_refused_by_name(kwargs: dict[str, Any], message: str) -> None:
-    port = FakePort()
+    host = FakeHost()
     with pytest.raises(ConfigError, match=message):
-        DistributedDataParallel(port, build(), **kwargs)
-    assert port.carriers == []
+        DistributedDataParallel(host, build(), **kwargs)
+    assert host.reducers == []
 
 
 @pytest.mark.parametrize(
@@ -116,9 +116,9 @@ def test_parameters_that_cannot_work_are_refused_by_name(module: nn.Module, mess
         wrap(module)
 
 
-def test_a_manager_that_refuses_the_carrier_leaves_no_hooks() -> None:
-    class Refusing(FakePort):
-        def register_carrier(self, carrier: object) -> None:
+def test_a_manager_that_refuses_the_reducer_leaves_no_hooks() -> None:
+    class Refusing(FakeHost):
+        def register_reducer(self, reducer: object) -> None:
             raise UsageError("too late")
 
     module = build()
@@ -130,8 +130,8 @@ def test_a_manager_that_refuses_the_carrier_leaves_no_hooks() -> None:
 def test_frozen_parameters_may_not_thaw_and_trained_ones_not_freeze() -> None:
     module = build()
     module[0].bias.requires_grad_(False)
-    model, port = wrap(module)
-    port.start()
+    model, host = wrap(module)
+    host.start()
     model(torch.randn(3, 4)).sum().backward()
     assert module[0].bias.grad is None
     module[0].bias.requires_grad_(True)
@@ -145,14 +145,14 @@ def test_frozen_parameters_may_not_thaw_and_trained_ones_not_freeze() -> None:
 
 def test_unwrap_lets_go_of_everything() -> None:
     module = build()
-    model, port = wrap(module)
+    model, host = wrap(module)
     assert model.unwrap() is module
-    assert port.carriers == []
+    assert host.reducers == []
     module(torch.randn(3, 4)).sum().backward()
     with pytest.raises(UsageError, match="unwrapped"):
         model(torch.randn(3, 4))
-    again = DistributedDataParallel(port, module)
-    attempt = port.start()
+    again = DistributedDataParallel(host, module)
+    attempt = host.start()
     again(torch.randn(3, 4)).sum().backward()
     assert attempt.events == ["ready", "fence", "arrived"]
 
@@ -170,13 +170,13 @@ def saved(model: nn.Module) -> Any:
 
 @pytest.mark.parametrize("duplicate", [copy.deepcopy, pickled, saved])
 def test_a_copy_runs_forward_and_refuses_to_train(duplicate: Any) -> None:
-    model, port = wrap(build(), bucket_cap_mb=3)
-    port.start()
+    model, host = wrap(build(), bucket_cap_mb=3)
+    host.start()
     model(torch.randn(3, 4)).sum().backward()
     twin: Any = duplicate(model)
     assert type(twin).__name__ == "DistributedDataParallel"
     assert twin.bucket_bytes_cap == 3 << 20
-    assert port.carriers == [model.carrier]
+    assert host.reducers == [model.gradient_reducer]
     x = torch.randn(3, 4)
     model.eval(), twin.eval()
     assert torch.equal(twin(x), model(x))
@@ -188,9 +188,9 @@ def test_a_copy_runs_forward_and_refuses_to_train(duplicate: Any) -> None:
     with pytest.raises(UsageError, match="copy"):
         twin(x)
     with pytest.raises(UsageError, match="copy"):
-        _ = twin.carrier
-    fresh, port = wrap(twin.module.train())
-    attempt = port.start()
+        _ = twin.gradient_reducer
+    fresh, host = wrap(twin.module.train())
+    attempt = host.start()
     fresh(x).sum().backward()
     assert attempt.events == ["ready", "fence", "arrived"]
 
@@ -198,7 +198,7 @@ def test_a_copy_runs_forward_and_refuses_to_train(duplicate: Any) -> None:
 def test_join_and_hooks_say_what_is_missing() -> None:
     model, _ = wrap(build())
     for ask in (model.join_hook, model.join, lambda: model.join_process_group):
-        with pytest.raises(ConfigError, match="Join needs a model and an optimizer of a Manager, not of a FakePort"):
+        with pytest.raises(ConfigError, match="Join needs a model and an optimizer of a Manager, not of a FakeHost"):
             ask()
     assert model.join_device == torch.device("cpu")
     with pytest.raises(UsageError, match="is a copy"):
@@ -232,12 +232,12 @@ def test_compile(inside: bool) -> None:
     expected = torch.autograd.grad(module(x).square().sum(), list(module.parameters()))
     compile_: Any = torch.compile
     if inside:
-        model, port = wrap(compile_(module, backend=backend), bucket_cap_mb=0.5)
+        model, host = wrap(compile_(module, backend=backend), bucket_cap_mb=0.5)
     else:
-        wrapper, port = wrap(module)
+        wrapper, host = wrap(module)
         model = compile_(wrapper, backend=backend)
     for _ in range(2):
-        attempt = port.start()
+        attempt = host.start()
         model.zero_grad()
         model(x).square().sum().backward()
         assert attempt.events == ["ready", "fence", "arrived"]

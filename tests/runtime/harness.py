@@ -47,7 +47,7 @@ class Commit:
     """One committed step as one replica saw it."""
 
     step: int
-    epoch: int
+    quorum_id: int
     digest: str
     participated: bool
     batches: int
@@ -208,7 +208,7 @@ class Replica:
             return
         state = self.manager.state_dict()
         self.commits.append(
-            Commit(state["step"], state["epoch"], self.digest(), participated, self.manager.batches_committed())
+            Commit(state["step"], state["quorum_id"], self.digest(), participated, self.manager.batches_committed())
         )
 
     def digest(self) -> str:
@@ -375,29 +375,29 @@ class Cluster:
             assert [r for r in self.replicas if r.error is not None] == [], story
         self._forget_the_dead()
         by_version: dict[tuple[int, int], set[str]] = {}
-        epochs: dict[int, set[int]] = {}
+        quorum_ids: dict[int, set[int]] = {}
         batches: dict[int, set[int]] = {}
         for replica in self.replicas:
             numbers = [c.step for c in replica.commits]
             assert numbers == sorted(set(numbers)), f"{replica.name} went back: {numbers}"
             for commit in replica.commits:
-                by_version.setdefault((commit.step, commit.epoch), set()).add(commit.digest)
-                epochs.setdefault(commit.step, set()).add(commit.epoch)
+                by_version.setdefault((commit.step, commit.quorum_id), set()).add(commit.digest)
+                quorum_ids.setdefault(commit.step, set()).add(commit.quorum_id)
                 batches.setdefault(commit.step, set()).add(commit.batches)
         assert {v: d for v, d in by_version.items() if len(d) > 1} == {}, f"differing states\n{story}"
-        assert {s: e for s, e in epochs.items() if len(e) > 1} == {}, f"a step was committed twice\n{story}"
+        assert {s: e for s, e in quorum_ids.items() if len(e) > 1} == {}, f"a step was committed twice\n{story}"
         assert {s: b for s, b in batches.items() if len(b) > 1} == {}, f"batches_committed differs\n{story}"
         if steps is not None:
-            assert sorted(epochs) == list(range(1, steps + 1)), story
+            assert sorted(quorum_ids) == list(range(1, steps + 1)), story
             final = [r for r in self.replicas if r.commits and r.commits[-1].step == steps]
             assert len(final) == (survivors if survivors is not None else len(self.replicas)), f"{self!r}\n{story}"
 
     def _forget_the_dead(self) -> None:
         """What only a crashed replica committed died with it, and may be committed again (DESIGN 4.3)."""
-        lasting = {(c.step, c.epoch) for r in self.replicas if not r.crashed for c in r.commits}
+        lasting = {(c.step, c.quorum_id) for r in self.replicas if not r.crashed for c in r.commits}
         for replica in self.replicas:
             if replica.crashed:
-                replica.commits = [c for c in replica.commits if (c.step, c.epoch) in lasting]
+                replica.commits = [c for c in replica.commits if (c.step, c.quorum_id) in lasting]
 
     def contributors(self) -> dict[int, set[int]]:
         """Indices of the replicas whose gradients are in each committed step.

@@ -15,7 +15,7 @@ from tests.runtime.harness import Cluster, Replica
 
 
 class Bare(Replica):
-    """Reduces one tensor by hand: no model is wrapped, so no layout is known."""
+    """Reduces one tensor by hand: no model is wrapped, so no signature is known."""
 
     def wrap(self) -> None:
         self.total = torch.zeros(4)

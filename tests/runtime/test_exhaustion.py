@@ -130,7 +130,7 @@ def test_stop_all_with_a_death(cluster: Cluster, when: str) -> None:
 
 @pytest.mark.parametrize("policy", ["shadow", "stop_all"])
 def test_stopping_everybody_heals_who_trails_first(cluster: Cluster, policy: str) -> None:
-    """Wanted by an operator, or by a replica that ends the round: all end with the same state."""
+    """Wanted by an operator, or by a replica that ends the pass: all end with the same state."""
     options: Any = {} if policy == "shadow" else {"on_exhausted": "stop_all"}
     stop = {(4, "boundary"): lambda r: r.manager.request_stop()} if policy == "shadow" else {}
     trailing = Epochs(0, 2, applies=False)

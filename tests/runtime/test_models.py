@@ -242,7 +242,9 @@ def test_the_divisor_follows_who_really_contributed(cluster: Cluster) -> None:
     for replica in cluster.replicas:
         for index, commit in enumerate(replica.commits):
             if replica is idle and commit.step > 2:
-                replica.commits[index] = type(commit)(commit.step, commit.epoch, commit.digest, False, commit.batches)
+                replica.commits[index] = type(commit)(
+                    commit.step, commit.quorum_id, commit.digest, False, commit.batches
+                )
     cluster.check_numbers(optim=sgd)
 
 

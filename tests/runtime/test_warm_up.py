@@ -118,7 +118,7 @@ def test_what_the_warm_up_drew_and_changed_is_given_back(cluster: Cluster) -> No
 
 
 class QuietNoisy(Noisy):
-    """The same layout."""
+    """The same signature."""
 
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = self.inner(x)

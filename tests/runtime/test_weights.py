@@ -111,7 +111,7 @@ def test_as_one_process_on_all_samples(cluster: Cluster, plan: Callable[[int, in
     cluster.check(steps=6)
     for replica in cluster.replicas:  # a replica without samples in a step contributes nothing to it
         replica.commits = [
-            type(c)(c.step, c.epoch, c.digest, bool(sum(plan(replica.index, c.step - 1))), c.batches)
+            type(c)(c.step, c.quorum_id, c.digest, bool(sum(plan(replica.index, c.step - 1))), c.batches)
             for c in replica.commits
         ]
     check(cluster, optim)
@@ -169,8 +169,8 @@ def test_two_wrapped_modules(cluster: Cluster) -> None:
         def wrap(self) -> None:
             super().wrap()
             self.parts = [DistributedDataParallel(self.manager, part) for part in self.model.children()]
-            self.manager.unregister_carrier(self.ddp.carrier)  # type: ignore[arg-type]
-            self.ddp.carrier.remove_hooks()  # type: ignore[union-attr, operator]
+            self.manager.hooks.unregister_reducer(self.ddp.gradient_reducer)  # type: ignore[arg-type]
+            self.ddp.gradient_reducer.remove_hooks()  # type: ignore[union-attr, operator]
             self.ddp = Both(*self.parts)
 
         def at(self, point: str) -> None:

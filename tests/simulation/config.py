@@ -56,7 +56,7 @@ class Config:
     rounds: bool = False
     """Data come in rounds of different lengths; out of data, some groups apply the commits and some trail."""
     ends_rounds: bool = False
-    """The group that runs out first ends the round for all."""
+    """The group that runs out first ends the pass for all."""
     supervised: bool = True
     bad_group: int = -1
     """A group whose heals never succeed."""
@@ -75,7 +75,7 @@ class Config:
     odd: str = ""
     """In what: "min" (a larger min_replica_size), "mode" (world_size_mode)."""
     compared: bool = True
-    """Settings that have to be equal are part of the layout."""
+    """Settings that have to be equal are part of the signature."""
     data: bool = True
     """Check that no sample is lost or comes twice; not where data run out by another rule."""
     late_rank: bool = False

@@ -100,7 +100,7 @@ class Group:
         """world_size_mode."""
         return self.world.config.fixed_with_spares != self._odd_in("mode")
 
-    def layout_lines(self) -> tuple[str, ...]:
+    def signature_lines(self) -> tuple[str, ...]:
         """What is compared with other groups."""
         return setting_lines({"world_size_mode": "FIXED_WITH_SPARES" if self.fixed_with_spares else "DYNAMIC"})
 
@@ -234,7 +234,7 @@ class Group:
             members=quorum.ids if quorum else (), expected=config.expected, min_replicas=self.min_replicas,
             group_world_size=config.ranks, join_s=config.join_s, liveness_s=config.liveness_s,
             orphan_s=config.orphan_s, paused_s=max(0.0, self.paused_until - self.world.now),
-            layout=rank.attempt.signature, layout_lines=self.layout_lines(),
+            signature=rank.attempt.signature, signature_lines=self.signature_lines(),
         )  # fmt: skip
 
     def stable(self) -> Version:

@@ -71,7 +71,7 @@ class History:
     remainder: Counter[str] = field(default_factory=Counter)
     """What DESIGN documents as not prevented: counted, never a failure."""
     rounds: dict[tuple[int, int, int], tuple[Version | None, str]] = field(default_factory=dict)
-    """(quorum, attempt, group rank) -> where the last round of data ended, as the first to settle sees it."""
+    """(quorum, attempt, group rank) -> where the last data pass ended, as the first to settle sees it."""
     reads: dict[Version, dict[int, tuple[Cursor, Cursor, int]]] = field(default_factory=dict)
     """version -> group rank -> the cursor before and after that commit, and the epoch's samples through its ring."""
     left_behind: dict[int, tuple[int, str]] = field(default_factory=dict)
@@ -146,7 +146,9 @@ class History:
             return
         known = self.held.setdefault((rank.index, version), state)
         if known != state:
-            raise Violation("I1", f"{rank.name} holds another state under {version} of {version.epoch:#x} than others")
+            raise Violation(
+                "I1", f"{rank.name} holds another state under {version} of {version.quorum_id:#x} than others"
+            )
 
     def committed(self, rank: Rank, before: int, gradients: tuple[tuple[int, int], ...], divisor: int) -> None:
         """A replica applied a committed step (I1, I4, I5, I6)."""
@@ -245,7 +247,7 @@ class History:
         known, name = self.rounds.setdefault(key, (machine.data.ended_at, rank.name))
         if known != machine.data.ended_at:
             raise Violation(
-                "I10", f"a round of data ended at {known} for {name}, at {machine.data.ended_at} for {rank.name}"
+                "I10", f"a data pass ended at {known} for {name}, at {machine.data.ended_at} for {rank.name}"
             )
         self.ended += verdict.exhausted
 

@@ -424,7 +424,7 @@ class Rank:
         config = self.world.config
         return {
             "heals_before_forward": config.heals_before_forward, "allow_heal": config.allow_heal,
-            "layout_lines": self.group.layout_lines(), "from_scratch": self.world.from_scratch,
+            "signature_lines": self.group.signature_lines(), "from_scratch": self.world.from_scratch,
         }  # fmt: skip
 
     def _formed(self) -> None:
@@ -699,7 +699,7 @@ class Rank:
             world.history.settled(self, verdict)
             world.history.lapsed(self, verdict)
             if world.config.rounds and verdict.exhausted:
-                world.say("%s: the round of data ended at %s", self.name, machine.data.ended_at)
+                world.say("%s: the data pass ended at %s", self.name, machine.data.ended_at)
             elif verdict.exhausted or (machine.data.exhausted and machine.plan is not None and machine.plan.size == 1):
                 group.goodbye("out of data", agreed=True, finished=True)
                 return

@@ -13,7 +13,7 @@ R15, turbulence. If most leases of a room (and at least TURBULENCE_LEASES) end w
 itself stood still for longer than the liveness timeout, suspicions prove nothing; the rooms are told before anything
 else. Standing still is noticed by a beat, which runs only while there are leases.
 
-Invariants: rooms, layouts and every outgoing queue are bounded; what a client sends never ends anybody else's lease.
+Invariants: rooms, signatures and every outgoing queue are bounded; what a client sends never ends anybody else's lease.
 Everything runs on the server's one loop; the streams are `rpc.stream_host`'s.
 """
 
@@ -63,7 +63,7 @@ if TYPE_CHECKING:
     from ft_core.rpc.loop_server import Stream
     from ft_core.settings import LighthouseSettings
 
-MAX_LAYOUTS = 64
+MAX_SIGNATURES = 64
 HELLO_S = 5.0
 """How long an opened stream may take to send its Hello."""
 REASON_S = 0.2
@@ -134,7 +134,7 @@ class Rooms(StreamHost[Lease]):
         self.settings = settings
         self.liveness_s = liveness_s
         self._rooms: dict[str, RoomShell] = {}
-        self._layouts: dict[int, tuple[str, ...]] = {}
+        self._signatures: dict[int, tuple[str, ...]] = {}
         self._generation = 0
         self._seq = 0
         self._boot = secrets.randbits(63)
@@ -315,7 +315,7 @@ class Rooms(StreamHost[Lease]):
             hello,
             generation=self._generation,
             liveness_s=self.liveness_s,
-            layout_lines=self._share_layout(hello.layout, hello.layout_lines),
+            signature_lines=self._share_signature(hello.signature, hello.signature_lines),
         )
         now = self.now()
         self._notice_stall(now)
@@ -355,8 +355,8 @@ class Rooms(StreamHost[Lease]):
     def _asked(self, shell: RoomShell, lease: Lease, ask: Ask | Incomplete) -> None:
         if not shell.asks:
             asyncio.get_running_loop().call_soon(self.feed, shell)
-        if isinstance(ask, Ask) and ask.layout_lines:
-            ask = replace(ask, layout_lines=self._share_layout(ask.layout, ask.layout_lines))
+        if isinstance(ask, Ask) and ask.signature_lines:
+            ask = replace(ask, signature_lines=self._share_signature(ask.signature, ask.signature_lines))
         shell.asks.append(Asked(ask, lease.generation) if isinstance(ask, Ask) else ask)
         lease.told = ("", 0.0)
         self._explain_soon(shell)
@@ -384,16 +384,16 @@ class Rooms(StreamHost[Lease]):
             shell.said = reason
             self.say(shell, f"no quorum yet: {reason}")
 
-    def _share_layout(self, layout: int, lines: tuple[str, ...]) -> tuple[str, ...]:
-        """Equal layouts are kept once, not per replica (they are the largest thing a trainer sends)."""
+    def _share_signature(self, signature: int, lines: tuple[str, ...]) -> tuple[str, ...]:
+        """Equal signatures are kept once, not per replica (they are the largest thing a trainer sends)."""
         if not lines:
-            return self._layouts.get(layout, ())
-        known = self._layouts.get(layout)
+            return self._signatures.get(signature, ())
+        known = self._signatures.get(signature)
         if known == lines:
             return known
-        if len(self._layouts) >= MAX_LAYOUTS:
-            self._layouts.pop(next(iter(self._layouts)))
-        self._layouts[layout] = lines
+        if len(self._signatures) >= MAX_SIGNATURES:
+            self._signatures.pop(next(iter(self._signatures)))
+        self._signatures[signature] = lines
         return lines
 
 

@@ -267,7 +267,7 @@ def room_status(room: Room, now: float, names: Collection[str] = ()) -> pb.RoomS
                 phase=record.phase,
                 asking=record.ask is not None,
                 member=replica_id in members,
-                stable=pb.Version(step=record.stable.step, epoch=record.stable.epoch),
+                stable=pb.Version(step=record.stable.step, quorum_id=record.stable.quorum_id),
                 paused_ms=max(0, int((record.paused_until - now) * 1000)),
                 committed=record.committed,
                 stalled=record.stalled if record.life is Life.UP else "",

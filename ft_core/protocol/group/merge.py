@@ -40,7 +40,7 @@ def merge_asks(asks: dict[int, Ask], world_size: int) -> Ask | Mismatch | None:
         values = [getattr(ask, field) for ask in ordered]
         if any(value != values[0] for value in values):
             return Mismatch(f"the ranks of {first.replica_id} differ in {field}: {values}; pass the same on all ranks")
-    told = [settings_in(ask.layout_lines) for ask in ordered if ask.layout_lines]
+    told = [settings_in(ask.signature_lines) for ask in ordered if ask.signature_lines]
     found = next((found for other in told[1:] if (found := first_differing(told[0], other))), None)
     if found is not None:
         name = found[0]

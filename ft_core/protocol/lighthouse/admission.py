@@ -15,7 +15,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ft_core.protocol.lighthouse.events import Refuse
-from ft_core.protocol.lighthouse.model_signature import RoomLayout, difference
+from ft_core.protocol.lighthouse.model_signature import RoomSignature, difference
 from ft_core.protocol.lighthouse.view import ABSENT, Life
 from ft_core.settings import MAX_REPLICAS
 
@@ -32,10 +32,10 @@ class Refusals:
     """The model that the replicas of one room have in common, and who is refused because of it."""
 
     def __init__(self) -> None:
-        self._layout: RoomLayout | None = None
+        self._signature: RoomSignature | None = None
 
     def __repr__(self) -> str:
-        return f"Refusals({self._layout.holder if self._layout else 'no layout known'})"
+        return f"Refusals({self._signature.holder if self._signature else 'no signature known'})"
 
     def of_hello(
         self, hello: Hello, strange: str, records: Mapping[str, Record], closed: str, rules: Rules
@@ -51,15 +51,15 @@ class Refusals:
         """
         refusal = Refuse(hello.replica_id, strange) if strange else _of_identity(hello, records, closed)
         refusal = refusal or _of_places(hello, records)
-        return [refusal] if refusal else self.of_layout(hello, records, hello.quorum_id, rules)
+        return [refusal] if refusal else self.of_signature(hello, records, hello.quorum_id, rules)
 
-    def of_layout(
+    def of_signature(
         self, shown: Hello | Ask, records: Mapping[str, Record], quorum_id: int, rules: Rules
     ) -> list[Refuse]:
-        """Refuse a replica with this layout, or those with another one.
+        """Refuse a replica with this signature, or those with another one.
 
-        A room trains one model (R4). The first layout seen stands while anybody who has it is there, unless nobody of
-        these is in a quorum, and the newcomer is.
+        A room trains one model (R4). The first signature seen stands while anybody who has it is there, unless nobody
+        of these is in a quorum, and the newcomer is.
 
         Args:
             shown: what it presents of itself.
@@ -67,25 +67,25 @@ class Refusals:
             quorum_id: the quorum that it is in; 0: none.
             rules: in force.
         """
-        replica_id, layout, lines = shown.replica_id, shown.layout, shown.layout_lines
+        replica_id, signature, lines = shown.replica_id, shown.signature, shown.signature_lines
         member = quorum_id > 0 and rules.r4_members
-        if not layout:
+        if not signature:
             return []
-        known = self._layout
-        if known is not None and layout != known.digest:
+        known = self._signature
+        if known is not None and signature != known.digest:
             holders = {
                 i: r
                 for i, r in records.items()
-                if r.life is Life.UP and r.hello.layout == known.digest and i != replica_id
+                if r.life is Life.UP and r.hello.signature == known.digest and i != replica_id
             }
             if holders and not (member and not any(r.hello.quorum_id for r in holders.values())):
                 return [Refuse(replica_id, difference(replica_id, lines, known))]
             known = None
             if holders:
-                self._layout = RoomLayout(layout, lines, replica_id)
-                return [Refuse(i, difference(i, r.hello.layout_lines, self._layout)) for i, r in holders.items()]
+                self._signature = RoomSignature(signature, lines, replica_id)
+                return [Refuse(i, difference(i, r.hello.signature_lines, self._signature)) for i, r in holders.items()]
         if known is None or (lines and not known.lines):
-            self._layout = RoomLayout(layout, lines, replica_id)
+            self._signature = RoomSignature(signature, lines, replica_id)
         return []
 
 

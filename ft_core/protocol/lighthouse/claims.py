@@ -55,7 +55,7 @@ class Claims:
 
     def reported(self, record: Record, version: Version, step: int = 0) -> None:
         """A replica reported a version, as its own or as stable, and perhaps the `step` that it has committed last."""
-        if not record.proven and record.answered is not None and version.epoch == record.answered[1].quorum_id:
+        if not record.proven and record.answered is not None and version.quorum_id == record.answered[1].quorum_id:
             record.proven, record.stable = True, version  # it commits with the others; what it held before is over
         if record.proven:
             self.known = max(self.known, version)

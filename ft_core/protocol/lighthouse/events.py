@@ -25,8 +25,8 @@ class Hello:
     quorum_id: int = 0
     members: tuple[str, ...] = ()
     """The quorum it presents: the one it is in, or left by an ask that is still open."""
-    layout: int = 0
-    layout_lines: tuple[str, ...] = ()
+    signature: int = 0
+    signature_lines: tuple[str, ...] = ()
     expected: int = 0
     min_replicas: int = 1
     group_world_size: int = 1
@@ -36,6 +36,13 @@ class Hello:
     heal_addresses: tuple[str, ...] = ()
     paused_s: float = 0.0
     """It announced to be busy, and may be for that much longer."""
+
+    @property
+    def ids(self) -> dict[str, int]:
+        """Every quorum id in it, by a name that its sender understands."""
+        return {
+            "quorum_id": self.quorum_id, "highest_id": self.highest_id, "version_quorum_id": self.version.quorum_id
+        }  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)

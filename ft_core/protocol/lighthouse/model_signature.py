@@ -26,8 +26,8 @@ NOT_KNOWN = "not set"
 
 
 @dataclass(frozen=True, slots=True)
-class RoomLayout:
-    """The layout of a room's model: its digest, one line per parameter (may be empty), and who brought it."""
+class RoomSignature:
+    """The signature of a room's model: its digest, one line per parameter (may be empty), and who brought it."""
 
     digest: int
     lines: tuple[str, ...]
@@ -54,7 +54,7 @@ def first_differing(ours: Mapping[str, str], theirs: Mapping[str, str]) -> tuple
     return None
 
 
-def difference(replica_id: str, ours: tuple[str, ...], room: RoomLayout) -> str:
+def difference(replica_id: str, ours: tuple[str, ...], room: RoomSignature) -> str:
     """Name the first setting or parameter in which a newcomer differs from the room, or how its data do."""
     found = first_differing(settings_in(ours), settings_in(room.lines)) if ours and room.lines else None
     if found is not None:

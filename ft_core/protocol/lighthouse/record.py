@@ -118,8 +118,8 @@ class Record:
         hello = self.hello
         if (hello.group_world_size, hello.min_replicas) != (ask.group_world_size, ask.min_replicas):
             self.hello = replace(hello, group_world_size=ask.group_world_size, min_replicas=ask.min_replicas)
-        if ask.layout_lines:
-            self.hello = replace(self.hello, layout=ask.layout, layout_lines=ask.layout_lines)
+        if ask.signature_lines:
+            self.hello = replace(self.hello, signature=ask.signature, signature_lines=ask.signature_lines)
 
     def asks(self, ask: Ask, now: float) -> None:
         """It asks for the next quorum."""

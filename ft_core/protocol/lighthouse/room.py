@@ -202,13 +202,14 @@ class Room:
 
     def _on_hello(self, hello: Hello, now: float, out: list[Effect]) -> None:
         replica_id = hello.replica_id
-        strange = self._ids.take(quorum_id=hello.quorum_id, highest_id=hello.highest_id, epoch=hello.version.epoch)
+        strange = self._ids.take(**hello.ids)
         known = self.records.get(replica_id)
         same = known is not None and known.hello.incarnation == hello.incarnation
         if same and known is not None and hello.generation < known.generation:
             return  # an older stream of the same process, overtaken on its way here (R15)
-        refused = self._refusals.of_hello(hello, strange, self.records, self.closed, self.rules)
-        if self._refuse(replica_id, refused, out):
+        if self._refuse(
+            replica_id, self._refusals.of_hello(hello, strange, self.records, self.closed, self.rules), out
+        ):
             return
         if known is not None and known.is_other_process(hello) and replica_id in self._members:
             self._quorum.end(now)
@@ -236,12 +237,11 @@ class Room:
 
     def _ask_refused(self, ask: Ask, record: Record, out: list[Effect]) -> bool:
         """Whether this ask is not taken."""
-        strange = self._ids.take(quorum_id=ask.quorum_id, epoch=ask.version.epoch)
+        strange = self._ids.take(quorum_id=ask.quorum_id, version_quorum_id=ask.version.quorum_id)
         refused = [Refuse(ask.replica_id, strange)] if strange else []
-        refused = refused or self._refusals.of_layout(ask, self.records, record.hello.quorum_id, self.rules)
-        return self._refuse(ask.replica_id, refused, out) or self._refuse_sizes(
-            ask.replica_id, ask.group_world_size, out
-        )
+        refused = refused or self._refusals.of_signature(ask, self.records, record.hello.quorum_id, self.rules)
+        size = ask.group_world_size
+        return self._refuse(ask.replica_id, refused, out) or self._refuse_sizes(ask.replica_id, size, out)
 
     def _refuse_sizes(self, replica_id: str, size: int, out: list[Effect]) -> bool:
         """Refuse who has a group of another size. True if that is `replica_id` itself."""
@@ -283,7 +283,7 @@ class Room:
         self._quorum.report_step(event.replica_id, event.step)
         self.expected.holds(event.stable)
         self._claims.reported(record, event.stable, event.step)
-        self._saw_commit(event.stable.epoch, record)
+        self._saw_commit(event.stable.quorum_id, record)
         changed = record.pauses(event.paused_s, now)
         if changed:
             out += pauses_to_peers(self.current, event.replica_id, self.records, now)
@@ -306,7 +306,7 @@ class Room:
         self._claims.reported(record, ask.version)
         record.asks(ask, now)
         self.expected.holds(ask.version)
-        self._saw_commit(ask.version.epoch, record)
+        self._saw_commit(ask.version.quorum_id, record)
         unreachable = self._table.living(ask.unreachable)
         out += [Note(text) for text in self.reachability.stated(ask, unreachable, now)]
         if self._quorum.is_left_by(ask, record.answered):
@@ -430,13 +430,13 @@ class Room:
         """An answer is repeated only while it is true: whoever slept through a whole quorum must not enter it (R14)."""
         return not self.rules.r14_in_force or self._quorum.is_in_force(quorum_id)
 
-    def _saw_commit(self, epoch: int, reporter: Record) -> None:
-        """A step was committed in the quorum `epoch`: every member of it has got past its first commit (R15).
+    def _saw_commit(self, quorum_id: int, reporter: Record) -> None:
+        """A step was committed in that quorum: every member of it has got past its first commit (R15).
 
         A peer's report counts, because the dead send none, and it may come after a death was counted as a crash.
         """
         current = self.current
-        if current is None or epoch != current.quorum_id or self._news.known(epoch, reporter):
+        if current is None or quorum_id != current.quorum_id or self._news.known(quorum_id, reporter):
             return
         if not self._quorum.trained:  # not on later ones: a link may have been cut since
             self.reachability.committed(current.members)

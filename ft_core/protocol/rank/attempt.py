@@ -164,7 +164,7 @@ class Attempt:
         """64 bits over everything that has to be equal on all members of this attempt."""
         assert self.plan is not None
         base, in_ = self.base, self.plan.quorum_id
-        return tag_of(base.step, base.epoch, self.base_lineage, in_, self.number, self.signature, self.user_ops)
+        return tag_of(base.step, base.quorum_id, self.base_lineage, in_, self.number, self.signature, self.user_ops)
 
     def ballot(self, now: float, *, change: bool) -> list[float]:
         """What this member adds to the last all-reduce. `change`: it wants a new quorum after this attempt."""

@@ -65,13 +65,13 @@ class FenceInput:
     """The heal that was planned for it is done."""
     stop: bool = False
     ends: bool = False
-    """It ends the round of data for all."""
+    """It ends the data pass for all."""
     source_lost: bool = False
     """It is the source of the buffers, and has none to give."""
     lags: bool = False
     """It does not hold the state the attempt builds on, and no heal is planned."""
     passed: bool = False
-    """The last round of data ended at the state it holds."""
+    """The last data pass ended at the state it holds."""
     sample: int | None = None
     """32-bit digest of a part of the state that the attempt builds on; None: it does not hold that."""
     tolerates: bool = False

@@ -140,7 +140,7 @@ class Membership(RankState):
             formation.wish.template, replica_id=settings.replica_id, seq=self.asks, version=held.version,
             lineage=held.lineage, quorum_id=self.quorum_id, failed=formation.why.failed, reason=formation.why.reason,
             min_replicas=settings.min_replicas, group_world_size=settings.group_world_size,
-            layout=self.attempt.signature, commit_failures=self.retries.vetoes, heals_late=self.heals_late,
+            signature=self.attempt.signature, commit_failures=self.retries.vetoes, heals_late=self.heals_late,
             stable=held.stable, unbuilt=self.unbuilt, unbuilt_here=self.unbuilt_here, unreachable=self.links[0],
             reached=self.links[1], from_scratch=formation.wish.template.from_scratch or held.restored,
         )  # fmt: skip

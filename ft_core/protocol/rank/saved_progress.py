@@ -25,7 +25,7 @@ def read(saved: Mapping[str, int], lineage: int, clock_s: float) -> tuple[Versio
     """Version, lineage and committed batches of a checkpoint.
 
     Args:
-        saved: what `Manager.state_dict` returned, or the reference implementation's, which names no epoch or lineage.
+        saved: what `Manager.state_dict` returned, or the reference implementation's, which names no quorum or lineage.
         lineage: of a replica that starts from step 0.
         clock_s: seconds since 1970.
 
@@ -37,12 +37,16 @@ def read(saved: Mapping[str, int], lineage: int, clock_s: float) -> tuple[Versio
         raise ConfigError(f"the manager's checkpoint lacks {sorted(missing)}; it has {sorted(saved)}")
     step = _number(saved, "step", 0, -1, MAX_STEP)
     batches = _number(saved, "batches_committed", 0, 0, MAX_STEP * MAX_REPLICAS)
-    epoch = _number(saved, "epoch", 0, -1, INT64)
-    why = too_late(epoch, boot_of(clock_s))
+    quorum_id = _number(saved, "quorum_id", 0, -1, INT64)
+    why = too_late(quorum_id, boot_of(clock_s))
     if why:
-        raise _damaged("epoch", epoch, f"is not the id of a quorum: {why}")
+        raise _damaged("quorum_id", quorum_id, f"is not the id of a quorum: {why}")
     # All who load a checkpoint that names no lineage derive the same one.
-    return Version(step, epoch), _number(saved, "lineage", fold_lineage(step, 0, 0, ()) if step else lineage), batches
+    return (
+        Version(step, quorum_id),
+        _number(saved, "lineage", fold_lineage(step, 0, 0, ()) if step else lineage),
+        batches,
+    )
 
 
 def _number(saved: Mapping[str, int], key: str, default: int, low: int = 0, high: int = UINT64) -> int:

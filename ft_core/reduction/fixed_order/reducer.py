@@ -1,4 +1,4 @@
-"""The carrier that sums micro-batches in the order of their numbers, whoever ran them: `FixedOrderDataParallel`'s.
+"""The reducer that sums micro-batches in the order of their numbers, whoever ran them: `FixedOrderDataParallel`'s.
 
 How it works. The gradient of each micro-batch is taken on its own when its backward ends, multiplied by its share of
 the step's samples, and added to those of this member's other micro-batches along the tree of `tree_sum`. When
@@ -38,8 +38,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from ft_core.data.step_division import MicroBatch
-    from ft_core.reduction.bucket_plan import Layout
-    from ft_core.reduction.interface import Attempt, ManagerPort
+    from ft_core.reduction.bucket_plan import BucketPlan
+    from ft_core.reduction.interface import ReducerHost, ReductionAttempt
 
 
 class _Stage(Enum):
@@ -57,32 +57,32 @@ class Partial:
 
     __slots__ = ("loss", "memory")
 
-    def __init__(self, layout: Layout, parameters: Sequence[nn.Parameter], device: torch.device) -> None:
-        self.memory = FlatGradients(layout, parameters, [device])
+    def __init__(self, plan: BucketPlan, parameters: Sequence[nn.Parameter], device: torch.device) -> None:
+        self.memory = FlatGradients(plan, parameters, [device])
         self.loss = torch.zeros((), dtype=torch.float64, device=device)
 
 
 class FixedOrderReducer:
-    """The carrier of one module whose gradients are summed in a fixed order. See the head of this file.
+    """The reducer of one module whose gradients are summed in a fixed order. See the head of this file.
 
     Args:
         manager: whose attempts the gradients belong to.
-        parameters: in the order of `layout.trained`, all on `device`.
-        layout: planned with `find_unused` and without buffers.
+        parameters: in the order of `plan.trained`, all on `device`.
+        plan: planned with `find_unused` and without buffers.
         device: of the parameters.
         max_count: micro-batches in a step at most.
         module: asked for its buffers, which forward may not change.
     """
 
     def __init__(
-        self, manager: ManagerPort, parameters: Sequence[nn.Parameter], layout: Layout, device: torch.device,
+        self, manager: ReducerHost, parameters: Sequence[nn.Parameter], plan: BucketPlan, device: torch.device,
         max_count: int, module: nn.Module,
     ) -> None:  # fmt: skip
-        self._manager, self._module, self._layout, self._device = manager, module, layout, device
+        self._manager, self._module, self._plan, self._device = manager, module, plan, device
         self._buffer_owners = [(name, part) for name, part in module.named_modules() if part._buffers]
         self.parameters = self._parameters = list(parameters)
         self._max_count = max_count
-        self._result = FlatGradients(layout, parameters, [device])
+        self._result = FlatGradients(plan, parameters, [device])
         self._pool: list[Partial] = []
         self._sum: OrderedSum[Partial] = OrderedSum(self._add)
         self._used = bytearray(len(self._parameters))
@@ -98,7 +98,7 @@ class FixedOrderReducer:
         """Why this step lacks a micro-batch of mine."""
         self._buffer_versions: dict[str, tuple[int, int]] = {}
         self._exchange = NodeExchange(self._result, device)
-        self._settled: Attempt | None = None
+        self._settled: ReductionAttempt | None = None
         self._step_loss: float | None = None
         """The loss of the last reduced step; None: not recorded."""
         self.committed_loss: float | None = None
@@ -110,9 +110,9 @@ class FixedOrderReducer:
         return f"FixedOrderReducer(micro-batch {number}, {self._stage.value}, {self._sum!r})"
 
     @property
-    def layout(self) -> Layout:
+    def plan(self) -> BucketPlan:
         """The plan all replicas must share."""
-        return self._layout
+        return self._plan
 
     # ------------------------------------------------------------------------------------------- micro-batches
 
@@ -194,7 +194,7 @@ class FixedOrderReducer:
 
     def _collect(self, micro: MicroBatch) -> None:
         """Take this micro-batch's gradient out of the parameters and add it to its neighbours'."""
-        partial = self._pool.pop() if self._pool else Partial(self._layout, self._parameters, self._device)
+        partial = self._pool.pop() if self._pool else Partial(self._plan, self._parameters, self._device)
         views, gradients = [], []
         for index, parameter in enumerate(self._parameters):
             gradient, view = parameter.grad, partial.memory.views[index]
@@ -202,7 +202,7 @@ class FixedOrderReducer:
                 view.zero_()
                 continue
             if gradient.layout != torch.strided:
-                name = self._layout.trained[index].name
+                name = self._plan.trained[index].name
                 raise UsageError(f"parameter {name} has a sparse gradient; only dense ones can be reduced")
             self._used[index] = 1
             views.append(view)
@@ -261,7 +261,7 @@ class FixedOrderReducer:
         finally:  # after a failure; the Manager's abort makes it short
             self._exchange.works.outlast()
 
-    def _reduce(self, attempt: Attempt) -> None:
+    def _reduce(self, attempt: ReductionAttempt) -> None:
         contributes = attempt.scale != 0.0
         if contributes and not self._complete:
             reason = self._failed or "should_commit was called before the backward() of the last micro-batch"
@@ -309,7 +309,7 @@ class FixedOrderReducer:
             parameter.grad = view if used else None
         self._step_loss = told.loss
 
-    # ------------------------------------------------------------------------------------- Carrier: called by Manager
+    # ----------------------------------------------------------------------------- GradientReducer: called by Manager
 
     def flush(self) -> None:
         """Take part in the current attempt if no backward of it has. Never raises."""

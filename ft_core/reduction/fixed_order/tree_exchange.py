@@ -13,7 +13,7 @@ any data parallelism. Other dtypes, which a backend may round in its own way, tr
 
 Traffic: one allreduce of the size of the gradients per row. The cheapest that needs nothing but sums, for few replicas.
 
-Invariants: what is launched, and how large it is, follows from the header and the layout alone, so it is the same on
+Invariants: what is launched, and how large it is, follows from the header and the plan alone, so it is the same on
 all members. No buffer is written while a collective may use it: every work launched is waited for.
 Threads: one at a time (those of `reducer`).
 """
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from ft_core.reduction.flat_buckets import FlatGradients
-    from ft_core.reduction.interface import Attempt, PendingWork
+    from ft_core.reduction.interface import PendingWork, ReductionAttempt
 
 __all__ = ["Chunk", "Header", "NodeExchange", "Told"]
 
@@ -154,7 +154,7 @@ class Works:
 
 
 class NodeExchange:
-    """Brings nodes together in `result`, whose layout they share. `device`: of all of them."""
+    """Brings nodes together in `result`, whose plan they share. `device`: of all of them."""
 
     def __init__(self, result: FlatGradients, device: torch.device) -> None:
         self.works = Works()
@@ -164,7 +164,7 @@ class NodeExchange:
     def __repr__(self) -> str:
         return f"NodeExchange({sum(b.numel() for b in self._buffers) * WORD_BYTES >> 20} MiB, {self.works!r})"
 
-    def tell(self, attempt: Attempt, header: Header) -> Told | None:
+    def tell(self, attempt: ReductionAttempt, header: Header) -> Told | None:
         """Sum the headers of all members; None: the attempt is broken."""
         numbers = torch.tensor(header.numbers, device=self._device)
         work = self.works.add(attempt.launch(numbers))
@@ -173,7 +173,7 @@ class NodeExchange:
         self.works.wait(work)
         return Told(numbers.tolist(), header)
 
-    def send(self, attempt: Attempt, told: Told, mine: Mapping[Node, FlatGradients]) -> list[Chunk] | None:
+    def send(self, attempt: ReductionAttempt, told: Told, mine: Mapping[Node, FlatGradients]) -> list[Chunk] | None:
         """Bring the nodes of all to all. Returns the chunks that `add_up` has not seen yet; None: the attempt broke."""
         pending: list[Chunk] = []
         for turn, (bucket, first, last) in enumerate(self._plan(told)):

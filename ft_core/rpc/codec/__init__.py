@@ -12,11 +12,11 @@ from ft_core.rpc.codec.bounds import (
     MAX_ADDRESS,
     MAX_ADDRESSES_BYTES,
     MAX_DATA,
-    MAX_LAYOUT_LINES,
     MAX_NAME,
     MAX_PUSH_BYTES,
     MAX_RANKS,
     MAX_REQUEST_BYTES,
+    MAX_SIGNATURE_LINES,
     MAX_TEXT,
     check_version,
     clip,
@@ -41,14 +41,14 @@ from ft_core.rpc.codec.requests import (
     encode_rank,
     encode_unary,
 )
-from ft_core.rpc.codec.state import Opening, Renewal, fit_layout_lines
+from ft_core.rpc.codec.state import Opening, Renewal, fit_signature_lines
 
 __all__ = [
     "Broken",
     "MAX_ADDRESS",
     "MAX_ADDRESSES_BYTES",
     "MAX_DATA",
-    "MAX_LAYOUT_LINES",
+    "MAX_SIGNATURE_LINES",
     "MAX_NAME",
     "MAX_PUSH_BYTES",
     "MAX_RANKS",
@@ -73,6 +73,6 @@ __all__ = [
     "encode_quorum_info",
     "encode_rank",
     "encode_unary",
-    "fit_layout_lines",
+    "fit_signature_lines",
     "pb",
 ]

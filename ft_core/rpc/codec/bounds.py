@@ -33,14 +33,14 @@ MAX_ADDRESSES_BYTES = 160 << 10
 """All heal addresses of one group: so many groups' parts as a quorum holds fit into one push, whoever asks."""
 MAX_RANKS = 4096
 """Ranks per group."""
-MAX_LAYOUT_LINES = 20_000
-MAX_LAYOUT_BYTES = 2 << 20
-"""Layout lines past this are left out: they only serve to name the first difference, the hash decides."""
+MAX_SIGNATURE_LINES = 20_000
+MAX_SIGNATURE_BYTES = 2 << 20
+"""Signature lines past this are left out: they only serve to name the first difference, the hash decides."""
 MAX_DURATION_MS = 10**12
 NEVER_MS = 2**63 - 1
 MAX_REQUEST_BYTES = 4 << 20
 MAX_PUSH_BYTES = 64 << 20
-"""gRPC's message limits: a Hello with its layout; a quorum of 256 groups of many ranks."""
+"""gRPC's message limits: a Hello with its signature; a quorum of 256 groups of many ranks."""
 
 Msg = TypeVar("Msg", bound=Message)
 
@@ -133,13 +133,13 @@ INT64 = 2**63 - 1
 def read_version(message: pb.Version, check: Check, field: str) -> Version:
     """A version, checked."""
     check.number(f"{field}.step", message.step, -1, MAX_STEP)
-    check.number(f"{field}.epoch", message.epoch, -1, INT64)
-    return Version(message.step, message.epoch)
+    check.number(f"{field}.quorum_id", message.quorum_id, -1, INT64)
+    return Version(message.step, message.quorum_id)
 
 
 def pb_version(version: Version) -> pb.Version:
     """A version, as it travels."""
-    return pb.Version(step=version.step, epoch=version.epoch)
+    return pb.Version(step=version.step, quorum_id=version.quorum_id)
 
 
 def to_ms(seconds: float) -> int:

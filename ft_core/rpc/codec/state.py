@@ -16,10 +16,10 @@ from ft_core.rpc.codec.bounds import (
     MAX_ADDRESSES_BYTES,
     MAX_DATA,
     MAX_DURATION_MS,
-    MAX_LAYOUT_BYTES,
-    MAX_LAYOUT_LINES,
     MAX_NAME,
     MAX_RANKS,
+    MAX_SIGNATURE_BYTES,
+    MAX_SIGNATURE_LINES,
     MAX_TEXT,
     MAX_UNBUILT,
     Check,
@@ -63,7 +63,7 @@ def _check_ask(m: pb.Ask, check: Check) -> None:
     check.text("store_address", m.store_address, MAX_ADDRESS)
     check.text("address", m.address, MAX_ADDRESS)
     check.text("data", m.data, MAX_DATA)
-    check.texts("layout_lines", m.layout_lines, MAX_LAYOUT_LINES, MAX_TEXT)
+    check.texts("signature_lines", m.signature_lines, MAX_SIGNATURE_LINES, MAX_TEXT)
     check.texts("unreachable", m.unreachable, MAX_REPLICAS)
     check.texts("reached", m.reached, MAX_REPLICAS)
 
@@ -74,7 +74,7 @@ def pb_ask(ask: Ask) -> pb.Ask:
         replica_id=ask.replica_id, seq=ask.seq, version=pb_version(ask.version), lineage=ask.lineage,
         quorum_id=ask.quorum_id, failed=ask.failed, reason=clip(ask.reason), min_replicas=ask.min_replicas,
         group_world_size=ask.group_world_size, heal_addresses=ask.heal_addresses, store_address=ask.store_address,
-        address=ask.address, layout=ask.layout, layout_lines=fit_layout_lines(ask.layout_lines),
+        address=ask.address, signature=ask.signature, signature_lines=fit_signature_lines(ask.signature_lines),
         init_sync=ask.init_sync, allow_heal=ask.allow_heal, shrink_only=ask.shrink_only,
         heals_before_forward=ask.heals_before_forward, heals_late=ask.heals_late,
         commit_failures=ask.commit_failures, data=ask.data, unreachable=ask.unreachable, reached=ask.reached,
@@ -93,7 +93,7 @@ def read_ask(m: pb.Ask) -> Ask:
         replica_id=m.replica_id, seq=m.seq, version=read_version(m.version, check, "version"), lineage=m.lineage,
         quorum_id=m.quorum_id, failed=m.failed, reason=clip(m.reason), min_replicas=m.min_replicas,
         group_world_size=m.group_world_size, heal_addresses=tuple(m.heal_addresses), store_address=m.store_address,
-        address=m.address, layout=m.layout, layout_lines=tuple(m.layout_lines),
+        address=m.address, signature=m.signature, signature_lines=tuple(m.signature_lines),
         init_sync=m.init_sync, allow_heal=m.allow_heal, shrink_only=m.shrink_only,
         heals_before_forward=m.heals_before_forward, heals_late=m.heals_late,
         commit_failures=m.commit_failures, data=m.data, unreachable=tuple(m.unreachable), reached=tuple(m.reached),
@@ -153,11 +153,11 @@ def read_quorum(m: pb.QuorumInfo) -> Quorum:
     )  # fmt: skip
 
 
-def fit_layout_lines(lines: Sequence[str]) -> tuple[str, ...]:
-    """As many layout lines as travel: MAX_LAYOUT_LINES, MAX_LAYOUT_BYTES in total, each cut to MAX_TEXT."""
+def fit_signature_lines(lines: Sequence[str]) -> tuple[str, ...]:
+    """As many signature lines as travel: MAX_SIGNATURE_LINES, MAX_SIGNATURE_BYTES in total, each cut to MAX_TEXT."""
     kept: list[str] = []
-    room = MAX_LAYOUT_BYTES
-    for line in lines[:MAX_LAYOUT_LINES]:
+    room = MAX_SIGNATURE_BYTES
+    for line in lines[:MAX_SIGNATURE_LINES]:
         short = clip(line)
         room -= 4 * len(short) + 8
         if room < 0:
@@ -174,7 +174,7 @@ def check_hello(m: pb.Hello, check: Check) -> None:
     check.number("highest_id", m.highest_id, 0, INT64)
     check.number("quorum_id", m.quorum_id, 0, INT64)
     check.texts("members", m.members, MAX_REPLICAS)
-    check.texts("layout_lines", m.layout_lines, MAX_LAYOUT_LINES, MAX_TEXT)
+    check.texts("signature_lines", m.signature_lines, MAX_SIGNATURE_LINES, MAX_TEXT)
     check.number("expected", m.expected, 0, MAX_REPLICAS)
     check.number("min_replicas", m.min_replicas, 1, MAX_REPLICAS)
     check.number("group_world_size", m.group_world_size, 1, MAX_RANKS)
@@ -190,8 +190,8 @@ def read_opening(m: pb.Hello) -> Opening:
     hello = Hello(
         replica_id=m.replica_id, name=m.name, generation=0, incarnation=m.incarnation,
         version=read_version(m.version, check, "version"), stable=read_version(m.stable, check, "stable"),
-        highest_id=m.highest_id, quorum_id=m.quorum_id, members=tuple(m.members), layout=m.layout,
-        layout_lines=tuple(m.layout_lines), expected=m.expected, min_replicas=m.min_replicas,
+        highest_id=m.highest_id, quorum_id=m.quorum_id, members=tuple(m.members), signature=m.signature,
+        signature_lines=tuple(m.signature_lines), expected=m.expected, min_replicas=m.min_replicas,
         group_world_size=m.group_world_size, join_s=from_ms(m.join_ms, check, "join_ms"),
         liveness_s=from_ms(m.liveness_ms, check, "liveness_ms"), orphan_s=from_ms(m.orphan_ms, check, "orphan_ms"),
         heal_addresses=tuple(m.heal_addresses), paused_s=from_ms(m.paused_ms, check, "paused_ms"),

@@ -21,6 +21,10 @@ class Membership:
         self.state: dict[str, tuple[Callable[[Any], None], Callable[[], Any]]] = {}
         self.on_quorum: Callable[[], None] = lambda: None
 
+    @property
+    def hooks(self) -> Any:
+        return self
+
     def attach_data(self, listener: DataListener) -> None:
         self.listeners.append(listener)
 

@@ -1,4 +1,4 @@
-"""`Port`: a Manager in the test's hand, for one replica with a sampler and a FixedOrderDataParallel."""
+"""`Host`: a Manager in the test's hand, for one replica with a sampler and a FixedOrderDataParallel."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any, cast
 
 from ft_core.data import ElasticDataLoader
 from ft_core.fixed_order import FixedOrderDataParallel
-from tests.data.ports import Membership
+from tests.data.membership import Membership
 from tests.fixed_order.reference import Points
-from tests.reduction.fakes import FakeAttempt, FakePort
+from tests.reduction.fakes import FakeAttempt, FakeHost
 
 if TYPE_CHECKING:
     from torch import nn
@@ -17,12 +17,12 @@ if TYPE_CHECKING:
     from ft_core.manager import Manager
 
 
-class Port(Membership, FakePort):
+class Host(Membership, FakeHost):
     """What is asked of a Manager, with attempts that record their launches."""
 
     def __init__(self, groups: int = 1, place: int | None = 0, ranks: int = 1) -> None:
         Membership.__init__(self, groups, place)
-        FakePort.__init__(self)
+        FakeHost.__init__(self)
         self._runtime = SimpleNamespace(config=SimpleNamespace(world_size=ranks))
         self.whole_steps = False
         self.attempts: list[FakeAttempt] = []
@@ -42,24 +42,24 @@ class Port(Membership, FakePort):
 
     def end(self, commit: bool = True) -> None:
         """The vote."""
-        for carrier in self.carriers:
-            carrier.flush()
+        for reducer in self.reducers:
+            reducer.flush()
             if commit:
-                carrier.committed()
+                reducer.committed()
             else:
-                carrier.vetoed()
+                reducer.vetoed()
         self.vote(commit)
 
 
-def loader_on(port: Port, **options: Any) -> ElasticDataLoader:
+def loader_on(host: Host, **options: Any) -> ElasticDataLoader:
     settings: dict[str, Any] = {
         "batch_size": 2, "global_batch_size": 8, "fixed_micro_batches": True, "shuffle": True,
     } | options  # fmt: skip
-    return ElasticDataLoader(Points(40), manager=port, **settings)
+    return ElasticDataLoader(Points(40), manager=host, **settings)
 
 
-def wrap(module: nn.Module, port: Port | None = None, **options: Any) -> tuple[Any, Port, ElasticDataLoader]:
+def wrap(module: nn.Module, host: Host | None = None, **options: Any) -> tuple[Any, Host, ElasticDataLoader]:
     """The wrapper (Any: tests reach deep into modules), its Manager and its loader."""
-    port = port or Port()
-    loader = loader_on(port, **options)
-    return FixedOrderDataParallel(port.manager, module, loader), port, loader
+    host = host or Host()
+    loader = loader_on(host, **options)
+    return FixedOrderDataParallel(host.manager, module, loader), host, loader

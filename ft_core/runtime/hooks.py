@@ -1,0 +1,103 @@
+"""`Hooks`: what the library's own parts need of a Manager, and no training script does (`Manager.hooks`).
+
+Model wrappers and their reducers implement `reduction.interface.ReducerHost` against it, samplers
+`data.interface.DataHooks`; torch's Join, `OptimizerWrapper` and the front ends use the rest.
+
+Threads: the training thread; `current_attempt` also on the threads that run backward.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ft_core.errors import ConfigError, UsageError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from ft_core.data.interface import DataListener
+    from ft_core.reduction.interface import GradientReducer
+    from ft_core.runtime.step_attempt import StepAttempt
+    from ft_core.runtime.steps import Steps
+    from ft_core.runtime.uneven_end import UnevenEnd
+
+
+class Hooks:
+    """The other face of one `RankRuntime`."""
+
+    def __init__(self, steps: Steps, uneven: UnevenEnd) -> None:
+        self._steps, self._uneven, self._rank = steps, uneven, steps.rank
+
+    def __repr__(self) -> str:
+        return f"Hooks({len(self._steps.reducers)} reducers, {self._rank!r})"
+
+    # ------------------------------------------------------------ gradients
+
+    def register_reducer(self, reducer: GradientReducer) -> None:
+        """Announce a reducer: with exactly one, its last bucket carries the ballot.
+
+        Raises:
+            UsageError: after the first start_quorum; where the ballot rides is fixed by then (R4).
+        """
+        if self._rank.wish is not None:
+            raise UsageError("wrap the model in DistributedDataParallel before the first start_quorum")
+        self._steps.reducers.append(reducer)
+
+    def unregister_reducer(self, reducer: GradientReducer) -> None:
+        """Forget a reducer again; without effect after the first start_quorum."""
+        if reducer in self._steps.reducers and self._rank.wish is None:
+            self._steps.reducers.remove(reducer)
+
+    def current_attempt(self) -> StepAttempt | None:
+        """The open attempt; None before the first start_quorum."""
+        return self._steps.attempt
+
+    @property
+    def backend(self) -> str:
+        """Backend of the gradients' process group, for example "gloo"."""
+        return str(self._steps.shell.communicators.gradients.getBackendName())
+
+    @property
+    def batch_ratio(self) -> float:
+        """What the outputs of the next forward are weighed with; 1.0 without batch weights."""
+        return self._steps.weights.ratio
+
+    # ------------------------------------------------------------ data
+
+    def attach_data(self, listener: DataListener) -> None:
+        """Announce a sampler.
+
+        Raises:
+            UsageError: after the first start_quorum.
+            ConfigError: there is one already.
+        """
+        if self._steps.data is not None:
+            raise ConfigError("this Manager has an elastic sampler already: one dataset is divided per Manager")
+        if self._rank.plan is not None:
+            raise UsageError("an elastic sampler was attached after the first start_quorum: make it before")
+        self._steps.data = listener
+
+    def weigh(self, weight: int) -> None:
+        """`Manager.set_batch_weight` for elastic data: who divides samples weighs them. Raises as it does."""
+        self._steps.weigh(weight)
+
+    # ------------------------------------------------------------ uneven ends, torn state
+
+    def shadow_step(
+        self,
+        apply: Callable[[], object] | None = None,
+        *,
+        ends: bool = False,
+        opened: Callable[[], object] | None = None,
+    ) -> bool:
+        """One attempt without data; see `runtime.uneven_end`. Returns True if the pass is over."""
+        return self._uneven.shadow_step(apply, ends=ends, opened=opened)
+
+    @property
+    def everyone_out(self) -> bool:
+        """The last fence said that every member is out of data by itself."""
+        return self._rank.data.everyone_out
+
+    def report_torn_state(self, error: BaseException) -> None:
+        """optimizer.step raised after a commit: this state is neither old nor new and must be healed (R13)."""
+        self._uneven.torn(error)
