@@ -12,9 +12,6 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 MAX_LINES = 450
-LONGER: dict[str, int] = {}
-"""Files over MAX_LINES with the length they may have until they are split. Entries only shrink."""
-
 MAX_FUNCTION_LINES = 60
 """From `def` to the end, without the docstring."""
 SLEEPS: dict[str, str] = {
@@ -45,21 +42,15 @@ SOURCES = python_files("ft_core", "ft_lightning", "ft_accelerate")
 TESTS = python_files("tests")
 
 
-def test_the_lists_above_name_existing_files() -> None:
+def test_the_list_above_names_existing_files() -> None:
     assert SOURCES
-    assert [name for name in (*LONGER, *SLEEPS) if not (ROOT / name).exists()] == []
+    assert [name for name in SLEEPS if not (ROOT / name).exists()] == []
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=name_of)
 def test_files_stay_short(path: Path) -> None:
     lines = len(path.read_text().splitlines())
-    limit = LONGER.get(name_of(path), MAX_LINES)
-    assert lines <= limit, f"{lines} lines, at most {limit}: split it by noun"
-
-
-def test_no_exception_from_the_line_limit_is_out_of_date() -> None:
-    lengths = {name: len((ROOT / name).read_text().splitlines()) for name in LONGER}
-    assert [name for name, lines in lengths.items() if lines <= MAX_LINES] == []
+    assert lines <= MAX_LINES, f"{lines} lines, at most {MAX_LINES}: split it by noun"
 
 
 def functions(path: Path) -> dict[str, int]:
