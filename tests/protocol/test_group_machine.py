@@ -304,6 +304,28 @@ def test_pushes_go_to_every_rank() -> None:
     assert group.do(ev.RankGone(1, silent=True)) == [], "it is over"
 
 
+def test_a_verdict_of_the_quorum_in_force_is_told_again_before_that_breaks() -> None:
+    group = Driven()
+    group.form()
+    group.do(ev.RankGone(1, False))
+    group.vote(1)
+    group.vote(0)  # the verdict is on its way to a stream that is gone
+    again = group.do(ev.RankJoined(1, 12))
+    assert [effect.push.outcome for effect in again if isinstance(effect.push, Verdict)] == [COMMIT]  # type: ignore[union-attr]
+    broken = group.do(ev.RankBroke(0, 7, "a peer has ended its connection"))
+    assert told(broken, 1) == [GONE], "which comes after it"
+
+
+def test_a_group_that_drains_waits_for_no_late_rank() -> None:
+    group = Driven(3, drains=True)
+    group.ask(0, 2)
+    group.do(ev.Tick(), after=LATE_S)
+    assert group.group.late
+    group.do(ev.DrainOrdered("SIGTERM"))
+    group.ask(1)
+    assert not group.group.late
+
+
 def test_a_group_that_drains_asks_no_more() -> None:
     group = Driven(drains=True)
     group.ask(0, 1)

@@ -104,11 +104,13 @@ def test_live_state_is_copied_before_the_first_ask_and_nothing_is_timed_meanwhil
     assert rank.handle(on.QuorumWanted(wish(prefetch=True)), 0.0) == (do.Prefetch(),)
     assert rank.next_at == float("inf")
     assert rank.handle(on.Tick(), 2 * QUORUM_S) == ()
-    assert kinds(rank.handle(on.PrefetchEnded(), QUORUM_S / 2)) == ["SendAsk"]
-    assert rank.handle(on.PrefetchEnded(), QUORUM_S / 2) == (), "once"
-    assert rank.handle(on.Tick(), QUORUM_S) == ()
+    assert kinds(rank.handle(on.PrefetchEnded(), 3 * QUORUM_S)) == ["SendAsk"]
+    assert rank.handle(on.PrefetchEnded(), 3 * QUORUM_S) == (), "once"
+    assert rank.next_at == 3 * QUORUM_S + TELL_S
+    assert [do.LookAtLinks()] == [*rank.handle(on.Tick(), 4 * QUORUM_S - 0.1)], "the limit is one of the quorum's"
+    assert rank.handle(on.Tick(), 4 * QUORUM_S) == ()
     assert failed(rank) == f"QuorumTimeoutError: {LIMIT}the lighthouse gave no reason"
-    assert rank.handle(on.PrefetchEnded(), QUORUM_S) == ()
+    assert rank.handle(on.PrefetchEnded(), 4 * QUORUM_S) == ()
 
 
 def test_state_that_nobody_can_send_ends_the_wait() -> None:

@@ -14,7 +14,7 @@ from ft_core.settings import MAX_REPLICAS
 FAULTS = (
     "kill", "freeze", "cut_lighthouse", "cut_peers", "cut_all", "blip", "lighthouse", "slow", "late", "soft", "leave",
     "pause", "duplicate", "configure", "heal", "skip", "turbulence", "hidden", "proxy", "oneway", "freeze_rank",
-    "link",
+    "link", "full", "unsendable",
 )  # fmt: skip
 
 
@@ -41,6 +41,12 @@ class Config:
     connect_s: float = 1.0
     timeout_s: float = 2.5
     heal_s: float = 0.8
+    prefetches: bool = True
+    """Newcomers copy live state before they ask."""
+    copy_s: float = 0.2
+    """So long it takes at most to copy live state."""
+    prefetch_s: float = 20.0
+    """A newcomer to which nobody gives live state waits for so long, as in the product longer than for a quorum."""
     quorum_s: float = 9.0
     """A rank whose ask is not answered within it gives up, and its group dies."""
     autonomy_s: float = 3.0
@@ -78,6 +84,14 @@ class Config:
     """Settings that have to be equal are part of the signature."""
     data: bool = True
     """Check that no sample is lost or comes twice; not where data run out by another rule."""
+    user_ops: int = 0
+    """Collectives that the script makes itself in each forward pass."""
+    waits_for_ops: bool = True
+    """The script waits for each of them; else should_commit does."""
+    op_after: bool = False
+    """The script makes one more after its backward, and waits for it nowhere."""
+    absent: int = -1
+    """A group that is not there at first."""
     late_rank: bool = False
     """The last rank of a group starts later than the others."""
     member_rules: RankRules = field(default_factory=RankRules)
@@ -108,6 +122,9 @@ class Config:
         }
         if rng.random() < 0.15:
             values["faults"] += ("stranger",)
+        if rng.random() < 0.3:
+            values |= {"user_ops": rng.choice((0, 1, 2)), "waits_for_ops": rng.random() < 0.6, "op_after": True}
+            values["faults"] += ("skip_op",)
         values.update(fixed)
         if values["ranks"] > 1 and "faults" not in fixed and rng.random() < 0.6:
             values["faults"] += ("rank_stream", "late_vote")

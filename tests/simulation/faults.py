@@ -22,7 +22,9 @@ if TYPE_CHECKING:
     from tests.simulation.lighthouse import Conn, Lighthouse
     from tests.simulation.world import World
 
-PASSING = frozenset({"pause", "configure", "late", "skip", "soft", "heal", "rank_stream"})
+PASSING = frozenset(
+    {"pause", "configure", "late", "skip", "soft", "heal", "rank_stream", "skip_op", "full", "unsendable"}
+)
 """Faults that are announced, or cost an attempt: they are no reason to give up waiting."""
 
 
@@ -245,6 +247,20 @@ class Faults:
     def _fault_slow(self, _: str, group: Group) -> None:
         group.slow_until = self.world.now + self._how_long()
 
+    def _fault_full(self, _: str, group: Group) -> None:
+        """So many receive state from it that there is no place for one more."""
+        group.full_until = self.world.now + self._how_long()
+
+    def _fault_unsendable(self, _: str, group: Group) -> None:
+        """Its state holds for a while what cannot be encoded."""
+        if not group.unsendable:
+            self.world.say("the state of %s cannot be encoded", group.rid)
+            group.unsendable = True
+            self.world.at(self._how_long(), None, self._sendable, group)
+
+    def _sendable(self, group: Group) -> None:
+        group.unsendable = False
+
     def _fault_leave(self, _: str, group: Group) -> None:
         if len(self.world.active) > self.world.config.min_replicas and not group.leaving:
             self.world.say("%s is asked to drain", group.rid)
@@ -266,7 +282,8 @@ class Faults:
         self.world.calm = True
         for group in list(self.world.active.values()):
             group.injected.clear()
-            group.slow_until = 0.0
+            group.slow_until = group.full_until = 0.0
+            group.unsendable = False
             group.proxy_down = False
             self._hears_again(group)
             for key in [key for key in self.world.links if key != frozenset(self.world.config.cut_forever)]:

@@ -12,7 +12,7 @@ from ft_core.errors import JobFinishedError, StateLostError
 from ft_core.protocol.group import events as group_events
 from ft_core.protocol.lighthouse import events as room_events
 from ft_core.protocol.lighthouse.model_signature import setting_lines
-from ft_core.protocol.pushes import Acked, Answer, Push, Refusal
+from ft_core.protocol.pushes import Acked, Answer, Push, Refusal, Welcome
 from ft_core.protocol.rank import events as rank_events
 from ft_core.protocol.rank.heal_plan import WorldSizeMode
 from ft_core.protocol.rank.rank import Rank as Machine
@@ -54,6 +54,10 @@ class Group:
         self.deferred: list[tuple[Group | Rank, Callable[..., None], tuple[Any, ...]]] = []
         self.injected: set[str] = set()
         self.slow_until = 0.0
+        self.full_until = 0.0
+        """Until when it has no free place for one more receiver of its state."""
+        self.unsendable = False
+        """What it holds cannot be encoded, and it says so."""
         self.late_until = 0.0
         """Until when one of its ranks does not vote, and says nothing."""
         self.paused_until = 0.0
@@ -68,6 +72,10 @@ class Group:
         self.conn: Conn | None = None
         self._generation = 0
         self._open_ask: Ask | None = None
+        self.welcomed = False
+        """The lighthouse has taken its lease."""
+        self.peers: tuple[str, ...] = ()
+        """Members of the quorum that was in force when its lease was opened: of whom it may copy live state."""
         self.known_cut: tuple[str, ...] = ()
         """Whom it could not reach when it looked last."""
         self.ranks: list[Rank] = []
@@ -269,11 +277,14 @@ class Group:
             case Acked():
                 self.leader.handle(group_events.Welcomed())
                 rank, self.last_ack = self.ranks[0].machine, max(self.last_ack, push.clock_s)
-                rank.acknowledged(max(rank.attempt.lease_acked_at, push.clock_s))
+                rank.acknowledged(push.clock_s)
             case Answer():
                 if self._open_ask is not None and self._open_ask.seq == push.seq:
                     self._open_ask = None
                     self.leader.handle(group_events.Answered(push.seq, push.quorum))
+            case Welcome():
+                self.welcomed = True
+                self.peers = tuple(name for name, _ in push.peers)
             case Refusal():
                 self.leader.handle(group_events.RefusedByLighthouse(push.error))
             case _:
@@ -283,14 +294,15 @@ class Group:
         """It is over."""
         world, finished = self.world, isinstance(error, JobFinishedError)
         world.say("%s is refused: %s", self.rid, error)
+        void = self.ranks[0].machine.held.version < Version(0, 0)
         fine = self.ranks[0].machine.plan is not None and not world.set_up_wrongly(self.number)
-        if world.config.odd and fine and not finished:  # where nobody was in a quorum, the first one counts
+        lost = isinstance(error, StateLostError) or void
+        if world.config.odd and fine and not (finished or lost):  # where nobody was in a quorum, the first one counts
             raise Violation("I7", f"{self.rid} is refused because of one that is set up wrongly: {error}")
         if finished and not self.world.config.finish_at:
             raise Violation("I7", f"{self.rid} is refused: {error}: but nobody has finished")
-        void = self.ranks[0].machine.held.version < Version(0, 0)
         self.stop()
-        if isinstance(error, StateLostError) or void:  # R21: whoever runs the job decides that it may begin again
+        if lost:  # R21: whoever runs the job decides that it may begin again
             world.at(world.between(0.4, 1.0), None, world.begin_again, self.number)
 
     def ask(self, ask: Ask) -> None:

@@ -203,8 +203,7 @@ class RankLink:
                 self._welcomed()
                 return
             case Acked():
-                machine = self.rank.machine
-                machine.acknowledged(max(machine.attempt.lease_acked_at, push.clock_s - push.lease_age_s))
+                self.rank.machine.acknowledged(push.clock_s - push.lease_age_s)
                 return
             case Answer():
                 if self._open_ask is None or self._open_ask.seq != push.seq:

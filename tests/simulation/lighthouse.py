@@ -13,7 +13,8 @@ from ft_core.errors import JobFinishedError, RefusedError, StateLostError
 from ft_core.protocol.lighthouse import events as room_events
 from ft_core.protocol.lighthouse.reachability import Holds
 from ft_core.protocol.lighthouse.room import Room
-from ft_core.protocol.pushes import Acked, Answer, Busy, Change, Lost, Over, Push, Reason, Refusal
+from ft_core.protocol.lighthouse.room_view import peers_of
+from ft_core.protocol.pushes import Acked, Answer, Busy, Change, Lost, Over, Push, Reason, Refusal, Welcome
 from ft_core.protocol.quorum_ids import QuorumIds
 from ft_core.settings import LighthouseSettings
 from tests.simulation import encoding
@@ -140,6 +141,9 @@ class Conn:
             self.group.unleased_since = None
         self.lighthouse.handle(event)
         room = self.lighthouse.room
+        if isinstance(event, room_events.Hello):
+            peers = peers_of(room.current, room.last_quorum, room.records, self.group.rid)
+            self.push(Welcome(self.world.config.liveness_s, peers))
         if isinstance(event, room_events.Asked) and room.reason:  # its shell tells who asks what it has told the others
             self.push(Reason(room.reason, max(0.0, room.paused_until - self.world.now)))
         if isinstance(event, room_events.Hello | room_events.Progress):

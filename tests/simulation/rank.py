@@ -12,16 +12,18 @@ import functools
 import operator
 from typing import TYPE_CHECKING, Any
 
-from ft_core.errors import CollectiveError, HealError
+from ft_core.errors import CollectiveError, StateRefusedError
 from ft_core.protocol.pauses import Wait
 from ft_core.protocol.pushes import Answer, Busy, Change, Lost, Order, Over, Push, Reason
 from ft_core.protocol.rank import actions as do
 from ft_core.protocol.rank import events as on
 from ft_core.protocol.rank.formation import Wish
-from ft_core.protocol.rank.phases import Go, Heal, Phase
-from ft_core.protocol.types import VOID, Ask, Outcome, Verdict, Version
+from ft_core.protocol.rank.phases import Go, Phase
+from ft_core.protocol.types import Ask, Outcome, Verdict
 from tests.simulation.history import Violation
+from tests.simulation.receiving import Receiving
 from tests.simulation.samples import Samples
+from tests.simulation.user_ops import UserOps
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -33,6 +35,8 @@ if TYPE_CHECKING:
     from tests.simulation.leader import RankLink
     from tests.simulation.ring import Op, Ring
 
+CONNECT_S = 0.5
+"""So long a script waits for the lighthouse at first; the product raises then, this one goes on."""
 Gradients = tuple[tuple[int, int], ...]
 """(who gave it, the state it was taken at) each."""
 
@@ -50,10 +54,9 @@ class Rank:
         self.samples = Samples()
         self.places = 0
         """Participants of the attempt that was launched last."""
-        self.received_samples = self.samples
-        self.received: int | None = None
-        self.received_round: Version | None = None
+        self.receiving: Receiving = Receiving(self)
         self.ring: Ring | None = None
+        self.ops = UserOps(self)
         self.stopped = False
         """SIGSTOP to this rank alone."""
         self.stops = 0
@@ -84,7 +87,14 @@ class Rank:
         """The process is up."""
         self.link.open()
         self.link.renew()
-        self.boundary()
+        self._begin(self.world.now + CONNECT_S)
+
+    def _begin(self, at_last: float) -> None:
+        """The script runs once its Manager is connected, and knows of whom live state can be had."""
+        if self.group.welcomed or self.world.now >= at_last:
+            self.boundary()
+        else:
+            self.world.at(0.01, self, self._begin, at_last)
 
     # ------------------------------------------------------------ the process
 
@@ -181,6 +191,10 @@ class Rank:
             (_, then), self._waits = self._waits, None
             world.at(0.0, self, self._then, self.token, then)
 
+    def look_again(self) -> None:
+        """Something outside of the machine has changed that the script may wait for."""
+        self._after()
+
     def _tick(self, at: float) -> None:
         if at == self._tick_at:
             self._tick_at = -1.0
@@ -220,7 +234,7 @@ class Rank:
         if self.group.done or formation is None or formation.sent is None or formation.sent.seq != seq:
             return
         self.leave_ring()
-        self.received = None
+        self.receiving.forget()
         self.world.history.entered(self.group, quorum, self.machine.highest_id)
         self.dispatch(on.QuorumAnswered(seq, quorum))
 
@@ -252,6 +266,10 @@ class Rank:
 
     def _report(self, action: do.Report) -> None:
         self.world.say("%s: %s", self.name, action.text)
+
+    def _abort_user_group(self, action: do.AbortUserGroup) -> None:
+        if self.ring is not None and self.ring.quorum.quorum_id == action.quorum_id:
+            self.ops.abort(self.ring.quorum)
 
     def _nothing(self, _: do.Action) -> None:
         """The state of a rank is there to be had, and nothing else is under way in its ring."""
@@ -301,73 +319,13 @@ class Rank:
         ring, self.ring = self.ring, None
         if ring is not None:
             ring.leave(self, hidden=hidden)
-
-    # ------------------------------------------------------------ state
+            self.ops.abort(ring.quorum, hidden=hidden)
 
     @property
-    def _never_heals(self) -> bool:
+    def never_heals(self) -> bool:
+        """It is set up so that no heal of it succeeds."""
         config = self.world.config
         return self.group.number == config.bad_group and config.bad_rank in (-1, self.index)
-
-    def _receive(self, action: do.Receive) -> None:
-        machine, plan, world = self.machine, action.plan, self.world
-        sync = plan.heals_first or world.config.heals_before_forward
-        worthless = machine.held.version.step <= 0
-        in_place = (worthless or len(plan.donors) >= 2) and (sync or worthless)
-        if in_place and (sync or machine.held.version == VOID):
-            self.dispatch(on.StateTorn())
-            self.was_torn = True
-            self.state = hash((2, self.group.key, plan.quorum_id))
-            world.history.torn.add(self.state)
-        world.at(world.config.heal_s, self, self._receive_failed, plan, "too slow")
-        self._try_donor(plan, 0)
-
-    def _receive_failed(self, plan: Plan, why: str) -> None:
-        if self.machine.plan is plan and self.machine.receiving:
-            self.dispatch(on.ReceiveFailed(plan.quorum_id, HealError(why)))
-
-    def _try_donor(self, plan: Plan, position: int) -> None:
-        world = self.world
-        if self.machine.plan is not plan or not self.machine.receiving:
-            return
-        if position >= len(plan.donors):
-            self._receive_failed(plan, "no donor left")
-            return
-        delay = world.between(0.005, 0.05) if world.rng.random() < 0.8 else world.between(0.05, 0.6)
-        world.at(delay, self, self._from_donor, plan, position)
-
-    def _from_donor(self, plan: Plan, position: int) -> None:
-        world, group = self.world, self.group
-        if self.machine.plan is not plan or not self.machine.receiving:
-            return
-        donor = world.groups[plan.quorum.members[plan.donors[position]].replica_id]
-        source = donor.ranks[self.index] if donor.ranks else None
-        usable = (
-            donor.alive and source is not None and not source.frozen and world.connected(group, donor)
-            and source.quorum_id == plan.quorum_id and source.machine.held.version == plan.target
-            and "heal" not in group.injected and not self._never_heals
-        )  # fmt: skip
-        if "heal" in group.injected and world.rng.random() < 0.5:
-            group.injected.discard("heal")
-        if not usable or source is None:
-            world.at(0.02, self, self._try_donor, plan, position + 1)
-            return
-        self.received, self.received_round = source.state, source.machine.data.ended_at
-        self.received_samples = source.samples
-        # Its state was rolled back after orphan_s.
-        group.excused_at = max(group.excused_at, donor.excused_at)
-        self.dispatch(on.StateReceived(plan.quorum_id))
-
-    def _apply(self) -> None:
-        machine = self.machine
-        if machine.attempt.heal is Heal.READY:
-            assert self.received is not None
-            self.state, self.received = self.received, None
-            self.samples = self.received_samples
-            self.dispatch(on.StateApplied(self.received_round, 0, 0))
-            self.world.history.heals += 1
-            self.world.history.holds(self, machine.held.version, self.state)
-            self.world.say("%s is healed at %s", self.name, machine.held.version)
 
     # ------------------------------------------------------------ the script: start_quorum
 
@@ -379,6 +337,7 @@ class Rank:
         self.token += 1
         self.reducing = self.polling = False
         self._waits = None
+        self.ops.settled(committed=False)
         if self.back_at > world.now:  # the training thread is busy with what it announced
             world.at(self.back_at - world.now, self, self._then, self.token, self.boundary)
             return
@@ -387,6 +346,7 @@ class Rank:
             self._wait(lambda: not machine.forming, self._formed)
             return
         decision = machine.boundary()
+        self.receiving.hand_out()
         if isinstance(decision, Go):
             if machine.attempt.awaits_lease and not machine.broken:
                 world.at(world.between(0.05, 0.1), self, self._then, self.token, self._poll)
@@ -404,7 +364,8 @@ class Rank:
         self._maybe_pause()
         self.asked_at = world.now
         template = Ask("", 0, **self._template())
-        wish = Wish(template, "job", world.config.quorum_s, hands_over=group.leaving)
+        fresh = machine.wish is None
+        wish = Wish(template, "job", world.config.quorum_s, prefetch=fresh, hands_over=group.leaving)
         self.dispatch(on.QuorumWanted(wish))
         self._wait(lambda: not machine.forming, self._formed)
 
@@ -439,8 +400,11 @@ class Rank:
 
     def _give_up(self, failure: Exception) -> None:
         world, group = self.world, self.group
-        world.gives_up(self, self.asked_at, str(failure))
-        group.die("gives up waiting for a quorum")
+        if isinstance(failure, StateRefusedError):
+            group.die(f"ends: {failure}")
+        else:
+            world.gives_up(self, self.asked_at, str(failure))
+            group.die("gives up waiting for a quorum")
         if world.calm or world.rng.random() < 0.8:
             world.given_up.add(group.number)
             world.at(world.between(0.02, 1.0), None, world.restart, group.number)
@@ -452,8 +416,11 @@ class Rank:
         if sync and machine.receiving:
             self._wait(lambda: not (machine.forming or machine.receiving), self._settle_in)
             return
+        if machine.failure is not None:
+            self._give_up(machine.failure)
+            return
         if sync:
-            self._apply()
+            self.receiving.apply()
         self._forward()
 
     def _maybe_pause(self) -> None:
@@ -510,7 +477,42 @@ class Rank:
         if "soft" in group.injected and not world.rng.randrange(len(group.ranks)):
             group.injected.discard("soft")
             self.dispatch(on.SoftError(ValueError("a NaN was found")))
-        world.at(length, self, self._then, token, self._launch)
+        parts = world.config.user_ops + 1
+        world.at(length / parts, self, self._then, token, functools.partial(self._compute, length / parts, 1, parts))
+
+    def _compute(self, length: float, part: int, parts: int) -> None:
+        """Forward has come so far: between its parts the script makes collectives of its own."""
+        if part == parts:
+            self._launch()
+            return
+        world, machine = self.world, self.machine
+        go_on = functools.partial(self._go_on, length, part + 1, parts)
+        machine.pin()
+        if machine.forming:
+            self._wait(lambda: not machine.forming, functools.partial(self._compute, length, part, parts))
+            return
+        if "skip_op" in self.group.injected:
+            self.group.injected.discard("skip_op")
+            self._leaves_out_a_collective()
+            go_on()
+            return
+        self.ops.launch(part)
+        if world.config.waits_for_ops:
+            self._wait(lambda: not self.ops.under_way, go_on)
+        else:
+            go_on()
+
+    def _leaves_out_a_collective(self) -> None:
+        world = self.world
+        world.say("%s: the script leaves out a collective that the others make", self.name)
+        self.ops.left_out()
+        if world.config.waits_for_ops:  # the others wait for it, and then for each other
+            late_s = 1.5 * world.config.timeout_s
+            self.group.late_until = world.now + late_s
+            world.at(late_s, None, world.trouble)
+
+    def _go_on(self, length: float, part: int, parts: int) -> None:
+        self.world.at(length, self, self._then, self.token, functools.partial(self._compute, length, part, parts))
 
     def _launch(self) -> None:
         """Backward comes to the last bucket."""
@@ -522,7 +524,7 @@ class Rank:
         if machine.forming or machine.receiving:
             self._wait(lambda: not (machine.forming or machine.receiving), self._launch)
             return
-        if machine.failure is not None and machine.plan is None:
+        if machine.failure is not None and (machine.plan is None or isinstance(machine.failure, StateRefusedError)):
             self._give_up(machine.failure)
             return
         if self.ring is None or not machine.may_launch(world.now):
@@ -611,6 +613,8 @@ class Rank:
             self._perform(actions)
             return
         self._after()
+        if world.config.op_after:
+            self.ops.launch(0)
         op.check_scaled()
         if group.stable() >= machine.attempt.base and group.ranks[0].machine.held.version == machine.attempt.base:
             world.history.publish(group.ranks[0])
@@ -643,11 +647,19 @@ class Rank:
             self._vote()
 
     def _vote(self) -> None:
-        world, machine = self.world, self.machine
+        """The ballots are back, or never will be: no collective of the script's is under way when its rank votes."""
         self.reducing = False
-        if machine.plan is None:
+        if self.machine.plan is None:
             self.boundary()
             return
+        self.ops.end_for_vote()
+        if self.ops.under_way:
+            self._wait(lambda: not self.ops.under_way, self._vote_now)
+        else:
+            self._vote_now()
+
+    def _vote_now(self) -> None:
+        world, machine = self.world, self.machine
         vote = machine.own_vote()
         if len(self.group.ranks) > 1:
             wait = Wait(self.link.verdicts.pauses, world.config.timeout_s, world.now)
@@ -677,9 +689,10 @@ class Rank:
         if group.done or (machine.quorum_id, attempt.number) != (verdict.quorum_id, verdict.attempt):
             return
         if verdict.outcome is not Outcome.BROKEN:
-            self._apply()
+            self.receiving.apply()
         before, samples, was_broken = self.state, self.samples, machine.phase is not Phase.COUNTED
         commit, actions = machine.settle(verdict)
+        self.ops.settled(committed=commit)
         if commit:
             assert self.pending is not None
             gradients, divisor, got = self.pending
@@ -710,16 +723,16 @@ class Rank:
 
 
 PERFORM: Mapping[type[do.Action], Callable[[Rank, Any], None]] = {
-    do.Prefetch: lambda rank, _: rank.dispatch(on.PrefetchEnded()),
+    do.Prefetch: lambda rank, action: rank.receiving.prefetch(action),
     do.SendAsk: Rank._send_ask,
     do.Entered: Rank._entered,
     do.Offer: Rank._nothing,
-    do.OfferLive: Rank._nothing,
+    do.OfferLive: lambda rank, _: rank.receiving.hand_out(),
     do.Configure: Rank._configure,
-    do.Receive: Rank._receive,
+    do.Receive: lambda rank, action: rank.receiving.receive(action.plan),
     do.CancelReceive: Rank._nothing,
     do.Abort: Rank._abort,
-    do.AbortUserGroup: Rank._nothing,
+    do.AbortUserGroup: Rank._abort_user_group,
     do.TellGroup: Rank._tell_group,
     do.TellParted: Rank._nothing,
     do.LookAtLinks: Rank._look,

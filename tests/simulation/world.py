@@ -22,6 +22,7 @@ from tests.simulation.group import Group
 from tests.simulation.history import History, Violation
 from tests.simulation.lighthouse import Lighthouse
 from tests.simulation.ring import Ring
+from tests.simulation.user_ops import UserRing
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -54,6 +55,7 @@ class World:
         self.groups: dict[str, Group] = {}
         self.active: dict[str, Group] = {}
         self.rings: dict[tuple[int, int], Ring] = {}
+        self.user_rings: dict[tuple[int, int], UserRing] = {}
         self.links: dict[frozenset[int], frozenset[int]] = {}
         """Pairs of groups (numbers) between which nothing passes, and which of the two cannot open a connection."""
         if config.cut_forever:
@@ -102,7 +104,7 @@ class World:
         for number in range(config.groups):
             if number in late:
                 self.at(LATE_S, None, self.restart, number)
-            else:
+            elif number != config.absent:
                 self.spawn(number)
         if config.faults:
             self.faults.begin()
@@ -225,6 +227,14 @@ class World:
             self.rings[key] = Ring(self, quorum, index)
         return self.rings[key]
 
+    def user_ring(self, quorum: Quorum, index: int) -> UserRing:
+        """The process group of one group rank in a quorum for what scripts reduce themselves."""
+        key = (quorum.quorum_id, index)
+        if key not in self.user_rings:
+            self.user_rings = {old: ring for old, ring in self.user_rings.items() if not ring.dead}
+            self.user_rings[key] = UserRing(self, quorum)
+        return self.user_rings[key]
+
     def trouble(self) -> None:
         """A fault that nobody announces has ended."""
         self.trouble_at = self.now
@@ -282,6 +292,8 @@ class World:
         for ring in list(self.rings.values()):
             if not ring.dead:
                 ring.recheck()
+        for users in list(self.user_rings.values()):
+            users.recheck()
 
 
 # ---------------------------------------------------------------- running

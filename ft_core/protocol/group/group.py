@@ -229,9 +229,11 @@ class Group:
         if not self.settings.rules.r12_retold:
             return
         # A verdict comes before the break of its quorum, as it did then: else a rank whose verdict was lost on its way
-        # would take the break for it, and not apply what the others have (R0).
+        # would take the break for it, and not apply what the others have (R0). So do those of the quorum in force: it
+        # may break before the rank has presented its vote again.
         if self.settings.rules.r12_verdict_first:
-            out += [ev.Tell(rank, verdict) for verdict in self._verdicts.decided_in(self._verdicts.broken)]
+            known = (*self._verdicts.broken, self.quorum_id)
+            out += [ev.Tell(rank, verdict) for verdict in self._verdicts.decided_in(known)]
         out += [ev.Tell(rank, Lost(quorum_id, (mine,))) for quorum_id in self._verdicts.broken]
         pauses = self._verdicts.pauses.open(now)
         out += [ev.Tell(rank, Busy(self.quorum_id, who, for_s)) for who, for_s in pauses.items()]
@@ -262,6 +264,7 @@ class Group:
         if ask.failed and ask.quorum_id:
             self._break(number, ask.quorum_id, ask.reason or f"group rank {number} lost its process group", out)
         if self._drain is not None and self.settings.drains:
+            self.late, self._late_at = "", None  # nobody is waited for any more
             out.append(ev.Tell(number, self._drain))
             return
         merged = merge_asks(self._asks, self.settings.world_size)

@@ -156,6 +156,10 @@ class Attempt:
 
     # ------------------------------------------------------------ the ballot
 
+    def acknowledged(self, at: float) -> None:
+        """The lighthouse held this group's lease at that time: it has answered what was sent then."""
+        self.lease_acked_at = max(self.lease_acked_at, at)
+
     def lacks_lease(self, now: float) -> bool:
         """It has had no acknowledged lease for autonomy_s (R3)."""
         return now - self.lease_acked_at > self._settings.autonomy_s
@@ -163,8 +167,8 @@ class Attempt:
     def tag(self) -> int:
         """64 bits over everything that has to be equal on all members of this attempt."""
         assert self.plan is not None
-        base, in_ = self.base, self.plan.quorum_id
-        return tag_of(base.step, base.quorum_id, self.base_lineage, in_, self.number, self.signature, self.user_ops)
+        base, in_, ops = self.base, self.plan.quorum_id, self.user_ops if self._settings.rules.r4_user_ops else 0
+        return tag_of(base.step, base.quorum_id, self.base_lineage, in_, self.number, self.signature, ops)
 
     def ballot(self, now: float, *, change: bool) -> list[float]:
         """What this member adds to the last all-reduce. `change`: it wants a new quorum after this attempt."""

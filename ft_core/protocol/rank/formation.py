@@ -34,7 +34,7 @@ class Wish:
     room: str
     """The quorum namespace."""
     timeout_s: float
-    """How long all of it may take."""
+    """How long all of it may take, from the first ask on."""
     prefetch: bool = False
     """Live state is copied from running members before the first ask."""
     hands_over: bool = False
@@ -52,6 +52,8 @@ class Formation:
     """An attempt that is open goes on in this quorum (R19), unless somebody needs state there."""
     sent: Ask | None = None
     """The ask that is open."""
+    asked_at: float = -math.inf
+    """When it was first sent."""
     send_at: float = math.inf
     """When the next ask goes out (monotonic s)."""
     look_at: float = math.inf

@@ -101,13 +101,17 @@ class Membership(RankState):
     def _begin(self, why: MustAsk, wish: Wish, now: float, *, moves: bool = False) -> Actions:
         self._to(Cause.ASK)
         self._agreed_to_stay = False
-        pauses = self.quorum_pauses if self.settings.rules.pauses_extend else Pauses()
-        self.formation = Formation(why, wish, Wait(pauses, wish.timeout_s, now), moves)
+        self.formation = Formation(why, wish, self._limit(wish, now), moves)
         return (do.Prefetch(),) if wish.prefetch else self._send(now)
+
+    def _limit(self, wish: Wish, now: float) -> Wait:
+        """How long a quorum is waited for from now on."""
+        return Wait(self.quorum_pauses if self.settings.rules.pauses_extend else Pauses(), wish.timeout_s, now)
 
     def _on_prefetched(self, event: on.PrefetchEnded, now: float) -> Actions:
         if self.formation is None or not self.formation.prefetching:
             return ()
+        self.formation.wait = self._limit(self.formation.wish, now)  # copying had a limit of its own
         return self._send(now) if event.error is None else self._no_quorum(event.error)
 
     def _send(self, now: float) -> Actions:
@@ -144,6 +148,7 @@ class Membership(RankState):
             stable=held.stable, unbuilt=self.unbuilt, unbuilt_here=self.unbuilt_here, unreachable=self.links[0],
             reached=self.links[1], from_scratch=formation.wish.template.from_scratch or held.restored,
         )  # fmt: skip
+        formation.asked_at = now
         return self._present(ask, now)
 
     def _present(self, ask: Ask, now: float) -> Actions:
@@ -197,6 +202,7 @@ class Membership(RankState):
             new = self._enter(event.quorum)
         except ValueError as error:  # this replica is not in it: no lighthouse of ours answers so
             return self._no_quorum(error)
+        self.attempt.acknowledged(formation.asked_at)  # that is what an answer shows, at least (R3)
         self.pauses.forget()  # those of its members are announced anew
         self.pauses.announce(MYSELF, self.paused_until - now, now)
         if formation.moves and (refusal := why_not_here(new)):
@@ -284,6 +290,8 @@ class Membership(RankState):
             return ()
         if not self.formation.moves:
             return (do.OfferLive(),)
+        if not self.settings.rules.r19_gives_way:
+            return ()
         error = CollectiveError("a newcomer needs state, which is given between two steps only")
         self.error = self.error or error
         self.formation = None

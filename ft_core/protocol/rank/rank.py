@@ -79,7 +79,7 @@ class Rank(Membership):
 
     def acknowledged(self, at: float) -> None:
         """The lighthouse has acknowledged this group's lease at that time."""
-        self.attempt.lease_acked_at = at
+        self.attempt.acknowledged(at)
 
     def may_launch(self, now: float) -> bool:
         """A gradient collective of this attempt is about to be launched. False: nothing may be launched.
@@ -160,6 +160,8 @@ class Rank(Membership):
             attempt.soft_error = ""
             return Settled(False, self._over())
         self.heals_late |= attempt.heal is Heal.ABANDONED
+        if rules.r2_healed and not attempt.behind and attempt.verdict is not None and not attempt.verdict.lapsed:
+            self.held.stable = max(self.held.stable, attempt.base)  # it was healed since its ballots were counted
         self.data.other_trails = verdict.trails and not self.data.trails
         commit, before = verdict.outcome is Outcome.COMMIT, attempt.base
         current = not attempt.behind and not verdict.behind and not verdict.trails

@@ -16,9 +16,11 @@ class RankRules:
 
     r0_verdict: bool = True
     r0_tag: bool = True
+    r2_healed: bool = True
     r3_autonomy: bool = True
     r3_waits: bool = True
     r4_aligned: bool = True
+    r4_user_ops: bool = True
     r7_void: bool = True
     r10_divisor: bool = True
     r10_ready: bool = True
@@ -29,6 +31,7 @@ class RankRules:
     r16_parting: bool = True
     r17_shares: bool = True
     r19_moves: bool = True
+    r19_gives_way: bool = True
 
 
 @dataclass(frozen=True, slots=True)
