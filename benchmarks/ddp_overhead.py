@@ -82,7 +82,7 @@ class Host:
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.attempt = Attempt(group)
-        self.backend, self.batch_ratio = "gloo", 1.0
+        self.backend, self.through_host, self.batch_ratio = "gloo", True, 1.0
 
     @property
     def hooks(self) -> Host:

@@ -71,7 +71,7 @@ class Attempt:
 class Host:
     """What a wrapper and a sampler need of a Manager, where nothing ever fails."""
 
-    backend, batch_ratio = "gloo", 1.0
+    backend, through_host, batch_ratio = "gloo", True, 1.0
 
     def __init__(self, group: Any) -> None:
         self.group = group

@@ -25,7 +25,7 @@ from ft_accelerate.runs import runs_of_this_process
 from ft_accelerate.sharing import Sharing
 from ft_accelerate.uneven import UnevenEnd
 from ft_accelerate.window import GroupPlace, StepWindow, nothing_left
-from ft_core import Manager, ProcessGroupGloo
+from ft_core import Manager, default_process_group
 from ft_core.errors import JobFinishedError, UsageError
 from ft_core.loop.stopping import stop_together
 from ft_core.settings import room_of_run
@@ -123,7 +123,7 @@ class Run:
             self._number = runs.begin(self.superseded, self._number)
             try:
                 window.manager = manager = Manager(
-                    pg=ProcessGroupGloo(),
+                    pg=default_process_group(),
                     use_async_quorum=False,
                     warm_up=False,  # a newcomer takes over the others' position before its first batch
                     room_id=room_of_run(self._number),

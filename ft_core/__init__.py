@@ -53,6 +53,7 @@ if TYPE_CHECKING:
     from ft_core.process_group import ProcessGroupWrapper as ProcessGroupWrapper
     from ft_core.process_group import ProcessGroupXCCL as ProcessGroupXCCL
     from ft_core.process_group import create_store_client as create_store_client
+    from ft_core.process_group import default_process_group as default_process_group
 
 __version__ = "0.1.0"
 _HOME = {
@@ -96,6 +97,7 @@ _HOME = {
     "ProcessGroupWrapper": "ft_core.process_group",
     "ProcessGroupXCCL": "ft_core.process_group",
     "create_store_client": "ft_core.process_group",
+    "default_process_group": "ft_core.process_group",
     "FixedOrderDataParallel": "ft_core.fixed_order",
 }
 __all__ = [*_HOME, "__version__"]

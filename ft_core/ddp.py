@@ -356,13 +356,13 @@ _warned_backends: set[str] = set()
 
 def _warn_about_host_copies(hooks: ReducerHost, trained: Sequence[nn.Parameter]) -> None:
     backend = hooks.backend
-    if backend != "gloo" or backend in _warned_backends:
+    if not hooks.through_host or backend in _warned_backends:
         return
     _warned_backends.add(backend)
     size_mib = sum(p.numel() * p.element_size() for p in trained) / MIB
     warnings.warn(
-        f"gradients on {trained[0].device.type} are reduced over Gloo: {size_mib:.1f} MiB are copied to the host and "
-        "back in every step, and summed by the CPU; use a process group of the device (NCCL) for speed",
+        f"gradients on {trained[0].device.type} are reduced over {backend}: {size_mib:.1f} MiB are copied to the host "
+        "and back in every step, and summed by the CPU; use a process group of the device (NCCL) for speed",
         stacklevel=4,
     )
 

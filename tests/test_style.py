@@ -138,6 +138,19 @@ def writes(path: Path, owner: str) -> int:
     )
 
 
+def test_one_backend_is_as_good_as_another() -> None:
+    """No code outside of process_group names Gloo; there, `default.py` does for everybody."""
+    apart = ("ft_core/process_group/", "ft_core/__init__.py")
+    found = [
+        f"{name_of(path)}:{node.lineno}"
+        for path in SOURCES if not name_of(path).startswith(apart)
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Name | ast.Attribute | ast.alias)
+        and "gloo" in (getattr(node, "id", "") or getattr(node, "attr", "") or getattr(node, "name", "")).lower()
+    ]  # fmt: skip
+    assert found == []
+
+
 def test_only_the_machine_of_a_rank_writes_what_it_knows() -> None:
     """What the control plane, and the machine of a group, call a rank is another process."""
     others = ("protocol/rank/", "protocol/group/", "control/", "launch/")

@@ -1,4 +1,4 @@
-"""The process group that is taken where the user names none."""
+"""The process group that is taken where the user names none: by front ends, and for what travels in CPU memory."""
 
 from __future__ import annotations
 

@@ -147,6 +147,11 @@ class ReducerHost(Protocol):
         ...
 
     @property
+    def through_host(self) -> bool:
+        """That group reduces in CPU memory."""
+        ...
+
+    @property
     def batch_ratio(self) -> float:
         """What the outputs of the next forward are weighed with."""
         ...

@@ -58,6 +58,11 @@ class Hooks:
         return str(self._steps.shell.communicators.gradients.getBackendName())
 
     @property
+    def through_host(self) -> bool:
+        """That group reduces in CPU memory, so gradients on other devices are copied there and back."""
+        return self._steps.shell.communicators.gradients.carries_cpu_memory
+
+    @property
     def batch_ratio(self) -> float:
         """What the outputs of the next forward are weighed with; 1.0 without batch weights."""
         return self._steps.weights.ratio

@@ -39,7 +39,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 
-from ft_core import DistributedDataParallel, Manager, ProcessGroupGloo
+from ft_core import DistributedDataParallel, Manager, default_process_group
 from ft_core.errors import ConfigError, JobFinishedError, UsageError
 from ft_core.reduction.ddp_arguments import check_arguments
 from ft_lightning import _compat
@@ -192,7 +192,7 @@ class FabricFaultTolerance(StartsGroups):
     def _new_manager(self) -> Manager:
         try:
             return Manager(
-                pg=ProcessGroupGloo(),
+                pg=default_process_group(),
                 load_state_dict=self._load,
                 state_dict=self._state,
                 use_async_quorum=False,  # what a replica that is behind reads of its data depends on the others' state

@@ -17,7 +17,7 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, Any
 
-from ft_core import DistributedDataParallel, Manager, ProcessGroupGloo
+from ft_core import DistributedDataParallel, Manager, default_process_group
 from ft_core.errors import ConfigError, LighthouseError, QuorumTimeoutError
 from ft_core.reduction.ddp_arguments import check_arguments
 from ft_lightning import _compat
@@ -174,7 +174,7 @@ class FaultTolerance(OptimizerSteps, Checkpoints, StartsGroups):
         if self._trains:
             self._takeover = Takeover(trainer, self._sharding, self.elastic)
             self.manager = self._new_manager(
-                pg=ProcessGroupGloo(),
+                pg=default_process_group(),
                 load_state_dict=self._load_state,
                 state_dict=self._takeover.state,
                 use_async_quorum=False,  # a replica that is behind must know the others' position before it trains
@@ -253,7 +253,7 @@ class FaultTolerance(OptimizerSteps, Checkpoints, StartsGroups):
             return None
         known = {} if RUNS.members is None else {"expected_replicas": RUNS.members}
         own = {
-            "pg": ProcessGroupGloo(), "room_id": RUNS.evaluation(self.first_room, stage), "rank": self.global_rank,  # type: ignore[attr-defined]
+            "pg": default_process_group(), "room_id": RUNS.evaluation(self.first_room, stage), "rank": self.global_rank,  # type: ignore[attr-defined]
             "world_size": self.world_size, "use_async_quorum": False, "exit_on_drain": False, "min_replica_size": 1,  # type: ignore[attr-defined]
         }  # fmt: skip
         manager: Manager | None = None

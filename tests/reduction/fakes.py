@@ -106,7 +106,7 @@ class FakeHost:
     def __init__(self, attempt: ReductionAttempt | None = None) -> None:
         self.attempt = attempt
         self.reducers: list[GradientReducer] = []
-        self.backend, self.batch_ratio = "gloo", 1.0
+        self.backend, self.through_host, self.batch_ratio = "gloo", True, 1.0
 
     @property
     def hooks(self) -> FakeHost:

@@ -74,6 +74,11 @@ def _mixture(lineages: list[int]) -> int:
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1
 
 
+def is_decided(votes: dict[int, Verdict], world_size: int) -> bool:
+    """Whether `merge_votes` gives a verdict."""
+    return len(votes) >= world_size or any(vote.outcome is Outcome.BROKEN for vote in votes.values())
+
+
 def merge_votes(votes: dict[int, Verdict], world_size: int) -> Verdict | None:
     """The group's verdict, once every rank has voted; None before (a broken vote decides at once).
 
@@ -85,10 +90,8 @@ def merge_votes(votes: dict[int, Verdict], world_size: int) -> Verdict | None:
     in the next quorum, and costs the others this one attempt.
     """
     broken = next((vote for _, vote in sorted(votes.items()) if vote.outcome is Outcome.BROKEN), None)
-    if broken is not None:
+    if broken is not None or not is_decided(votes, world_size):
         return broken
-    if len(votes) < world_size:
-        return None
     ordered = [votes[rank] for rank in range(world_size)]
     vetoes = [vote for vote in ordered if vote.outcome is Outcome.VETO]
     lead = vetoes[0] if vetoes else ordered[0]

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from typing import TYPE_CHECKING
 
-from ft_core.protocol.group.merge import merge_votes
+from ft_core.protocol.group.merge import is_decided, merge_votes
 from ft_core.protocol.pauses import Pauses
 from ft_core.protocol.pushes import Answer, Busy, Lost
 from ft_core.protocol.types import Outcome, Verdict
@@ -49,7 +49,7 @@ class Votes:
         """
         key = (vote.quorum_id, vote.attempt)
         votes = self._open.setdefault(key, {})
-        if vote.outcome is Outcome.BROKEN and merge_votes(votes, self._world_size) is None:
+        if vote.outcome is Outcome.BROKEN and not is_decided(votes, self._world_size):
             votes[rank] = vote
         votes.setdefault(rank, vote)
         while len(self._open) > MAX_OPEN_VOTES:
@@ -66,7 +66,7 @@ class Votes:
         return {
             attempt: tuple(sorted(votes))
             for (quorum, attempt), votes in self._open.items()
-            if quorum == quorum_id and merge_votes(votes, self._world_size) is None
+            if quorum == quorum_id and not is_decided(votes, self._world_size)
         }
 
     def validate(self) -> None:
