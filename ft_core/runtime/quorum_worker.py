@@ -45,6 +45,8 @@ class QuorumWorker:
         self._look_at = 0.0
         """When to look next (monotonic s)."""
         self._stopped = False
+        self.writes = False
+        """What is done now may write to the script's own tensors. Set by it, under the lock, and over when it ends."""
         self._thread = threading.Thread(target=self._run, name=f"ft-quorum-{name}", daemon=True)
 
     def __repr__(self) -> str:
@@ -61,6 +63,11 @@ class QuorumWorker:
                 raise RuntimeError(f"{MAX_WORK} pieces of work wait for the quorum worker")  # ours: cannot happen
             self._work.append(work)
             self._changed.notify_all()
+
+    def outlast_writes(self, unless: Callable[[], bool]) -> None:
+        """Block until the script's tensors are the script's again, as bounded as what is done; or until `unless()`."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self.writes or unless())
 
     def stop(self, timeout_s: float) -> None:
         """End the thread; nothing that it does may last."""
@@ -83,6 +90,9 @@ class QuorumWorker:
     def _next(self) -> Callable[[], None] | None:
         """What to do next; None: end."""
         with self._changed:
+            if self.writes:
+                self.writes = False
+                self._changed.notify_all()
             while not self._stopped:
                 if self._work:
                     return self._work.popleft()

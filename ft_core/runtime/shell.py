@@ -85,8 +85,9 @@ class RankShell:
             rank, self.lock, communicators, self.works, self.links, self.dispatch, budget.timeout_s
         )
         self.worker = QuorumWorker(
-            rank.settings.replica_id, self.changed, lambda: rank.next_at, self._tick, self._look_at_newcomers
-        )
+            rank.settings.replica_id, self.changed, lambda: rank.next_at,
+            lambda: self.dispatch(on.Tick(self.control.last_reason)), self._look_at_newcomers,
+        )  # fmt: skip
         self._view: Callable[[], Mapping[str, Any]] | None = None
         """Returns this rank's state at the boundary the open ask was made at, or raises what kept it from being
         collected. None if there is no ask, or this rank must not be a donor."""
@@ -200,9 +201,6 @@ class RankShell:
 
     # ------------------------------------------------------------ what may block (quorum worker)
 
-    def _tick(self) -> None:
-        self.dispatch(on.Tick(self.control.last_reason))
-
     def _look_at_newcomers(self) -> None:
         if self.transfer.snapshot_wanted:
             self.dispatch(on.StateWanted())
@@ -216,7 +214,12 @@ class RankShell:
         rank, error = self.rank, None
         place = rank.settings.group_rank
         donors = [addresses[place] for _, addresses in self.peers if len(addresses) > place]
-        before, into, written = rank.held.version, self._in_place, False
+        before, written = rank.held.version, False
+        with self.lock:
+            if not rank.forming:
+                return  # the script was told already that there is no quorum
+            into = self._in_place
+            self.worker.writes = into is not None
         if donors and into is not None:
             self.dispatch(on.StateTorn())  # before the first byte (R7)
         try:
@@ -268,6 +271,7 @@ class RankShell:
                 return
             # At step 0 the own state is as good as anybody's: it is not written over before the other has come.
             into = self._in_place if plan.target.step > 0 else None
+            self.worker.writes = self._in_place is not None  # also at step 0, where it was copied to before
         if into is not None:
             self.dispatch(on.StateTorn())  # before the first byte (R7)
         view = self._view

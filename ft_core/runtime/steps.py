@@ -193,16 +193,23 @@ class Steps:
         shell.ask(wish, why, view, view() if worthless and view is not None else None)
 
     def _settle_in(self) -> None:
-        """A first or a synchronous quorum: wait for it, and load received state before forward if the plan says so."""
+        """A first or a synchronous quorum: wait for it, and load received state before forward if the plan says so.
+
+        Copying and receiving in place end a little later than what they were for does, where a member was lost or this
+        replica was refused: the script computes with no tensor that may still be written to (R7). Who drains computes
+        nothing more, and waits for the worker when it shuts down.
+        """
         shell, rank = self.shell, self.rank
         if rank.wish is None or not rank.wish.template.heals_before_forward:
             return
         shell.wait_formed()
+        shell.worker.outlast_writes(lambda: rank.draining)
         if isinstance(rank.failure, DrainedError):
             raise rank.failure
         self.check()
         if rank.plan is not None and rank.plan.heals:  # also late, if its last heal failed
             shell.wait_received()
+            shell.worker.outlast_writes(lambda: rank.draining)
             if not isinstance(rank.failure, DrainedError):
                 self.check()
             self.views.apply_received()
