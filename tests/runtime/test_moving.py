@@ -15,11 +15,19 @@ if TYPE_CHECKING:
     from tests.runtime.harness import Action
 
 
-def until_moved(replica: Replica) -> None:
-    """Computes for as long as it takes until the next quorum is there."""
-    rank = replica.manager._runtime.rank
-    before = rank.quorum_id
-    replica.cluster.lighthouse.wait_for(lambda: rank.quorum_id != before and not rank.forming)
+def moves(until: Action) -> Action:
+    """An action: do what `until` does, then compute for as long as it takes until the next quorum is there.
+
+    Which that is has to be known before: a death that `until` waits for may bring it at once.
+    """
+
+    def act(replica: Replica) -> None:
+        rank = replica.manager._runtime.rank
+        before = rank.quorum_id
+        until(replica)
+        replica.cluster.lighthouse.wait_for(lambda: rank.quorum_id != before and not rank.forming)
+
+    return act
 
 
 def until_broken(replica: Replica) -> None:
@@ -41,7 +49,7 @@ def together(count: int) -> Action:
 @pytest.mark.parametrize("use_async", [True, False])
 def test_the_attempt_goes_on_in_the_next_quorum(cluster: Cluster, point: str, use_async: bool) -> None:
     here, options = together(3), dict[str, Any](use_async_quorum=use_async)
-    survivors = [Replica(i, at={(3, point): both(here, until_moved)}, **options) for i in range(2)]
+    survivors = [Replica(i, at={(3, point): moves(here)}, **options) for i in range(2)]
     cluster.run(*survivors, Replica(2, at={(3, point): both(here, crash)}, **options))
     cluster.check(steps=6, survivors=2)
     cluster.check_numbers()
@@ -50,7 +58,7 @@ def test_the_attempt_goes_on_in_the_next_quorum(cluster: Cluster, point: str, us
 
 def test_only_who_has_launched_something_computes_again(cluster: Cluster) -> None:
     here = together(2)
-    slow, quick = Replica(0, at={(3, "forward"): both(here, until_moved)}), Replica(1)
+    slow, quick = Replica(0, at={(3, "forward"): moves(here)}), Replica(1)
 
     def launched() -> bool:
         step = quick.manager._runtime.rank
@@ -82,8 +90,8 @@ def test_a_death_after_the_fence_costs_nothing(cluster: Cluster) -> None:
 def test_a_second_death_meanwhile(cluster: Cluster) -> None:
     """The attempt that moved once is the first of its quorum: it is lost, and nothing else."""
     here, there = together(4), together(3)
-    survivors = [Replica(i, at={(3, "forward"): both(here, until_moved, there, until_broken)}) for i in range(2)]
-    late = Replica(2, at={(3, "forward"): both(here, until_moved, there, crash)})
+    survivors = [Replica(i, at={(3, "forward"): both(moves(here), there, until_broken)}) for i in range(2)]
+    late = Replica(2, at={(3, "forward"): both(moves(here), there, crash)})
     cluster.run(*survivors, late, Replica(3, at={(3, "forward"): both(here, crash)}))
     cluster.check(steps=6, survivors=2)
     cluster.check_numbers()
@@ -154,12 +162,11 @@ def test_a_quorum_in_which_somebody_needs_state_is_left_again(cluster: Cluster) 
     def until_the_newcomer_asks(_: Replica) -> None:
         cluster.lighthouse.wait_for(lambda: cluster.lighthouse.asking(again.name))
 
-    def until_refused(replica: Replica) -> None:
-        until_moved(replica)
+    def is_refused(replica: Replica) -> None:
         left.append(replica.manager._runtime.rank.broken_reason)
 
     waits = both(until_the_newcomer_asks, here)
-    survivors = [Replica(i, steps=9, at={(3, "forward"): both(waits, until_refused)}) for i in range(2)]
+    survivors = [Replica(i, steps=9, at={(3, "forward"): both(moves(waits), is_refused)}) for i in range(2)]
     survivors[0].actions[3, "boundary"] = starts
     cluster.run(*survivors, Replica(2, steps=9, at={(3, "forward"): both(waits, crash)}))
     cluster.check(steps=9, survivors=3)
