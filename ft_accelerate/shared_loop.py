@@ -167,7 +167,7 @@ class SharedLoop:
         among = [p for p, piece in others.items() if piece < self.pieces and piece != self.piece]
         took_s = time.monotonic() - self._since
         awaited = step + 1 == self.steps and self.piece == step * division.parts + division.part
-        found = division.exchange(f"{step}.{place}", value, took_s, among=among, more=not awaited)
+        found = division.exchange(f"{step}.{place}", value, took_s, among=among, lost=self.lost, more=not awaited)
         self._since = time.monotonic()
         self._lose([part for part in among if part not in found], step)
         return {others[part]: other for part, other in found.items()}

@@ -4,7 +4,8 @@ How it works. The members hold the same state, so whoever does a part of such wo
 member does one part, publishes what came of it at its state server, and fetches the other parts from their owners. A
 part that does not come (its owner died, froze, or is somewhere else in the run) is done again by every member that
 misses it, by itself. So nothing has to be agreed on: a missing part costs time and changes no result, and no member
-depends on another one's word to go on. `shared_work_rules` decides whom to wait for.
+depends on another one's word to go on. `shared_work_rules` decides whom to wait for. A member that has everything asks
+the others whether they still want its part, and stays until none does: what follows may be the end of its process.
 
 A part is asked for by where in the run it belongs (`Position`), and by a digest of the quorum and of what is divided:
 members that mean something else do not share it.
@@ -36,6 +37,7 @@ from ft_core.loop.shared_work_rules import (
     decide,
     identity_of,
     question,
+    stays,
 )
 from ft_core.protocol.rank.phases import Phase
 
@@ -54,8 +56,6 @@ RESULT_BYTES_MAX = 1 << 30
 """A larger result is not sent: every member does that part by itself."""
 PAUSE_S = 0.002, 0.1
 """Between two rounds of questions: at first, and at most."""
-LINGER_S = 2.0
-"""How long a member stays until the others have fetched its part: it may be about to end."""
 
 
 class Place(NamedTuple):
@@ -83,7 +83,8 @@ class Board:
         """Of the division begun last."""
         self._identity = ""
         self._results: OrderedDict[str, bytes | None] = OrderedDict()
-        self._fetched: dict[str, set[int]] = {}
+        self._wanted: dict[str, set[int]] = {}
+        """Of this division, by result: the parts that this rank still asks for."""
         self._given_up: set[str] = set()
         """Keys of this division's results that are kept no more: to who asks, that is no "not yet"."""
 
@@ -98,6 +99,7 @@ class Board:
             self._at = Position(step, opened, self._at.number + 1 if same else 0)
             self._identity = identity
             self._given_up.clear()
+            self._wanted.clear()
             return self._at
 
     def publish(self, key: str, result: bytes | None) -> None:
@@ -106,13 +108,21 @@ class Board:
             self._results[key] = result
             while len(self._results) > KEPT:
                 oldest, _ = self._results.popitem(last=False)
-                self._fetched.pop(oldest, None)
                 self._given_up.add(oldest)
 
-    def fetched(self, key: str) -> set[int]:
-        """Who needs nothing more of it."""
+    def want(self, key: str, parts: Collection[int]) -> None:
+        """These parts will be asked for, until each is `decided`. Before this rank's own is published."""
         with self._lock:
-            return set(self._fetched.get(key, ()))
+            self._wanted[key] = set(parts)
+            if len(self._wanted) > KEPT:
+                oldest = next(iter(self._wanted))
+                del self._wanted[oldest]
+                self._given_up.add(oldest)
+
+    def decided(self, key: str, part: int) -> None:
+        """It came, or is done here: it is asked for no more."""
+        with self._lock:
+            self._wanted[key].discard(part)
 
     def answer(self, name: str) -> bytes | None:
         """To a question; None: it is none."""
@@ -121,12 +131,12 @@ class Board:
             return None
         place = self._place()
         with self._lock:
-            result = self._results.get(asked.key)
-            if result is not None and asked.asker >= 0:
-                return Heard.THERE.value + result
-            if asked.key in self._results:
-                self._fetched.setdefault(asked.key, set()).add(max(asked.asker, -1 - asked.asker))
-                return Heard.NEVER.value
+            if asked.offers and asked.key in self._wanted:
+                wanted = asked.asker in self._wanted[asked.key]
+                return Heard.NOT_YET.value if wanted else Heard.NEVER.value
+            if not asked.offers and asked.key in self._results:
+                result = self._results[asked.key]
+                return Heard.NEVER.value if result is None else Heard.THERE.value + result
             if asked.key in self._given_up:
                 return Heard.NEVER.value
             begun = self._at if self._at[:2] == place[:2] else Position(*place[:2], -1)
@@ -183,8 +193,9 @@ class Division:
         return question(self._at, self._identity, name)
 
     def exchange(
-        self, name: str, own: object, took_s: float, *, among: Collection[int] | None = None, more: bool = False
-    ) -> dict[int, Any]:
+        self, name: str, own: object, took_s: float, *, among: Collection[int] | None = None,
+        lost: Collection[int] = (), more: bool = False,
+    ) -> dict[int, Any]:  # fmt: skip
         """Publish this member's part, and wait for the others'. On all ranks of a group, in the same order.
 
         Args:
@@ -192,7 +203,8 @@ class Division:
             own: what came of this member's part: what a state dict may hold (tensors, numbers, text, containers). If
                 something in it cannot be sent, that is logged, and each member does this part by itself.
             took_s: seconds that it took.
-            among: the parts that are asked for; None: all others'. Whose part was missing once is best left out.
+            among: the parts that are asked for; None: all others'.
+            lost: those whose part was missing once: they are not asked, and nobody stays for them.
             more: another result follows at once, to each of the others, so this member need not stay until they have
                 fetched this one. A member that stays away from then on is one that the others may find gone.
 
@@ -201,8 +213,15 @@ class Division:
         """
         if self.owners is None or self.parts == 1:
             return {}
-        wanted = [part for part in range(self.parts) if part != self.part and (among is None or part in among)]
-        return self._work.exchange(self.owners, self, name, own, took_s, wanted, more=more)
+        others = [part for part in range(self.parts) if part != self.part and part not in lost]
+        wanted = [part for part in others if among is None or part in among]
+        found = self._work.exchange(self.owners, self, name, own, took_s, wanted)
+        if self.owners.mine < self.parts and not more:
+            # Members without a part of their own want this one, too, and publish nothing that would tell of them.
+            alike = [m for m in range(self.parts, len(self.owners.addresses)) if m % self.parts != self.part]
+            missing = set(wanted) - set(found)
+            self._work.stay(self.owners, self.key(name), [m for m in [*others, *alike] if m not in missing], took_s)
+        return found
 
 
 class SharedWork:
@@ -255,21 +274,21 @@ class SharedWork:
         return Division(self, owners, pieces, self._board.begin(identity), identity)
 
     def exchange(
-        self, owners: Owners, division: Division, name: str, own: object, took_s: float, wanted: Sequence[int],
-        *, more: bool,
-    ) -> dict[int, Any]:  # fmt: skip
+        self, owners: Owners, division: Division, name: str, own: object, took_s: float, wanted: Sequence[int]
+    ) -> dict[int, Any]:
         """See `Division.exchange`."""
         key, packed = division.key(name), self._packed(own)
+        self._board.want(key, wanted)
         if owners.mine < division.parts:
             self._board.publish(key, packed)
         like = None if packed is None else own
-        limit_s = max(self._manager._runtime.shell.limits.patience_s, took_s)
-        found = self._collect(owners, division, wanted, key, like, limit_s, more=more)
+        found = self._collect(owners, division, wanted, key, like, self._limit_s(took_s))
         _, missing = self._agree([int(part not in found) for part in wanted])
-        found = {part: found[part] for part, lost in zip(wanted, missing, strict=True) if not lost}
-        if owners.mine < division.parts and not more:
-            self._linger(key, set(found))
-        return found
+        return {part: found[part] for part, lost in zip(wanted, missing, strict=True) if not lost}
+
+    def _limit_s(self, took_s: float) -> float:
+        """How long a living member is waited for."""
+        return max(self._manager._runtime.shell.limits.patience_s, took_s)
 
     def _packed(self, own: object) -> bytes | None:
         try:
@@ -283,9 +302,8 @@ class SharedWork:
         return None
 
     def _collect(
-        self, owners: Owners, division: Division, wanted: Sequence[int], key: str, like: object, limit_s: float,
-        *, more: bool,
-    ) -> dict[int, Any]:  # fmt: skip
+        self, owners: Owners, division: Division, wanted: Sequence[int], key: str, like: object, limit_s: float
+    ) -> dict[int, Any]:
         found: dict[int, Any] = {}
         left = list(wanted)
         began = time.monotonic()
@@ -303,12 +321,11 @@ class SharedWork:
                 )  # fmt: skip
                 if move is Move.TAKE:
                     found[part] = result
-                    if not more:
-                        self._ask(owners.addresses[part], f"{key}/{-1 - owners.mine}", None)
                 elif move is Move.REPEAT:
                     self._tell(f"part {part + 1} of {division.parts} of shared work is done here as well: {reason}")
                 if move is not Move.WAIT:
                     left.remove(part)
+                    self._board.decided(key, part)
             if left:
                 self._pause.wait(pause_s)
                 pause_s = min(2 * pause_s, longest_s)
@@ -328,11 +345,24 @@ class SharedWork:
             log.debug("a part from %s cannot be read: %s", address, error)
             return Heard.NEVER, None
 
-    def _linger(self, key: str, others: set[int]) -> None:
-        """Until those whose part came have fetched this member's: it may be about to end."""
-        until = time.monotonic() + LINGER_S
+    def stay(self, owners: Owners, key: str, others: Sequence[int], took_s: float) -> None:
+        """Until none of these members wants this one's part any more: it may be about to end."""
+        began, limit_s = time.monotonic(), self._limit_s(took_s)
+        spoke = dict.fromkeys(others, began)
         pause_s, longest_s = PAUSE_S
-        while others - self._board.fetched(key) and time.monotonic() < until and not self._manager._runtime.rank.broken:
+        while True:
+            for other in list(spoke):
+                heard, _ = self._ask(owners.addresses[other], f"{key}/{owners.mine}?", None)
+                now = time.monotonic()
+                if heard is not Heard.SILENT:
+                    spoke[other] = now
+                if not stays(
+                    heard, silent_s=now - spoke[other], waited_s=now - began, limit_s=limit_s,
+                    broken=self._manager._runtime.rank.broken,
+                ):  # fmt: skip
+                    del spoke[other]
+            if not spoke:
+                return
             self._pause.wait(pause_s)
             pause_s = min(2 * pause_s, longest_s)
 

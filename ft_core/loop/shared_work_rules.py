@@ -81,6 +81,21 @@ def decide(heard: Heard, *, silent_s: float, waited_s: float, limit_s: float, br
     return Decision(Move.WAIT, "its owner is at it")
 
 
+def stays(heard: Heard, *, silent_s: float, waited_s: float, limit_s: float, broken: bool) -> bool:
+    """Whether a member that has everything stays for another one, as that can get its part from nobody else. Pure.
+
+    That somebody has left and so ended the quorum is no reason to go: the others may lack this part still.
+
+    Args:
+        heard: the other's answer to whether it wants the part: NOT_YET if it does, or has yet to come to it.
+        silent_s, limit_s, broken: as for `decide`.
+        waited_s: how long this member has stayed.
+    """
+    if heard is Heard.SILENT:
+        return silent_s < (ASK_S if broken else SILENT_S)
+    return heard is Heard.NOT_YET and waited_s < limit_s
+
+
 def answer(
     asked: Position, begun: Position, *, same_work: bool, broken: bool = False, asking: bool = False,
     launched: bool = False,
@@ -118,7 +133,9 @@ class Asked(NamedTuple):
     at: Position
     identity: str
     asker: int
-    """The part of who asks, or -1 less that: it has the result, and wants nothing any more."""
+    """The part of who asks."""
+    offers: bool
+    """It does not ask for a part, but whether its own is still wanted."""
 
     @property
     def quorum_id(self) -> int:
@@ -127,11 +144,12 @@ class Asked(NamedTuple):
 
 
 def asked_for(name: str) -> Asked | None:
-    """What `key/asker` asks for; None: it is no question."""
+    """What `key/asker`, or `key/asker?` of who offers its part, asks for; None: it is no question."""
     try:
         key, asker = name.rsplit("/", 1)
         step, opened, number, identity, _ = key.split("/")
-        asked = Asked(key, Position(int(step), opened == "1", int(number)), identity, int(asker))
+        at, offers = Position(int(step), opened == "1", int(number)), asker.endswith("?")
+        asked = Asked(key, at, identity, int(asker.removesuffix("?")), offers)
         return asked if asked.quorum_id >= 0 else None
     except ValueError:
         return None

@@ -7,9 +7,10 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import pytest
 import torch
 
-from ft_core.loop.shared_work import KEPT, LINGER_S, Board, Place, SharedWork
+from ft_core.loop.shared_work import KEPT, Board, Place, SharedWork
 from ft_core.loop.shared_work_rules import SILENT_S, Heard, Position, identity_of, question
 from tests.runtime.conftest import cluster, lighthouse, store
 from tests.runtime.harness import LIMIT_S, Cluster, Replica, crash
@@ -17,12 +18,12 @@ from tests.runtime.harness import LIMIT_S, Cluster, Replica, crash
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    import pytest
-
     from tests.runtime.harness import Action
 
 __all__ = ["cluster", "lighthouse", "store"]
 AT = (3, "stepped")
+ENDS_TOO_SOON_S = 0.3
+"""A member that does not stay has ended by then; one that stays loses that time in these tests."""
 Found = dict[str, dict[int, Any]]
 
 
@@ -33,8 +34,13 @@ class Worker(Replica):
 
 
 def ready(replica: Replica) -> None:
-    assert isinstance(replica, Worker)
     replica.wrap()
+    ready_alone(replica)
+
+
+def ready_alone(replica: Replica) -> None:
+    """Without a model that is trained."""
+    assert isinstance(replica, Worker)
     replica.work = SharedWork(replica.manager)
     replica.work.serve()
 
@@ -231,7 +237,52 @@ def test_who_ends_right_after_it_still_gives_its_part(cluster: Cluster) -> None:
     cluster.run(*[Worker(i, at={(2, "stepped"): divides(found)}, setup=ready, steps=3) for i in range(2)])
     cluster.check(steps=3)
     assert all(len(parts) == 1 for parts in parts_of(found).values())
-    assert time.monotonic() - began < LINGER_S + 3
+    assert time.monotonic() - began < SILENT_S
+
+
+class Between(threading.Event):
+    """What happens between two rounds of a replica's questions."""
+
+    def __init__(self, act: Callable[[], object]) -> None:
+        super().__init__()
+        self._act = act
+
+    def wait(self, timeout: float | None = None) -> bool:
+        self._act()
+        return super().wait(timeout)
+
+
+@pytest.mark.parametrize("pieces", [3, 2])
+def test_who_has_everything_stays_until_the_others_have_too(cluster: Cluster, pieces: int) -> None:
+    """Another one that has everything leaves, as at the end of a test run, and so ends the quorum.
+
+    With two pieces the slow one does the same as the first, so nobody wants anything of it.
+    """
+    found: Found = {}
+    first_waits, slow_waits, divide = threading.Event(), threading.Event(), divides(found, pieces=pieces)
+
+    def script(replica: Replica) -> None:
+        ready_alone(replica)
+        assert isinstance(replica, Worker)
+        replica.manager.start_quorum()
+        begins, between = course[replica.index]
+        replica.work._pause = Between(between)
+        assert begins is None or begins.wait(LIMIT_S)
+        divide(replica)
+
+    def while_slow_waits() -> None:
+        slow_waits.set()
+        first.thread.join(LIMIT_S)
+        last.thread.join(ENDS_TOO_SOON_S)
+
+    course = {0: (None, first_waits.set), 1: (slow_waits, lambda: None), 2: (first_waits, while_slow_waits)}
+    first, last, slow = (Worker(i, setup=lambda _: None, loop=script, use_async_quorum=False) for i in course)
+    cluster.run(first, last, slow)
+    assert [r.error for r in (first, last, slow)] == [None] * 3
+    if pieces == 3:
+        assert parts_of(found) == {"r0": [1, 2], "r1": [0, 2], "r2": [0, 1]}
+    else:
+        assert parts_of(found) == {"r0": [1], "r1": [0], "r2": [1]}
 
 
 def test_many_results_of_one_division_each_from_who_has_them(cluster: Cluster) -> None:

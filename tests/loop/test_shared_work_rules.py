@@ -7,6 +7,7 @@ import pytest
 from ft_core.loop.shared_work_rules import (
     ASK_S,
     SILENT_S,
+    Asked,
     Heard,
     Move,
     Position,
@@ -14,6 +15,7 @@ from ft_core.loop.shared_work_rules import (
     asked_for,
     decide,
     question,
+    stays,
 )
 
 HERE = Position(7, False, 1)
@@ -37,6 +39,26 @@ def test_what_is_done_about_a_part(heard: Heard, silent_s: float, waited_s: floa
     decision = decide(heard, silent_s=silent_s, waited_s=waited_s, limit_s=10.0, broken=broken)
     assert decision.move is move
     assert decision.reason
+
+
+@pytest.mark.parametrize(
+    ("heard", "silent_s", "waited_s", "broken", "stays_there"),
+    [
+        (Heard.NOT_YET, 0.0, 9.9, False, True),
+        (Heard.NOT_YET, 0.0, 9.9, True, True),  # another member has left: this one has not
+        (Heard.NOT_YET, 0.0, 10.0, False, False),
+        (Heard.NEVER, 0.0, 0.0, False, False),
+        (Heard.REFUSED, 0.0, 0.0, False, False),
+        (Heard.SILENT, SILENT_S - 0.1, 5.0, False, True),
+        (Heard.SILENT, SILENT_S, 5.0, False, False),
+        (Heard.SILENT, ASK_S - 0.1, 2.0, True, True),
+        (Heard.SILENT, ASK_S, 2.0, True, False),
+    ],
+)
+def test_for_whom_a_member_stays(
+    heard: Heard, silent_s: float, waited_s: float, broken: bool, stays_there: bool
+) -> None:
+    assert stays(heard, silent_s=silent_s, waited_s=waited_s, limit_s=10.0, broken=broken) is stays_there
 
 
 @pytest.mark.parametrize(
@@ -85,10 +107,10 @@ def test_what_is_said_by_who_waits_for_gradients(asked: Position, begun: Positio
 def test_a_question_is_read_as_it_was_written() -> None:
     at = Position(12, True, 3)
     key = question(at, "ab12", "0")
-    assert asked_for(f"{key}/2") == (key, at, "ab12", 2)
-    assert asked_for(f"{key}/-3") == (key, at, "ab12", -3)
+    assert asked_for(f"{key}/2") == Asked(key, at, "ab12", 2, offers=False)
+    assert asked_for(f"{key}/2?") == Asked(key, at, "ab12", 2, offers=True)
 
 
-@pytest.mark.parametrize("name", ["", "x", "1/2/3/4/5", "a/0/0/x/y/1", "1/0/0/x/y/z/1", "1/0/0/x/y/"])
+@pytest.mark.parametrize("name", ["", "x", "1/2/3/4/5", "a/0/0/x/y/1", "1/0/0/x/y/z/1", "1/0/0/x/y/", "1/0/0/x/y/?"])
 def test_what_is_no_question(name: str) -> None:
     assert asked_for(name) is None
