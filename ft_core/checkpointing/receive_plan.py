@@ -15,7 +15,7 @@ Invariants
 - `Prefetched.sums[key]` is the checksum of what is in memory, provided nobody else writes there; tensors whose
   `_version` moved are checked again.
 
-Threads: built by one worker and finished by the caller of fetch; `forget` and `arrived` are called under the session's
+Threads: built by one worker and finished by the caller of fetch; `forget` and `arrived` are called under the fetch's
 lock; workers write only into `target(i)` of ranges they own.
 """
 

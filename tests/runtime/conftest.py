@@ -36,8 +36,8 @@ def lighthouse(monkeypatch: pytest.MonkeyPatch, store: TCPStore) -> Iterator[Loo
         lambda config: (store, f"127.0.0.1:{store.port}") if config.store is None else open_store(config),
     )
 
-    def control(config: Any, replica_id: str, session: Any, store: Any) -> LoopbackControl:
-        return LoopbackControl(loopback, replica_id, session)
+    def control(config: Any, replica_id: str, shell: Any, store: Any) -> LoopbackControl:
+        return LoopbackControl(loopback, replica_id, shell)
 
     monkeypatch.setattr(startup, "_control", control)
     yield loopback

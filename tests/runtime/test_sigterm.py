@@ -1,4 +1,4 @@
-"""What SIGTERM does to a process that holds Managers: the signal is really raised, the session only notes it."""
+"""What SIGTERM does to a process that holds Managers: the signal is really raised, the shell only notes it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LIMIT_S = 10.0
 
 
 class Asked:
-    """Stands for a session."""
+    """Stands for a shell."""
 
     def __init__(self) -> None:
         self.reasons: queue.Queue[str] = queue.Queue()
@@ -33,7 +33,7 @@ class Asked:
         return self.reasons.get(timeout=LIMIT_S)
 
     @property
-    def session(self) -> Drains:
+    def shell(self) -> Drains:
         return cast("Drains", self)
 
 
@@ -62,15 +62,15 @@ def present() -> object:
 def test_the_first_drains_every_manager_and_calls_the_handler_before_it(previous: Previous) -> None:
     one, two = Asked(), Asked()
     for each in (one, two):
-        drain_signal.on_sigterm(each.session)
+        drain_signal.on_sigterm(each.shell)
     signal.raise_signal(signal.SIGTERM)
     assert [one.reason(), two.reason()] == ["SIGTERM", "SIGTERM"]
     assert previous.calls == 1
     signal.raise_signal(signal.SIGTERM)  # launchers say it twice
     assert previous.calls == 1
     assert one.reasons.empty()
-    drain_signal.forget(one.session)
-    drain_signal.forget(two.session)
+    drain_signal.forget(one.shell)
+    drain_signal.forget(two.shell)
     assert present() is not previous
     signal.raise_signal(signal.SIGTERM)  # while the process ends
     assert previous.calls == 1
@@ -79,17 +79,17 @@ def test_the_first_drains_every_manager_and_calls_the_handler_before_it(previous
 def test_it_goes_with_the_last_manager(previous: Previous) -> None:
     one, two = Asked(), Asked()
     for each in (one, two):
-        drain_signal.on_sigterm(each.session)
-    drain_signal.forget(one.session)
+        drain_signal.on_sigterm(each.shell)
+    drain_signal.forget(one.shell)
     assert present() is not previous
-    drain_signal.forget(two.session)
+    drain_signal.forget(two.shell)
     assert present() is previous
 
 
 def test_the_second_is_the_previous_handlers(previous: Previous, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(drain_signal, "SAME_S", 0.0)
     one = Asked()
-    drain_signal.on_sigterm(one.session)
+    drain_signal.on_sigterm(one.shell)
     signal.raise_signal(signal.SIGTERM)
     signal.raise_signal(signal.SIGTERM)
     assert one.reason() == "SIGTERM"
@@ -99,16 +99,16 @@ def test_the_second_is_the_previous_handlers(previous: Previous, monkeypatch: py
 
 def test_locks_of_the_interrupted_thread_do_no_harm(previous: Previous) -> None:
     one = Asked()
-    drain_signal.on_sigterm(one.session)
+    drain_signal.on_sigterm(one.shell)
     with threading._active_limbo_lock, one.reasons.mutex:  # type: ignore[attr-defined]
         signal.raise_signal(signal.SIGTERM)
     assert one.reason() == "SIGTERM"
-    drain_signal.forget(one.session)
+    drain_signal.forget(one.shell)
 
 
 def test_a_handler_installed_later_stays(previous: Previous) -> None:
     one, later = Asked(), Previous()
-    drain_signal.on_sigterm(one.session)
+    drain_signal.on_sigterm(one.shell)
     ours = present()
 
     def mine(*args: Any) -> None:
@@ -119,25 +119,25 @@ def test_a_handler_installed_later_stays(previous: Previous) -> None:
     signal.raise_signal(signal.SIGTERM)
     assert one.reason() == "SIGTERM"
     assert (later.calls, previous.calls) == (1, 1)
-    drain_signal.forget(one.session)
+    drain_signal.forget(one.shell)
     assert present() is mine
 
 
 def test_where_it_does_not_listen(previous: Previous) -> None:
     one = Asked()
-    thread = threading.Thread(target=drain_signal.on_sigterm, args=(one.session,))
+    thread = threading.Thread(target=drain_signal.on_sigterm, args=(one.shell,))
     thread.start()
     thread.join()
     assert present() is previous
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    drain_signal.on_sigterm(one.session)
+    drain_signal.on_sigterm(one.shell)
     assert present() is signal.SIG_IGN
 
 
 def test_a_manager_that_was_only_forgotten_does_not_swallow_the_signal(previous: Previous) -> None:
     one = Asked()
-    drain_signal.on_sigterm(one.session)
-    thread = threading.Thread(target=drain_signal.forget, args=(one.session,))  # shut down off the main thread
+    drain_signal.on_sigterm(one.shell)
+    thread = threading.Thread(target=drain_signal.forget, args=(one.shell,))  # shut down off the main thread
     thread.start()
     thread.join()
     assert present() is not previous
@@ -152,14 +152,14 @@ def test_forked_workers_keep_dying_of_it() -> None:
     before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
     one = Asked()
     try:
-        drain_signal.on_sigterm(one.session)
+        drain_signal.on_sigterm(one.shell)
         child = os.fork()
         if child == 0:
             signal.raise_signal(signal.SIGTERM)
             os._exit(0)
         _, status = os.waitpid(child, 0)
         assert os.WTERMSIG(status) == signal.SIGTERM
-        drain_signal.forget(one.session)
+        drain_signal.forget(one.shell)
         assert present() is signal.SIG_DFL
     finally:
         signal.signal(signal.SIGTERM, before)

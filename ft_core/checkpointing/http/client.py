@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import quote
 
 from ft_core.checkpointing.http.connection import ClientTls, DonorConnection, Refused, explain
-from ft_core.checkpointing.http.fetch import Session
+from ft_core.checkpointing.http.fetch import Fetch
 from ft_core.checkpointing.own_state import OwnState
 from ft_core.checkpointing.receive_plan import Given
 from ft_core.errors import EncodingError, HealError
@@ -78,17 +78,17 @@ def fetch(
     Raises `HealError` naming what failed at each donor; `StateRefusedError` where trying again cannot help.
     """
     given = Given(into, have, only, _own(own, into))
-    session = Session(donors, f"state {tag!r}", token, deadline_s, idle_s, cancel, given, relays=relays, tls=tls)
+    running = Fetch(donors, f"state {tag!r}", token, deadline_s, idle_s, cancel, given, relays=relays, tls=tls)
     try:
-        plan = session.run(f"/state/{quote(tag, safe='')}/manifest")
+        plan = running.run(f"/state/{quote(tag, safe='')}/manifest")
     except HealError:
-        if session.plan is not None:
-            session.plan.settle()
+        if running.plan is not None:
+            running.plan.settle()
         raise
     state = plan.finish()
     if arrived is not None and only is None:
         arrived(plan)
-    return FetchResult(state, session.bytes, plan.nbytes, session.elapsed_s(), session.donors_used())
+    return FetchResult(state, running.bytes, plan.nbytes, running.elapsed_s(), running.donors_used())
 
 
 def prefetch(
@@ -108,16 +108,16 @@ def prefetch(
     `own`: as for `fetch`.
     """
     given = Given(into, own=_own(own, into))
-    session = Session(donors, "live state", token, deadline_s, idle_s, cancel, given, live=True, tls=tls)
+    running = Fetch(donors, "live state", token, deadline_s, idle_s, cancel, given, live=True, tls=tls)
     try:
-        plan = session.run("/prefetch")
+        plan = running.run("/prefetch")
     except HealError:
-        if session.plan is None:
+        if running.plan is None:
             raise
-        plan = session.plan
+        plan = running.plan
     plan.settle()
     kept = plan.kept
-    kept.bytes, kept.seconds, kept.donors_used = session.bytes, session.elapsed_s(), session.donors_used()
+    kept.bytes, kept.seconds, kept.donors_used = running.bytes, running.elapsed_s(), running.donors_used()
     return kept
 
 

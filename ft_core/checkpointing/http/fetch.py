@@ -3,7 +3,7 @@
 A worker per connection pulls items from a shared queue; an item is a range to receive, or a batch of checksums to
 compare (when a prefetch left something to compare with; the ranges that differ then join the queue). Every donor works
 at its own pace, so a slow one simply does less. When a connection fails, its items go back to the front of the queue; a
-donor that keeps failing is given up; only when none is left has the session failed.
+donor that keeps failing is given up; only when none is left has it failed.
 
 Invariants
 - A range is owned by one worker from taking to finishing, so memory has one writer.
@@ -72,7 +72,7 @@ class _Item:
 
 @dataclass(slots=True)
 class _Donor:
-    """What is known about one donor; guarded by the session's lock."""
+    """What is known about one donor; guarded by the fetch's lock."""
 
     address: str
     relay: bool = False
@@ -89,7 +89,7 @@ class _Donor:
         return f"{self.address}: {'; then '.join(dict.fromkeys(self.failures)) or 'no answer yet'}"
 
 
-class Session:
+class Fetch:
     """One fetch or prefetch. Everything below `changed` is guarded by it, except `plan`, which is set once."""
 
     def __init__(
@@ -133,7 +133,7 @@ class Session:
             DonorConnection(donor.address, None)  # a bad address is the caller's mistake: say so before anything starts
 
     def elapsed_s(self) -> float:
-        """Seconds since the session was made."""
+        """Seconds since the fetch was made."""
         return time.monotonic() - self._began
 
     def donors_used(self) -> tuple[str, ...]:
@@ -166,7 +166,7 @@ class Session:
                 connection.cut()
             end = time.monotonic() + JOIN_S
             for thread in threads:
-                # A worker still resolving a name may outlive this; it finds the session stopped and touches nothing.
+                # A worker still resolving a name may outlive this; it finds the fetch stopped and touches nothing.
                 if thread.ident is not None:
                     thread.join(max(0.0, end - time.monotonic()))
         assert self.plan is not None
