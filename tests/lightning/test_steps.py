@@ -211,7 +211,7 @@ def test_rings_with_different_divisors_are_corrected_before_they_are_mixed() -> 
         rescale=lambda factor: done.append(factor), average_inside=lambda _reduce, ranks: done.append(ranks)
     )
     modes: Any = OptimizerSteps()
-    modes.world_size, modes.model = 2, types.SimpleNamespace(reducer=reducer)
+    modes.world_size, modes.model = 2, types.SimpleNamespace(gradient_reducer=reducer)
     modes.manager = types.SimpleNamespace(hooks=types.SimpleNamespace(current_attempt=lambda: attempt))
     modes._average_inside()
     assert done == [4 / 3, 2]
