@@ -31,7 +31,7 @@ from tests.process_group.ranks import wait_until
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-pytestmark = pytest.mark.process
+pytestmark = [pytest.mark.process, pytest.mark.forks]
 
 
 def children() -> set[int]:
