@@ -9,6 +9,7 @@ first one fails with its output. It never outlives the first one.
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import pathlib
@@ -21,6 +22,7 @@ import pytest
 if TYPE_CHECKING:
     from collections.abc import Generator
 
+PR_SET_PDEATHSIG = 1
 WAIT_S = 300.0
 """For what is left when the first one is through; it has begun long before."""
 
@@ -31,6 +33,7 @@ class Writes:
     def __init__(self, config: pytest.Config, path: str) -> None:
         self.config = config
         self.file = open(path, "w", buffering=1)  # noqa: SIM115 - closed when the process ends
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # the first one may end without a word (tests.hangs)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """One line."""

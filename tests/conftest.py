@@ -4,28 +4,23 @@ from __future__ import annotations
 
 import os
 import signal
-import threading
 import time
 from typing import TYPE_CHECKING
 
 import pytest
 
-from tests import beside
+from tests import beside, threads
 from tests.forge import Forge
+from tests.hangs import Hangs
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-
-MAY_STAY = ("ft-gloo-reaper", "ft-timer", "ft-gloo-form", "ft-witness")
-"""Threads of ours that live as long as the process; and a Gloo constructor, which cannot be interrupted: when abandoned
-it ends after the group's timeout (DESIGN R14)."""
-LEFT_S = 10.0
-"""How long a test's threads may outlive it."""
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """Under scripts/test: two runs side by side."""
     beside.configure(config)
+    config.pluginmanager.register(Hangs())
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -71,20 +66,20 @@ def forged_workers(forge: Forge) -> Iterator[None]:
         yield
 
 
-@pytest.fixture(autouse=True)
-def _no_thread_of_ours_is_left() -> Iterator[None]:
-    """Else a later test that looks for such threads fails, and nobody knows why."""
-    before = set(threading.enumerate())
+@pytest.fixture(autouse=True, scope="module")
+def _no_thread_is_left_by_a_file() -> Iterator[None]:
+    """Nor by its fixtures, which outlive its tests."""
+    before = threads.alive()
     yield
-    pause, until = threading.Event(), time.monotonic() + LEFT_S
-    while left := [thread for thread in threading.enumerate() if thread not in before and ours(thread)]:
-        assert time.monotonic() < until, f"this test has left {left}: a Manager, lease or server that was not shut down"
-        pause.wait(0.005)
+    threads.wait_for_end(before, "this file")
 
 
-def ours(thread: threading.Thread) -> bool:
-    """It has a name that we give, and belongs to an object that can be shut down."""
-    return thread.name.startswith("ft-") and thread.name not in MAY_STAY
+@pytest.fixture(autouse=True)
+def _no_thread_is_left(_no_thread_is_left_by_a_file: None) -> Iterator[None]:
+    """By a test and its own fixtures: they were set up later, and are torn down first."""
+    before = threads.alive()
+    yield
+    threads.wait_for_end(before, "this test")
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

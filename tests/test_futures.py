@@ -6,6 +6,7 @@ import contextlib
 import gc
 import logging
 import os
+import sys
 import threading
 import time
 import weakref
@@ -21,7 +22,7 @@ from ft_core.errors import ConfigError, PeerError, UsageError
 from ft_core.futures import FutureTimeoutError, context_timeout, future_timeout, future_wait, stream_timeout
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
 SOON = timedelta(milliseconds=10)
 NEVER = timedelta(hours=1)
@@ -185,9 +186,34 @@ class TestContextTimeout:
         assert "a timeout's callback failed" in caplog.text
 
 
+class EndingTimer(futures._Timer):
+    """Its thread ends when a callback exits; that of the process lives as long as the process."""
+
+    def _run(self) -> None:
+        with contextlib.suppress(SystemExit):
+            super()._run()
+
+
+@pytest.fixture
+def make_timer() -> Iterator[Callable[..., futures._Timer]]:
+    """A timer of the test's own."""
+    made: list[futures._Timer] = []
+
+    def make(**limits: int) -> futures._Timer:
+        made.append(EndingTimer(**limits))
+        return made[-1]
+
+    yield make
+    for timer in made:
+        timer._max_deadlines += 1
+        timer.schedule(0, sys.exit)
+        assert timer._thread is not None
+        timer._thread.join(WAIT_S)
+
+
 class TestTimer:
-    def test_bound(self) -> None:
-        timer = futures._Timer(max_deadlines=3)
+    def test_bound(self, make_timer: Callable[..., futures._Timer]) -> None:
+        timer = make_timer(max_deadlines=3)
         held = [timer.schedule(3600, lambda: None) for _ in range(3)]
         with pytest.raises(UsageError, match="3 timeouts are open"):
             timer.schedule(3600, lambda: None)
@@ -196,9 +222,9 @@ class TestTimer:
         timer.schedule(3600, lambda: None)
         assert repr(timer).startswith("_Timer(open=3")
 
-    def test_one_whose_callback_was_taken_cannot_be_cancelled(self) -> None:
+    def test_one_whose_callback_was_taken_cannot_be_cancelled(self, make_timer: Callable[..., futures._Timer]) -> None:
         """Else a result that comes while the callback runs would complete the future a second time."""
-        timer = futures._Timer()
+        timer = make_timer()
         taken, go_on = threading.Event(), threading.Event()
 
         def callback() -> None:
@@ -211,28 +237,28 @@ class TestTimer:
         assert timer._cancelled == 0
         go_on.set()
 
-    def test_cancelled_ones_do_not_pile_up(self) -> None:
-        timer = futures._Timer(compact_at=10)
+    def test_cancelled_ones_do_not_pile_up(self, make_timer: Callable[..., futures._Timer]) -> None:
+        timer = make_timer(compact_at=10)
         kept = timer.schedule(3600, lambda: None)
         for _ in range(1_000):
             timer.cancel(timer.schedule(7200, lambda: None))
         assert len(timer._heap) <= 20
         assert timer.cancel(kept)
 
-    def test_cancelling_drops_the_callbacks_references(self) -> None:
+    def test_cancelling_drops_the_callbacks_references(self, make_timer: Callable[..., futures._Timer]) -> None:
         class Big:
             def method(self) -> None: ...
 
         big = Big()
         gone = weakref.ref(big)
-        timer = futures._Timer()
+        timer = make_timer()
         timer.cancel(timer.schedule(3600, big.method))
         del big
         gc.collect()
         assert gone() is None
 
-    def test_many_threads(self) -> None:
-        timer = futures._Timer(compact_at=50)
+    def test_many_threads(self, make_timer: Callable[..., futures._Timer]) -> None:
+        timer = make_timer(compact_at=50)
         done: list[int] = []
         start = threading.Barrier(4)
 

@@ -6,7 +6,6 @@ import logging
 import logging.handlers
 import queue
 import socket
-import threading
 import time
 from typing import TYPE_CHECKING
 
@@ -20,7 +19,7 @@ from ft_core.protocol.lighthouse.events import Hello
 from ft_core.protocol.types import Version
 from ft_core.rpc.channel import LIGHTHOUSE, grpc, open_channel
 from ft_core.rpc.codec import pb
-from tests.conftest import MAY_STAY
+from tests import threads
 from tests.control.recorder import BUDGET, Recorder, Replica, wait_until
 
 if TYPE_CHECKING:
@@ -384,9 +383,7 @@ def test_a_failing_handler_does_not_end_the_lease(replica: Callable[..., Replica
 
 
 def test_shutdown_leaves_nothing_behind() -> None:
-    def threads() -> set[str]:
-        return {thread.name for thread in threading.enumerate()} - set(MAY_STAY)
-
+    before = threads.alive()
     server = LighthouseServer("127.0.0.1:0", token="")
     port = port_of(server)
     one = Replica(server.address(), "a:1")
@@ -397,7 +394,7 @@ def test_shutdown_leaves_nothing_behind() -> None:
     one.close()
     one.close()
     assert time.monotonic() - began < 3
-    wait_until(lambda: not any(word in name for name in threads() for word in ("ft-", "consume", "spin")))
+    threads.wait_for_end(before, "shutdown")
     with pytest.raises(OSError, match="refused"):
         socket.create_connection(("127.0.0.1", port), 1)
     fresh = LighthouseServer(f"127.0.0.1:{port}", token="")

@@ -172,7 +172,8 @@ def test_waiting_for_the_other_hosts_can_be_given_up(write: Any, endpoint: str) 
 def test_waiting_for_the_first_hosts_store_can_be_given_up() -> None:
     stop = threading.Event()
     threading.Timer(0.3, stop.set).start()
-    handler = rendezvous("alone", "127.0.0.1", (2, 2), "192.0.2.1:29500", stop)
+    handler: Any = rendezvous("alone", "127.0.0.1", (2, 2), "192.0.2.1:29500", stop)
+    handler._parameters.config["read_timeout"] = 1  # of torch's thread, which is left behind
     with pytest.raises(Stopped):
         handler.next_rendezvous()
     assert handler.num_nodes_waiting() == 0
