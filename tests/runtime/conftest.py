@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from ft_core.process_group import open_store
-from ft_core.runtime import startup
+from ft_core.runtime import leaving, startup, steps
 from tests.runtime.harness import Cluster
 from tests.runtime.loopback import Loopback, LoopbackControl
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from torch._C._distributed_c10d import TCPStore
 
@@ -23,6 +23,17 @@ if TYPE_CHECKING:
 def store() -> TCPStore:
     """One for all tests."""
     return open_store("127.0.0.1", timedelta(seconds=30))
+
+
+@pytest.fixture
+def exit_s(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
+    """Sets EXIT_S, the limit of what a replica that ends may wait for."""
+
+    def set_to(seconds: float) -> None:
+        for module in (leaving, steps):
+            monkeypatch.setattr(module, "EXIT_S", seconds)
+
+    return set_to
 
 
 @pytest.fixture

@@ -31,6 +31,10 @@ if TYPE_CHECKING:
 
 LIMIT_S = 20.0
 """How long a test may wait for anything."""
+PATIENT_S = 2 * LIMIT_S
+"""A limit that is never reached: whoever waits for so long hangs, to the test."""
+PATIENT: dict[str, Any] = {"timeout": timedelta(seconds=PATIENT_S)}
+"""Options of a replica all of whose waits, when it ends, are like that; with `exit_s(PATIENT_S)`."""
 FEATURES, CLASSES, BATCH = 6, 3, 4
 
 

@@ -9,40 +9,15 @@ import pytest
 import torch
 
 from ft_core.protocol.rank.phases import Phase
-from tests.runtime.harness import LIMIT_S, Cluster, Replica, both, crash
+from tests.runtime.harness import Cluster, Replica, both, crash
+from tests.runtime.interleavings import moves, once_launched, together, until_broken
 
 if TYPE_CHECKING:
     from tests.runtime.harness import Action
 
 
-def moves(until: Action) -> Action:
-    """An action: do what `until` does, then compute for as long as it takes until the next quorum is there.
-
-    Which that is has to be known before: a death that `until` waits for may bring it at once.
-    """
-
-    def act(replica: Replica) -> None:
-        rank = replica.manager._runtime.rank
-        before = rank.quorum_id
-        until(replica)
-        replica.cluster.lighthouse.wait_for(lambda: rank.quorum_id != before and not rank.forming)
-
-    return act
-
-
-def until_broken(replica: Replica) -> None:
-    """Computes until it has heard of the death."""
-    replica.cluster.lighthouse.wait_for(lambda: replica.manager._runtime.rank.broken)
-
-
 def own_collective(replica: Replica) -> None:
     replica.manager.allreduce(torch.ones(2)).wait()
-
-
-def together(count: int) -> Action:
-    """An action: wait until `count` replicas are at it, in the same step."""
-    barrier = threading.Barrier(count)
-    return lambda _: barrier.wait(LIMIT_S)
 
 
 @pytest.mark.parametrize("point", ["started", "forward"])
@@ -60,15 +35,7 @@ def test_only_who_has_launched_something_computes_again(cluster: Cluster) -> Non
     here = together(2)
     slow, quick = Replica(0, at={(3, "forward"): moves(here)}), Replica(1)
 
-    def launched() -> bool:
-        step = quick.manager._runtime.rank
-        return step.attempt.base.step == 3 and step.phase is Phase.REDUCING
-
-    def dies(replica: Replica) -> None:
-        replica.cluster.lighthouse.wait_for(launched)
-        crash(replica)
-
-    cluster.run(slow, quick, Replica(2, at={(3, "forward"): both(here, dies)}))
+    cluster.run(slow, quick, Replica(2, at={(3, "forward"): both(here, once_launched([quick], 3, crash))}))
     cluster.check(steps=6, survivors=2)
     cluster.check_numbers()
     assert (slow.vetoes, quick.vetoes) == ([], [3])

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import threading
-import time
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
 
 from ft_core.reduction.interface import FENCE_SLOTS
-from tests.runtime.harness import LIMIT_S, Cluster, Replica
+from tests.runtime.harness import LIMIT_S, PATIENT, PATIENT_S, Cluster, Replica
 from tests.runtime.holding import HoldingGroup
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 LAST = 3
 
@@ -38,7 +41,7 @@ class Ends(Replica):
 
 
 def ends(index: int, *, wait: bool, gate: threading.Event | None = None) -> Ends:
-    replica = Ends(index, pg=None if gate is None else lambda: HoldingGroup(FENCE_SLOTS, gate))
+    replica = Ends(index, pg=None if gate is None else lambda: HoldingGroup(FENCE_SLOTS, gate), **PATIENT)
     replica.how, replica.ending, replica.ended = wait, threading.Event(), threading.Event()
     return replica
 
@@ -64,44 +67,26 @@ def test_a_peer_that_still_receives_the_last_fence_gets_it(cluster: Cluster, oth
 
 
 @pytest.mark.parametrize("wait", [[False, False], [True, True], [True, False], [True, False, False]])
-def test_all_who_end_at_once_end_quickly(cluster: Cluster, wait: list[bool]) -> None:
+def test_all_who_end_at_once_end_quickly(cluster: Cluster, wait: list[bool], exit_s: Callable[[float], None]) -> None:
+    """They have told each other that they part, and wait for nothing else."""
+    exit_s(PATIENT_S)
     replicas = [ends(i, wait=w) for i, w in enumerate(wait)]
     cluster.expected = len(wait)
     cluster.start(*replicas)
-    for replica in replicas:
-        assert replica.ending.wait(LIMIT_S)
-    started = time.monotonic()
     cluster.join()
     cluster.check(steps=LAST)
-    assert time.monotonic() - started < 4.0  # EXIT_S is 5
 
 
-def test_who_goes_on_is_not_held_by_who_has_left(cluster: Cluster) -> None:
-    class Leaves(Replica):
-        def iteration(self) -> None:
-            if self.manager.current_step() < 3:
-                super().iteration()
-                return
-            self.manager.shutdown(wait=False)
-            self.steps = 0
-
-    cluster.run(Replica(0), Replica(1), Leaves(2))
-    cluster.check(steps=6, survivors=2)
-    assert all(len(r.vetoes) <= 1 for r in cluster.replicas)
-    assert [c.step for c in cluster.replicas[2].commits] == [1, 2, 3]
-
-
-def test_who_leaves_is_not_held_by_a_peer_in_a_long_forward(cluster: Cluster) -> None:
+def test_who_leaves_is_not_held_by_a_peer_in_a_long_forward(cluster: Cluster, exit_s: Callable[[float], None]) -> None:
+    exit_s(PATIENT_S)
     gone = threading.Event()
 
     class Leaves(Replica):
         def train(self) -> None:
             while self.manager.current_step() < 3:
                 self.iteration()
-            forward.wait(LIMIT_S)
-            started = time.monotonic()
+            assert forward.wait(LIMIT_S)
             self.manager.shutdown(wait=False)
-            self.took_s = time.monotonic() - started
             gone.set()
 
     def long(_: Replica) -> None:
@@ -109,10 +94,8 @@ def test_who_leaves_is_not_held_by_a_peer_in_a_long_forward(cluster: Cluster) ->
         assert gone.wait(LIMIT_S)
 
     forward = threading.Event()
-    leaver = Leaves(1)
-    cluster.run(Replica(0, at={(3, "forward"): long}), leaver)
+    cluster.run(Replica(0, at={(3, "forward"): long}), Leaves(1, **PATIENT))
     cluster.check(steps=6, survivors=1)
-    assert leaver.took_s < 2.0  # EXIT_S is 5
 
 
 class Opens(Replica):
@@ -139,23 +122,21 @@ class Opens(Replica):
             self.launched.set()
             work.wait()
             self.committed = manager.should_commit()
-        started = time.monotonic()
         manager.shutdown()
-        self.took_s = time.monotonic() - started
 
 
 @pytest.mark.parametrize("both", [True, False])
-def test_a_shutdown_in_an_open_step_waits_for_nobody(cluster: Cluster, both: bool) -> None:
+def test_a_shutdown_in_an_open_step_waits_for_nobody(
+    cluster: Cluster, both: bool, exit_s: Callable[[float], None]
+) -> None:
+    exit_s(PATIENT_S)
     launched = threading.Event()
     if both:
         launched.set()
-    replicas = [Opens(0), Opens(1)]
+    replicas = [Opens(0, **PATIENT), Opens(1, **PATIENT)]
     replicas[1].leaves = both
     for replica in replicas:
         replica.launched = launched
-    started = time.monotonic()
     cluster.run(*replicas)
     assert [r.error for r in replicas] == [None, None]
     assert replicas[1].committed is (None if both else False)
-    assert all(r.took_s < 2.0 for r in replicas), [r.took_s for r in replicas]
-    assert time.monotonic() - started < 10.0
