@@ -306,7 +306,8 @@ class Cluster:
         """An action for a boundary: start `replica` and make sure that it gets in before the others finish.
 
         A newcomer first copies live state, which donors offer at their next boundary: so wait until it wants to, then,
-        one step later, until it asks.
+        one step later, until it asks. How many steps they make while it copies is not chosen: a test of a newcomer says
+        that its first commit is behind the one of the actor's boundary (it was healed), not which one it is.
         """
         lighthouse = self.lighthouse
 

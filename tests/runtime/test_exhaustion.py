@@ -11,6 +11,7 @@ from ft_core.errors import ConfigError
 from ft_core.manager import Manager
 from ft_core.process_group import ProcessGroupGloo
 from tests.runtime.harness import Cluster, Commit, Replica, adamw, crash, crash_seen, sgd
+from tests.runtime.interleavings import once_held, once_launched, until_broken
 
 
 class Epochs(Replica):
@@ -61,14 +62,23 @@ def test_shadow(cluster: Cluster, applies: bool) -> None:
 @pytest.mark.parametrize("applies", [True, False])
 @pytest.mark.parametrize("when", ["boundary", "backward", "stepped"])
 def test_shadow_with_a_death(cluster: Cluster, applies: bool, when: str) -> None:
-    replicas = [
-        Epochs(0, 2, 3, applies=applies), Epochs(1, 9, 9, at={(4, when): crash}, applies=applies), Epochs(2, 7, 1)
-    ]  # fmt: skip
-    cluster.run(*replicas)
-    steps = check_ends(cluster)
-    # A step that a replica could not follow may have been committed by another: it healed over it.
-    assert 7 - len(replicas[2].vetoes) <= steps[0] <= 7
-    assert steps[1] - steps[0] == 3
+    """The others wait for it in the fence of a step: the batch of the one that trains is lost with that attempt."""
+    others = [Epochs(0, 2, 3, applies=applies), Epochs(2, 7, 1)]
+    lost = 4 if when == "boundary" else 5
+    dies = once_launched(others, lost, crash)
+    cluster.run(others[0], Epochs(1, 9, 9, at={(4, when): dies}, applies=applies), others[1])
+    assert others[1].vetoes == [lost]
+    assert check_ends(cluster) == [6, 9]
+    cluster.check_numbers(optim=sgd)
+
+
+@pytest.mark.parametrize("applies", [True, False])
+def test_shadow_with_a_death_between_two_steps(cluster: Cluster, applies: bool) -> None:
+    others = [Epochs(0, 2, 3, applies=applies), Epochs(2, 7, 1, at={(5, "boundary"): until_broken})]
+    dies = once_held(others[1:], 5, crash)
+    cluster.run(others[0], Epochs(1, 9, 9, at={(4, "stepped"): dies}, applies=applies), others[1])
+    assert others[1].vetoes == []
+    assert check_ends(cluster) == [7, 10]
     cluster.check_numbers(optim=sgd)
 
 
@@ -86,9 +96,9 @@ def test_a_newcomer_gets_the_newest_state_while_others_shadow(cluster: Cluster, 
 def test_when_all_that_train_die_a_shadow_has_everything(cluster: Cluster) -> None:
     trailing = Epochs(2, 2, applies=False)
     shadow = Epochs(0, 2)
-    cluster.run(shadow, Epochs(1, 9, at={(5, "boundary"): crash}), trailing)
-    # The death may be known here before the last fence is: then that step was only the dead one's.
-    assert check_ends(cluster) in ([5], [4]), "the trailing one healed from the shadow"
+    # Not before: a death that is known here before the last fence is takes that step with it (two_generals.txt).
+    cluster.run(shadow, Epochs(1, 9, at={(5, "boundary"): once_held([shadow], 5, crash)}), trailing)
+    assert check_ends(cluster) == [5], "the trailing one healed from the shadow"
     cluster.check_numbers(optim=sgd)
 
 
@@ -119,12 +129,16 @@ def test_stop_all(cluster: Cluster, applies: bool) -> None:
     cluster.check_numbers(optim=sgd)
 
 
-@pytest.mark.parametrize("when", ["backward", "stepped"])
+@pytest.mark.parametrize("when", ["boundary", "backward", "stepped"])
 def test_stop_all_with_a_death(cluster: Cluster, when: str) -> None:
+    """In the fence that ends the first pass, or in the first one of the second pass, which is a batch shorter then."""
     stop: Any = {"on_exhausted": "stop_all"}
-    cluster.run(Epochs(0, 4, 2, **stop), Epochs(1, 8, 8, at={(4, when): crash}, **stop), Epochs(2, 9, 9, **stop))
-    steps = check_ends(cluster)
-    assert 4 <= steps[0] <= 5
+    others = [Epochs(0, 4, 2, **stop), Epochs(2, 9, 9, **stop)]
+    lost = 4 if when == "boundary" else 5
+    dies = once_launched(others, lost, crash)
+    cluster.run(others[0], Epochs(1, 8, 8, at={(4, when): dies}, **stop), others[1])
+    assert [r.vetoes for r in others] == ([[], [4]] if when == "boundary" else [[5], [5]])
+    assert check_ends(cluster) == ([5, 8] if when == "boundary" else [5, 7])
     cluster.check_numbers(optim=sgd)
 
 

@@ -23,6 +23,7 @@ from tests.runtime.harness import (
     soft_error,
     with_batch_norm,
 )
+from tests.runtime.interleavings import once_launched
 
 # ------------------------------------------------------------ buffers
 
@@ -271,7 +272,6 @@ def test_weighted_gradients(cluster: Cluster) -> None:
 def test_fixed_with_spares(cluster: Cluster) -> None:
     mode: dict[str, Any] = {"world_size_mode": WorldSizeMode.FIXED_WITH_SPARES, "min_replica_size": 2}
     replicas = [Replica(i, optim=sgd, **mode) for i in range(3)]
-    names = {r.index: r for r in replicas}
     seen: dict[int, tuple[int, int | None]] = {}
 
     def look(replica: Replica) -> None:
@@ -279,14 +279,14 @@ def test_fixed_with_spares(cluster: Cluster) -> None:
 
     for replica in replicas:
         replica.actions[1, "forward"] = look
-    names[0].actions[3, "forward"] = crash
+    replicas[0].actions[3, "forward"] = once_launched(replicas[1:], 3, crash)
     cluster.run(*replicas)
     cluster.check(steps=6, survivors=2)
     cluster.check_numbers(optim=sgd)
     assert seen == {0: (2, 0), 1: (2, 1), 2: (2, None)}
-    contributors = cluster.contributors()
-    assert contributors[1] == {0, 1}
-    assert contributors[6] == {1, 2}  # the spare has taken over
+    assert cluster.contributors() == {step: {0, 1} if step <= 3 else {1, 2} for step in range(1, 7)}
+    assert [[c.batches for c in r.commits] for r in replicas[1:]] == [[2, 4, 6, 8, 10, 12]] * 2
+    assert [r.vetoes for r in replicas[1:]] == [[3], [3]]
 
 
 # ------------------------------------------------------------ late heal

@@ -10,6 +10,7 @@ from ft_core.errors import HealError, RefusedError, UsageError
 from tests.data.counters import EPOCHS, Counter
 from tests.data.test_manager import finish
 from tests.runtime.harness import Cluster, Replica, both, crash
+from tests.runtime.interleavings import once_held, until_broken
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -131,13 +132,15 @@ class Whole(Behind):
 
 def test_whole_steps_only(cluster: Cluster) -> None:
     options: dict[str, Any] = {"use_async_quorum": False}
+    """One that cannot be healed in the next quorum costs all one attempt."""
     bad = Whole(2, 2, **options)
     others = [Whole(index, **options) for index in range(2)]
     for other in others:
-        other.actions.clear()
+        other.actions = {(6, "boundary"): until_broken}
+    bad.actions[5, "backward"] = once_held(others, 6, bad.actions[5, "backward"])
     cluster.run(*others, bad)
     assert len(finish(cluster)) == 3
-    assert all(0 < len(other.vetoes) <= 3 for other in others)
+    assert [other.vetoes for other in others] == [[6], [6]]
     assert max(sum(replica.samples) for replica in others) == EPOCHS * LENGTH
     with pytest.raises(UsageError, match="before"):
         bad.manager.require_all_contributions()

@@ -10,6 +10,7 @@ import pytest
 from ft_core.errors import EncodingError, StateRefusedError
 from ft_core.process_group import FakeProcessGroupWrapper, ProcessGroupGloo
 from tests.runtime.harness import Action, Cluster, Replica
+from tests.runtime.interleavings import once_held, until_broken
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -136,12 +137,12 @@ def test_a_member_that_fell_behind_ends_alone(cluster: Cluster) -> None:
         assert isinstance(replica.pg, FakeProcessGroupWrapper)
         replica.pg.report_future_error(RuntimeError("injected"))
 
-    late = Replica(2, steps=10, at={(4, "forward"): behind}, pg=flaky, setup=turns(3, Opaque))
-    others = [Replica(i, steps=10, setup=turns(3, Opaque)) for i in (0, 1)]
+    others = [Replica(i, steps=10, at={(5, "boundary"): until_broken}, setup=turns(3, Opaque)) for i in (0, 1)]
+    falls = {(4, "forward"): behind, (4, "backward"): once_held(others, 5)}
+    late = Replica(2, steps=10, at=falls, pg=flaky, setup=turns(3, Opaque))
     cluster.run(*others, late)
     assert isinstance(late.error, StateRefusedError)
-    held = [r for r in others if r.error is None]  # the broken collective may have left one of them behind, too
-    assert held
-    assert [r.commits[-1].step for r in held] == [10] * len(held)
-    assert all(isinstance(r.error, StateRefusedError) for r in others if r not in held)
-    assert cluster.lighthouse.asks <= 12
+    assert [r.error for r in others] == [None, None]
+    assert [r.commits[-1].step for r in others] == [10, 10]
+    assert [r.vetoes for r in cluster.replicas] == [[5], [5], [4]]
+    assert cluster.lighthouse.asks == 3 + 3 + 2, "all at first, all when it fell behind, the others when it had ended"
