@@ -316,9 +316,8 @@ class RankShell:
 
     def wait_received(self) -> None:
         """Block until state that was planned has been received, or was given up. Bounded by heal_s."""
-        rank = self.rank
         with self.changed:
-            self.changed.wait_for(lambda: not (rank.forming or rank.receiving))
+            self.changed.wait_for(lambda: not (self.rank.forming or self.rank.receiving))
 
     # ------------------------------------------------------------ failures
 

@@ -44,8 +44,8 @@ def test_a_death_in_the_middle(forge: Forge) -> None:
         for replica in (first, last):
             replica.wait_end()
         assert said(first, "done") == said(last, "done")
-        # Every batch ended in one verdict. A step that `last` vetoed may have been committed by `first`, whose fence was
-        # through before the death (two_generals.txt): then it healed over it. Nothing else is missing in its commits.
+        # Every batch ended in one verdict. A step that `last` vetoed may have been committed by `first`, whose fence
+        # came back before the death (two_generals.txt): then it healed over it. No other commit is missing.
         commits, vetoes = ([int(line.split()[1]) for line in said(last, word)] for word in ("commit", "veto"))
         assert len(commits) + len(vetoes) == 80
         steps = int(said(last, "done")[0].split()[-1])
