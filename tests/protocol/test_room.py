@@ -175,6 +175,21 @@ def test_a_closed_connection_is_told_after_the_grace_and_a_loss_at_once_when_a_p
     assert script.ask("b", 3, failed=True)[:1] == ["quorum a, b -> a#2, b#2"]
 
 
+@pytest.mark.parametrize("failed", [False, True])
+def test_who_asked_again_before_it_was_answered_is_not_waited_for_in_the_quorum_of_that_answer(failed: bool) -> None:
+    """The others may be building its process groups, where nobody else would tell them."""
+    script = Script()
+    script.train("a", "b", "c")
+    before = script.quorum["a"]
+    for name in "abc":
+        script.ask(name, 3)
+    assert script.quorum["a"] > before
+    script.quorum["a"] = before  # its second ask, from another step, was on its way when the first one was answered
+    assert script.ask("a", 3, failed=failed)[0] == "lost a -> b, c"
+    assert script.ask("b", 3, failed=True)[0] == "tell a, b: waiting for 1 of 3 groups: c (alive)", "they are told once"
+    assert script.ask("c", 3, failed=True)[0] == "quorum a, b, c -> a#3, b#3, c#3"
+
+
 def test_a_frozen_member_is_lost_but_never_certainly_gone() -> None:
     script = Script()
     script.train("a", "b")

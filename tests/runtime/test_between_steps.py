@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.runtime.harness import Cluster, Replica, both, crash
-from tests.runtime.interleavings import once_launched
+from tests.runtime.harness import PATIENT, Cluster, Replica, both, crash
+from tests.runtime.interleavings import once_launched, until_broken
+
+if TYPE_CHECKING:
+    from ft_core.protocol.types import Ask
 
 POINTS = ["boundary", "started", "forward", "backward", "stepped"]
 
@@ -81,14 +84,28 @@ def test_a_newcomer_that_the_others_wait_for(cluster: Cluster) -> None:
     cluster.check(steps=6, survivors=2)
 
 
-def test_a_newcomer_that_an_attempt_which_moves_would_wait_for(cluster: Cluster) -> None:
-    """In the middle of a step no live state is handed out, so that attempt is given up (R19)."""
+@pytest.mark.parametrize("late", [False, True])
+def test_a_newcomer_that_an_attempt_which_moves_would_wait_for(cluster: Cluster, late: bool) -> None:
+    """In the middle of a step no live state is handed out, so that attempt is given up (R19).
 
-    def hears_of_it(replica: Replica) -> None:
-        cluster.lighthouse.wait_for(lambda: replica.manager._runtime.rank.broken)
+    `late`: its ask at the next boundary comes after the newcomer's, which its ask from within the step has met.
+    """
+    lighthouse = cluster.lighthouse
 
-    again = BetweenSteps(1, name="r1", seed=77, min_replica_size=2)
-    first = BetweenSteps(0, min_replica_size=2, at={(3, "forward"): hears_of_it})
-    dying = BetweenSteps(1, min_replica_size=2, at={(3, "forward"): both(lambda _: cluster.start(again), crash)})
+    def asks_late(replica: Replica) -> None:
+        control = replica.manager._runtime.shell.control
+        send, before = control.ask, replica.manager._runtime.rank.quorum_id
+
+        def late_ask(ask: Ask, room: str | None = None) -> None:
+            lighthouse.wait_for(lambda: before < getattr(lighthouse.room.current, "quorum_id", 0))
+            send(ask, room)
+
+        control.ask = late_ask  # type: ignore[method-assign]
+
+    options: dict[str, Any] = {"min_replica_size": 2, **PATIENT}
+    again = BetweenSteps(1, name="r1", seed=77, **options)
+    first = BetweenSteps(0, at={(3, "forward"): both(until_broken, *([asks_late] if late else []))}, **options)
+    dying = BetweenSteps(1, at={(3, "forward"): both(lambda _: cluster.start(again), crash)}, **options)
     cluster.run(first, dying, expected=2)
     cluster.check(steps=6, survivors=2)
+    assert first.vetoes == [3]

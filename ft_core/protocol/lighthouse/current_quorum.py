@@ -40,6 +40,8 @@ class CurrentQuorum:
         """Joiners for whom its members were last asked to agree on a new one: once per set. None of its members."""
         self._failed = 0
         """The quorum_id that a member last reported as broken."""
+        self._told = 0
+        """The quorum_id whose members were last notified that one of them left it."""
 
     def __repr__(self) -> str:
         return f"CurrentQuorum({self.value})"
@@ -108,10 +110,16 @@ class CurrentQuorum:
         # It asked again without having taken the answer that put it into this quorum (its caller timed out).
         return answered is not None and answered[1].quorum_id == value.quorum_id and ask.seq > answered[0]
 
-    def report_failed(self) -> bool:
-        """A member reports that it broke. False: another one has."""
+    def report_left(self, ask: Ask) -> bool:
+        """A member that asks so leaves it. True: it broke, or never came, and nobody was notified of that before."""
         assert self.value is not None
-        first, self._failed = self._failed != self.value.quorum_id, self.value.quorum_id
+        quorum_id = self.value.quorum_id
+        if ask.failed:
+            self._failed = quorum_id
+        broke, never_came = ask.failed and ask.quorum_id == quorum_id, ask.quorum_id < quorum_id
+        if not (broke or never_came):
+            return False
+        first, self._told = self._told != quorum_id, quorum_id
         return first
 
     def was_reported_failed(self, replica_id: str) -> bool:

@@ -96,19 +96,19 @@ def change_pending(
 
 
 def failure(ask: Ask, current: Current, records: Mapping[str, Record], *, first: bool) -> list[MemberLost]:
-    """The data plane of the current quorum broke under a member: a witness against every member without a lease.
+    """The data plane of a quorum broke under a member (`ask.failed`): a witness against every member without a lease.
 
-    The others may wait for it where no closed connection shows it, as while a process group is built. They are
-    notified once per quorum (`first`): every member of a broken one asks, and a push to all for each is quadratic.
+    The others may wait for it where no closed connection shows it, as while a process group is built; also for one that
+    asked again before it had the answer that put it into the current quorum, which it never enters. They are notified
+    once per quorum (`first`): every member of a broken one asks, and a push to all for each is quadratic.
     """
-    for replica_id in current.members:
+    for replica_id in current.members if ask.failed else ():
         peer = records.get(replica_id)
         if peer is not None and peer.life in (Life.CLOSED, Life.UNKNOWN):
             peer.peer_reported_failure = True
     living = {i: r for i in current.members if (r := records.get(i)) is not None and r.life is Life.UP}
     others = tuple(i for i, r in living.items() if i != ask.replica_id and r.ask is None)
-    notify = first and others and ask.quorum_id == current.quorum_id
-    return [MemberLost(others, current.quorum_id, (ask.replica_id,))] if notify else []
+    return [MemberLost(others, current.quorum_id, (ask.replica_id,))] if first and others else []
 
 
 def superseded(quorum_id: int, records: Mapping[str, Record]) -> list[Superseded]:

@@ -309,10 +309,9 @@ class Room:
         self._saw_commit(ask.version.quorum_id, record)
         unreachable = self._table.living(ask.unreachable)
         out += [Note(text) for text in self.reachability.stated(ask, unreachable, now)]
-        if self._quorum.is_left_by(ask, record.answered):
+        if self.current is not None and self._quorum.is_left_by(ask, record.answered):
             self._quorum.end(now)
-            if ask.failed and self.current is not None:
-                out += failure(ask, self.current, self.records, first=self._quorum.report_failed())
+            out += failure(ask, self.current, self.records, first=self._quorum.report_left(ask))
 
     def _on_incomplete(self, event: Incomplete, now: float, out: list[Effect]) -> None:
         """A group lacks a rank: what it was in has ended for it, whatever it is in."""
