@@ -1,22 +1,40 @@
 """The program of test_cli.py: LightningCLI as a user would write it.
 
-Prints `step N MEMBERS`, and at the end `done STEP DIGEST`.
+Prints `step N MEMBERS`, and at the end `done STEP DIGEST`. Group 0 kills itself once, as DIES says: "in a step", in
+which group 1 waits for its gradients; or "before it logs" the one before, while group 1 is between two steps.
 """
 
 from __future__ import annotations
 
 import hashlib
+import os
 import pathlib
+import signal
 import threading
 import warnings
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import lightning as L
 import torch
 from lightning.pytorch.cli import LightningCLI
 from torch import nn
 
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
 warnings.filterwarnings("ignore")
+AT = 20
+"""Steps that were made when it dies."""
+LIMIT_S = 30.0
+clock = threading.Event()
+
+
+def wait_for(happened: Callable[[], bool]) -> None:
+    for _ in range(int(LIMIT_S / 0.005)):
+        if happened():
+            return
+        clock.wait(0.005)
+    raise AssertionError(f"waited for more than {LIMIT_S} s")
 
 
 class Model(L.LightningModule):
@@ -31,15 +49,36 @@ class Model(L.LightningModule):
         super().__init__()
         self.save_hyperparameters()
         self.net, self.lr, self.last = nn.Linear(4, 2), lr, pathlib.Path(last)
+        self.there = self.last.with_name("there")
+        """Group 1 is where group 0 dies."""
+
+    def meets(self, where: str) -> bool:
+        """Group 0 dies here; True: this is group 1, and does so."""
+        first = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
+        if not first or self.trainer.global_step != AT or where != os.environ["DIES"]:
+            return False
+        if os.environ["FT_REPLICA_GROUP"] == "0":
+            wait_for(self.there.exists)
+            os.kill(os.getpid(), signal.SIGKILL)
+        return True
+
+    def on_after_backward(self) -> None:
+        if self.trainer.global_step == AT and os.environ["FT_REPLICA_GROUP"] == "1" and self.meets("in a step"):
+            self.there.touch()
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        if os.environ["FT_REPLICA_GROUP"] == "0":
+            self.meets("in a step")
         loss = nn.functional.cross_entropy(self.net(batch[0]), batch[1])
         self.log("loss", loss)
         return loss
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         print("step", self.trainer.global_step, self.trainer.strategy.manager.num_participants(), flush=True)
-        threading.Event().wait(0.01)
+        if self.meets("before it logs"):
+            self.there.touch()
+            wait_for(lambda: self.trainer.strategy.manager._runtime.rank.broken)
+        clock.wait(0.01)
         self.trainer.should_stop = self.last.exists() and self.trainer.global_step >= int(self.last.read_text())
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
