@@ -19,6 +19,8 @@ import torch
 from lightning.pytorch.cli import LightningCLI
 from torch import nn
 
+from ft_core.protocol.rank.phases import Phase
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -62,9 +64,14 @@ class Model(L.LightningModule):
             os.kill(os.getpid(), signal.SIGKILL)
         return True
 
-    def on_after_backward(self) -> None:
-        if self.trainer.global_step == AT and os.environ["FT_REPLICA_GROUP"] == "1" and self.meets("in a step"):
-            self.there.touch()
+    def on_before_backward(self, loss: torch.Tensor) -> None:
+        if os.environ["FT_REPLICA_GROUP"] == "1" and self.meets("in a step"):
+            threading.Thread(target=self.reports_that_it_waits, daemon=True).start()
+
+    def reports_that_it_waits(self) -> None:
+        rank = self.trainer.strategy.manager._runtime.rank
+        wait_for(lambda: rank.phase is Phase.REDUCING)
+        self.there.touch()
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         if os.environ["FT_REPLICA_GROUP"] == "0":
