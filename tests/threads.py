@@ -14,11 +14,11 @@ STAY = {
     "ft-gloo-reaper": "destroys the process' Gloo groups",
     "ft-timer": "runs the process' timeouts",
     "ft-witness": "keeps the process' link with its witness",
-    "tqdm_monitor": "tqdm's, for all bars of the process",
 }
 """Threads that live as long as the process, each with what it does. One of each."""
 END = {
-    "child-process-observer": "Lightning's launcher looks for dead children every five seconds, and after the last one"
+    "child-process-observer": "Lightning's launcher looks for dead children every five seconds, and after the last one",
+    "tqdm_monitor": "tqdm's: one for each class of bars; it wakes every ten seconds, and ends with the class or the process",
 }
 """Others' threads that end by themselves, too late to wait for them, each with the reason."""
 LEFT_S = 10.0

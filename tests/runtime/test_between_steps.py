@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from tests.runtime.harness import PATIENT, Cluster, Replica, both, crash
-from tests.runtime.interleavings import once_launched, until_broken
+from tests.runtime.interleavings import once_launched, together, until_broken
 
 if TYPE_CHECKING:
     from ft_core.protocol.types import Ask
@@ -95,17 +95,19 @@ def test_a_newcomer_that_an_attempt_which_moves_would_wait_for(cluster: Cluster,
     def asks_late(replica: Replica) -> None:
         control = replica.manager._runtime.shell.control
         send, before = control.ask, replica.manager._runtime.rank.quorum_id
+        lighthouse.wait_for(lambda: lighthouse.asking("r0"))  # from within the step: another thread of its sends that
 
         def late_ask(ask: Ask, room: str | None = None) -> None:
-            lighthouse.wait_for(lambda: before < getattr(lighthouse.room.current, "quorum_id", 0))
+            lighthouse.wait_for(lambda: before < getattr(lighthouse.room.last_quorum, "quorum_id", 0))
             send(ask, room)
 
         control.ask = late_ask  # type: ignore[method-assign]
 
     options: dict[str, Any] = {"min_replica_size": 2, **PATIENT}
     again = BetweenSteps(1, name="r1", seed=77, **options)
-    first = BetweenSteps(0, at={(3, "forward"): both(until_broken, *([asks_late] if late else []))}, **options)
-    dying = BetweenSteps(1, at={(3, "forward"): both(lambda _: cluster.start(again), crash)}, **options)
+    met = together(2)  # a death that is seen at the boundary already costs no attempt
+    first = BetweenSteps(0, at={(3, "forward"): both(met, until_broken, *([asks_late] if late else []))}, **options)
+    dying = BetweenSteps(1, at={(3, "forward"): both(met, lambda _: cluster.start(again), crash)}, **options)
     cluster.run(first, dying, expected=2)
     cluster.check(steps=6, survivors=2)
     assert first.vetoes == [3]

@@ -10,7 +10,7 @@ import pytest
 from ft_core.errors import EncodingError, StateRefusedError
 from ft_core.process_group import FakeProcessGroupWrapper, ProcessGroupGloo
 from tests.runtime.harness import Action, Cluster, Replica
-from tests.runtime.interleavings import once_held, once_launched, until_broken
+from tests.runtime.interleavings import once_held, until_broken
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -139,16 +139,7 @@ def test_a_member_that_fell_behind_ends_alone(cluster: Cluster) -> None:
 
     others = [Replica(i, steps=10, at={(5, "boundary"): until_broken}, setup=turns(3, Opaque)) for i in (0, 1)]
     falls = {(4, "forward"): behind, (4, "backward"): once_held(others, 5)}
-
-    class Late(Replica):
-        def train(self) -> None:
-            try:
-                super().train()
-            except StateRefusedError:
-                once_launched(others, 5)(self)
-                raise
-
-    late = Late(2, steps=10, at=falls, pg=flaky, setup=turns(3, Opaque))
+    late = Replica(2, steps=10, at=falls, pg=flaky, setup=turns(3, Opaque))
     cluster.run(*others, late)
     assert isinstance(late.error, StateRefusedError)
     assert [r.error for r in others] == [None, None]
