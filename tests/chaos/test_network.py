@@ -98,6 +98,7 @@ def test_two_of_three_that_cannot_reach_each_other(forge: Forge, both_ways: bool
 
 
 @needs_namespaces
+@pytest.mark.long
 def test_two_that_cannot_reach_each_other(forge: Forge) -> None:
     """One of the two goes on alone."""
     with NetworkCluster(forge, "a", "b", FT_NUM_REPLICA_GROUPS=2, TIMEOUT_S=6, FT_QUORUM_S=120) as cluster:

@@ -107,6 +107,7 @@ def test_a_script_becomes_its_own_supervisor_and_survives_a_kill(tmp_path: pathl
     assert not run.found("exception")
 
 
+@pytest.mark.long
 @pytest.mark.process
 def test_as_a_module_of_the_other_tree_with_the_jobs_status(tmp_path: pathlib.Path) -> None:
     """From nothing, with interpreters of their own; the module is found from where the command was given only."""
