@@ -18,7 +18,7 @@ STAY = {
 """Threads that live as long as the process, each with what it does. One of each."""
 END = {
     "child-process-observer": "Lightning's launcher looks for dead children every five seconds, and after the last one",
-    "tqdm_monitor": "tqdm's: one for each class of bars; it wakes every ten seconds, and ends with the class or the process",
+    "tqdm_monitor": "tqdm's, one for each class of bars: it wakes every ten seconds, and ends with the class",
 }
 """Others' threads that end by themselves, too late to wait for them, each with the reason."""
 LEFT_S = 10.0
