@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from ft_core.errors import EncodingError, StateRefusedError
-from ft_core.process_group import FakeProcessGroupWrapper, ProcessGroupGloo
-from tests.runtime.harness import Action, Cluster, Replica
-from tests.runtime.interleavings import once_held, until_broken
+from tests.runtime.harness import Action, Cluster, Replica, both
+from tests.runtime.interleavings import launched, once_held, until_broken
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -130,16 +129,22 @@ def test_what_the_newcomer_has_itself_travels(cluster: Cluster) -> None:
 def test_a_member_that_fell_behind_ends_alone(cluster: Cluster) -> None:
     """It asks once; asking again and again would cost the others a quorum per step."""
 
-    def flaky() -> FakeProcessGroupWrapper:
-        return FakeProcessGroupWrapper(ProcessGroupGloo(hostname="127.0.0.1"))
-
     def behind(replica: Replica) -> None:
-        assert isinstance(replica.pg, FakeProcessGroupWrapper)
-        replica.pg.report_future_error(RuntimeError("injected"))
+        replica.manager.report_error(RuntimeError("injected"))
+
+    def receives_once_launched(replica: Replica) -> None:
+        transfer = replica.manager._runtime.shell.transfer
+        receive = transfer.receive
+
+        def receive_late(*arguments: Any) -> Any:
+            cluster.lighthouse.wait_for(lambda: all(launched(other, 5) for other in others))
+            return receive(*arguments)
+
+        transfer.receive = receive_late  # type: ignore[method-assign]
 
     others = [Replica(i, steps=10, at={(5, "boundary"): until_broken}, setup=turns(3, Opaque)) for i in (0, 1)]
-    falls = {(4, "forward"): behind, (4, "backward"): once_held(others, 5)}
-    late = Replica(2, steps=10, at=falls, pg=flaky, setup=turns(3, Opaque))
+    falls = {(4, "backward"): both(once_held(others, 5), behind, receives_once_launched)}
+    late = Replica(2, steps=10, at=falls, setup=turns(3, Opaque))
     cluster.run(*others, late)
     assert isinstance(late.error, StateRefusedError)
     assert [r.error for r in others] == [None, None]
