@@ -1,7 +1,7 @@
 """`ft-lighthouse`: the lighthouse's command line.
 
-How it works. `main` starts a `LighthouseServer` and waits for a signal. Log lines leave through a bounded queue, so
-that a reader of stderr that stands still never holds up the loop.
+How it works. `main` starts a `LighthouseServer` and waits for SIGTERM or SIGINT. Log lines leave through a bounded queue,
+so that a reader of stderr that stands still never holds up the loop.
 """
 
 from __future__ import annotations
@@ -24,6 +24,9 @@ from ft_core.settings import MAX_REPLICAS
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+STOPS = (signal.SIGTERM, signal.SIGINT)
+"""What ends it."""
 
 
 class _DroppingHandler(logging.handlers.QueueHandler):
@@ -102,11 +105,10 @@ def _as_options(text: str) -> str:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a lighthouse until SIGTERM or SIGINT. Returns the exit status."""
     arguments = _parser().parse_args(argv)
-    # Not an Event: a second signal may arrive while the first is being handled, and SimpleQueue.put is reentrant.
-    stop: queue.SimpleQueue[int] = queue.SimpleQueue()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda number, _frame: stop.put(number))
-    listener = _log_to_stderr()
+    # Blocked, in all threads that are made from here on, until they are waited for. A handler would not do: Python runs
+    # it in the main thread, which does not look again between its wait for the interpreter lock and its wait in C.
+    signal.pthread_sigmask(signal.SIG_BLOCK, STOPS)
+    listener, server = _log_to_stderr(), None
     try:
         if not arguments.insecure:
             _check_open(arguments.bind)
@@ -125,10 +127,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"ft-lighthouse: {_as_options(str(error))}", file=sys.stderr)
         return 2
     finally:
-        if sys.exc_info()[0] is not None:
+        if server is None:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPS)
             listener.stop()
     print(f"ft-lighthouse listens on {server.address()}", flush=True)
-    stop.get()
+    signal.sigwait(STOPS)
+    for number in STOPS:
+        signal.signal(number, signal.SIG_IGN)  # launchers repeat SIGTERM
     server.shutdown()
     listener.stop()
     return 0
