@@ -1,7 +1,7 @@
 """`ft-lighthouse`: the lighthouse's command line.
 
-How it works. `main` starts a `LighthouseServer` and waits for SIGTERM or SIGINT. Log lines leave through a bounded queue,
-so that a reader of stderr that stands still never holds up the loop.
+How it works. `main` starts a `LighthouseServer` and waits for SIGTERM or SIGINT. Log lines leave through a bounded
+queue, so that a reader of stderr that stands still never holds up the loop.
 """
 
 from __future__ import annotations
