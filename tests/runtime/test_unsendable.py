@@ -140,7 +140,7 @@ def test_a_member_that_fell_behind_ends_alone(cluster: Cluster) -> None:
             cluster.lighthouse.wait_for(lambda: all(launched(other, 5) for other in others))
             return receive(*arguments)
 
-        transfer.receive = receive_late  # type: ignore[method-assign]
+        transfer.receive = receive_late  # type: ignore[assignment]
 
     others = [Replica(i, steps=10, at={(5, "boundary"): until_broken}, setup=turns(3, Opaque)) for i in (0, 1)]
     falls = {(4, "backward"): both(once_held(others, 5), behind, receives_once_launched)}
