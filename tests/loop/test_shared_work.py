@@ -14,6 +14,7 @@ from ft_core.loop.shared_work import KEPT, Board, Place, SharedWork
 from ft_core.loop.shared_work_rules import SILENT_S, Heard, Position, identity_of, question
 from tests.runtime.conftest import cluster, lighthouse, store
 from tests.runtime.harness import LIMIT_S, Cluster, Replica, crash
+from tests.runtime.interleavings import once_held
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -92,7 +93,9 @@ def test_with_fewer_pieces_than_members_some_do_the_same(cluster: Cluster) -> No
 def test_a_part_whose_owner_dies_is_missing_for_all_others(cluster: Cluster) -> None:
     found: Found = {}
     divide = divides(found)
-    cluster.run(*workers(3, divide, divide, crash))
+    members = workers(3, divide, divide, crash)
+    members[2].actions[AT] = once_held(members[:2], 4, crash)  # else one of them may never know that step's verdict
+    cluster.run(*members)
     cluster.check(steps=5, survivors=2)
     assert [len(parts) for parts in parts_of(found).values()] == [1, 1]
 
