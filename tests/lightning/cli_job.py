@@ -12,7 +12,7 @@ import pathlib
 import signal
 import threading
 import warnings
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import lightning as L
 import torch
@@ -20,23 +20,11 @@ from lightning.pytorch.cli import LightningCLI
 from torch import nn
 
 from ft_core.protocol.rank.phases import Phase
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
+from tests.lightning.meeting import clock, wait_for
 
 warnings.filterwarnings("ignore")
 AT = 20
 """Steps that were made when it dies."""
-LIMIT_S = 30.0
-clock = threading.Event()
-
-
-def wait_for(happened: Callable[[], bool]) -> None:
-    for _ in range(int(LIMIT_S / 0.005)):
-        if happened():
-            return
-        clock.wait(0.005)
-    raise AssertionError(f"waited for more than {LIMIT_S} s")
 
 
 class Model(L.LightningModule):

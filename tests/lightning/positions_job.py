@@ -10,9 +10,8 @@ import hashlib
 import os
 import pathlib
 import signal
-import threading
 import warnings
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 warnings.filterwarnings("ignore")
 import lightning as pl  # noqa: E402
@@ -20,27 +19,16 @@ import torch  # noqa: E402
 from torch import nn  # noqa: E402
 from torch.utils.data import DataLoader, TensorDataset  # noqa: E402
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
+from tests.lightning.meeting import clock, wait_for  # noqa: E402
 
 GROUP = int(os.environ["FT_REPLICA_GROUP"])
 FOLDER = pathlib.Path(os.environ["FOLDER"])
 DEATH = (1, 5)
 """The last batch of its epoch."""
-LIMIT_S = 30.0
-clock = threading.Event()
 
 
 def note(what: str, place: tuple[int, int]) -> pathlib.Path:
     return FOLDER / f"{what}-{place[0]}-{place[1]}"
-
-
-def wait_for(happened: Callable[[], bool]) -> None:
-    for _ in range(int(LIMIT_S / 0.005)):
-        if happened():
-            return
-        clock.wait(0.005)
-    raise AssertionError(f"waited for more than {LIMIT_S} s")
 
 
 class Model(pl.LightningModule):

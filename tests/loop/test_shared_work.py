@@ -93,8 +93,8 @@ def test_with_fewer_pieces_than_members_some_do_the_same(cluster: Cluster) -> No
 def test_a_part_whose_owner_dies_is_missing_for_all_others(cluster: Cluster) -> None:
     found: Found = {}
     divide = divides(found)
-    members = workers(3, divide, divide, crash)
-    members[2].actions[AT] = once_held(members[:2], 4, crash)  # else one of them may never know that step's verdict
+    # It dies when the others hold the step: else one of them may never know its verdict.
+    members = workers(3, divide, divide, lambda dying: once_held(members[:2], 4, crash)(dying))
     cluster.run(*members)
     cluster.check(steps=5, survivors=2)
     assert [len(parts) for parts in parts_of(found).values()] == [1, 1]

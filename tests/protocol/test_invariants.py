@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import fields, replace
+from itertools import groupby, pairwise
 from typing import Any
 
 import pytest
@@ -309,8 +310,9 @@ class Walk:
         built = [action.plan.quorum_id for action in self.done if isinstance(action, do.Configure)]
         assert built == sorted(set(built)), "R14: a quorum is configured at most once, and ids grow"
         asks = [action.ask for action in self.done if isinstance(action, do.SendAsk)]
-        alike = [replace(ask, unreachable=(), reached=()) for ask in asks]  # presented again with news of its links
-        once = [ask for ask, before in zip(alike, [None, *alike], strict=False) if ask != before]
+        assert all(ask != before for before, ask in pairwise(asks)), "an ask is presented again with news only"
+        alike = [replace(ask, unreachable=(), reached=()) for ask in asks]  # of its links, that is
+        once = [ask for ask, _ in groupby(alike)]
         assert [ask.seq for ask in once] == list(range(1, len(once) + 1))
         assert all(action.plan.heals for action in self.done if isinstance(action, do.Receive))
         ended = [action.quorum_id for action in self.done if isinstance(action, do.Abort | do.TellGroup)]

@@ -134,6 +134,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     signal.sigwait(STOPS)
     for number in STOPS:
         signal.signal(number, signal.SIG_IGN)  # launchers repeat SIGTERM
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPS)
     server.shutdown()
     listener.stop()
     return 0

@@ -95,8 +95,8 @@ def change_pending(
     return [ChangePending(members, current.quorum_id, reason)] if members else []
 
 
-def failure(ask: Ask, current: Current, records: Mapping[str, Record], *, first: bool) -> list[MemberLost]:
-    """The data plane of a quorum broke under a member (`ask.failed`): a witness against every member without a lease.
+def departure(ask: Ask, current: Current, records: Mapping[str, Record], *, first: bool) -> list[MemberLost]:
+    """A member leaves the current quorum by asking. If its data plane broke, that speaks against who has no lease.
 
     The others may wait for it where no closed connection shows it, as while a process group is built; also for one that
     asked again before it had the answer that put it into the current quorum, which it never enters. They are notified

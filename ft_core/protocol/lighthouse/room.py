@@ -47,7 +47,7 @@ from ft_core.protocol.lighthouse.expected_groups import ExpectedGroups
 from ft_core.protocol.lighthouse.lost_state import not_again
 from ft_core.protocol.lighthouse.pushes import (
     change_pending,
-    failure,
+    departure,
     joiners,
     losses,
     pauses_to_member,
@@ -311,7 +311,7 @@ class Room:
         out += [Note(text) for text in self.reachability.stated(ask, unreachable, now)]
         if self.current is not None and self._quorum.is_left_by(ask, record.answered):
             self._quorum.end(now)
-            out += failure(ask, self.current, self.records, first=self._quorum.report_left(ask))
+            out += departure(ask, self.current, self.records, first=self._quorum.report_left(ask))
 
     def _on_incomplete(self, event: Incomplete, now: float, out: list[Effect]) -> None:
         """A group lacks a rank: what it was in has ended for it, whatever it is in."""
