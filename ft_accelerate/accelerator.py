@@ -30,12 +30,12 @@ from ft_accelerate.elastic import loader as elastic_loader
 from ft_accelerate.elastic.feed import is_elastic, load_positions, save_positions
 from ft_accelerate.elastic.steps import ElasticSteps
 from ft_accelerate.kept import weakly
-from ft_accelerate.leader import Leadership
 from ft_accelerate.model import WrappedModel
 from ft_accelerate.optimizer import GroupScheduler, VotedOptimizer
 from ft_accelerate.plugin import FaultTolerancePlugin, plugin_or_none
 from ft_accelerate.run import Run
 from ft_accelerate.sharing import SharedResults
+from ft_core.loop.leadership import Leadership
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -44,8 +44,8 @@ if TYPE_CHECKING:
 
     from ft_accelerate.elastic.feed import TrainedFeed
     from ft_accelerate.sharing import Sharing
-    from ft_accelerate.window import StepWindow
     from ft_core import Manager
+    from ft_core.loop.window import StepWindow
 
 
 class FaultTolerantAccelerator(ElasticSteps, SharedResults, _compat.Accelerator):  # type: ignore[misc]
@@ -87,7 +87,7 @@ class FaultTolerantAccelerator(ElasticSteps, SharedResults, _compat.Accelerator)
         save, load, opened, divide, lead = (weakly(owner, function) for function in functions)
         self._run = Run(plugin, self.num_processes, self.process_index, owner, save, load, opened, divide)
         refusals.check_groups(plugin.group, plugin.expected_replicas)
-        self._leadership = Leadership(self._run.window, plugin.name, lead, self._run.leave)
+        self._leadership = Leadership(self._run.window, self._run.publisher, lead)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_run": None, "_leadership": None}
@@ -412,7 +412,7 @@ class FaultTolerantAccelerator(ElasticSteps, SharedResults, _compat.Accelerator)
             super().load_state(input_dir, load_kwargs, **kwargs)
             return
         if self._leadership is not None:
-            self._leadership.publish_all()
+            self._leadership.publisher.publish_all()
             self.wait_for_everyone()
         if input_dir is None and self.project_configuration.automatic_checkpoint_naming:
             input_dir = checkpoint_folders.newest(self.project_dir)

@@ -49,7 +49,7 @@ def load(accelerator: Any, state: Mapping[str, Any]) -> None:
     Raises:
         ConfigError: it has other objects than this replica.
     """
-    accelerator._leadership.forget()
+    accelerator._leadership.publisher.forget()
     for kind in KINDS:
         mine, theirs = getattr(accelerator, kind), state[kind.strip("_")]
         _check(kind.strip("_"), mine, theirs)
@@ -62,7 +62,7 @@ def load(accelerator: Any, state: Mapping[str, Any]) -> None:
     accelerator._names.joined_at = state["committed"]
     accelerator.epoch = state["epoch"]
     accelerator.project_configuration.iteration = state["save_iteration"]
-    accelerator._run.window.divide(state["groups"])
+    accelerator._run.window.division.divide(state["groups"])
     mine, theirs = loaders(accelerator), state["loaders"]
     if len(mine) < needed(len(mine), theirs):
         raise ConfigError(

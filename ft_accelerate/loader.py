@@ -33,7 +33,7 @@ from accelerate.utils import send_to_device
 from torch.utils.data import BatchSampler, IterableDataset, RandomSampler, Sampler, SequentialSampler
 
 from ft_accelerate import _compat
-from ft_accelerate.position import EPOCH, Position
+from ft_accelerate.position import EPOCH, LoaderPosition
 from ft_core.errors import ConfigError
 from ft_core.loop.sampling import ReplayableSampler, open_at
 
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
     from ft_accelerate.sharing import Sharing
     from ft_accelerate.uneven import UnevenEnd
-    from ft_accelerate.window import StepWindow
+    from ft_core.loop.window import StepWindow
 
 log = logging.getLogger("ft_accelerate")
 _END = object()
@@ -80,7 +80,7 @@ class GroupDataLoader(_compat.DataLoaderShard):  # type: ignore[misc]
         self.__dict__.update(kept)
         self._window, self._uneven, self._sharing = parts.window, parts.uneven, parts.sharing
         self._divided = divided
-        self.position = Position()
+        self.position = LoaderPosition()
         self._first = 0
         """Batch at which each epoch begins (skip_first_batches)."""
         self._trained: bool | None = None
@@ -217,7 +217,7 @@ class GroupDataLoader(_compat.DataLoaderShard):  # type: ignore[misc]
             if window.stopped:
                 break
             if position.batch == 0:  # not `_first`, which may differ on a newcomer
-                window.divide_anew()
+                window.epoch_begins()
             if position.code != at or source is None:
                 if source is not None and position.epoch > self.iteration and not self._goes_on:
                     window.busy("ending the epoch that the others have ended")

@@ -1,56 +1,17 @@
-"""`WrappedModel`: ft_core's DistributedDataParallel, as `prepare` wraps a model in it.
-
-How it works. A forward that records gradients opens the quorum if nobody has, and stays silent (as under `no_sync`)
-while there is none: a quorum that broke is formed anew with the next window only.
-
-Attributes that it does not have are the model's, as if that were not wrapped.
+"""`WrappedModel`: a model, as `prepare` wraps it.
 
 Threads: the training thread.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any
 
-import torch
-
-from ft_core.ddp import DistributedDataParallel
-
-if TYPE_CHECKING:
-    from ft_core import Manager
+from ft_core.loop.model import WindowedModel
 
 
-class ForwardWindow(Protocol):
-    """The window that a forward belongs to (`window.StepWindow`), as far as it asks it."""
-
-    aside: bool
-
-    @property
-    def silent(self) -> bool:
-        """Nothing may be communicated with the other groups now."""
-
-    def before_forward(self) -> None:
-        """Open the window, if it is the forward's turn."""
-
-    def passes(self, synchronized: bool) -> None:
-        """Count a forward or backward pass."""
-
-
-class WrappedModel(DistributedDataParallel):
-    """A prepared model: opens the quorum if nobody has, and stays silent while there is none.
-
-    Args:
-        manager: of the run.
-        window: of the run whose steps its gradients belong to.
-        module: the model.
-        kwargs: of torch's DistributedDataParallel.
-    """
-
-    def __init__(self, manager: Manager, window: ForwardWindow, module: torch.nn.Module, **kwargs: Any) -> None:
-        super().__init__(manager, module, **kwargs)
-        self._window: ForwardWindow | None = window
-        self._switched = False
-        """The model inside has been in training mode: it follows the script's calls of `train()`."""
+class WrappedModel(WindowedModel):
+    """A prepared model. Attributes that it does not have are those of the model inside, as if that were not wrapped."""
 
     def __getattr__(self, name: str) -> Any:
         # Accelerate leaves a model unwrapped in a job of one process, and scripts for that use its attributes.
@@ -60,37 +21,3 @@ class WrappedModel(DistributedDataParallel):
             if name == "module" or name.startswith("_"):
                 raise
             return getattr(self.module, name)
-
-    @property
-    def stays_silent(self) -> bool:
-        """Its gradients may not be communicated now."""
-        return self._window is not None and self._window.silent
-
-    @property
-    def in_training_mode(self) -> bool:
-        """The mode of the model inside, which scripts may switch alone; one that was never switched: of this wrapper.
-
-        Pretrained models come in evaluation mode, and some scripts train them so.
-        """
-        if self._modules["module"].training:  # type: ignore[union-attr]
-            if not self._switched:  # assigning to a module's attribute takes longer than the rest of this
-                self._switched = True
-            return True
-        return not self._switched and self.training
-
-    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """Run the model, in a window that is open, or silently."""
-        window = self._window
-        if window is not None and window.aside:
-            with self.no_sync():  # a loss may need gradients also where it is only evaluated
-                return super().forward(*inputs, **kwargs)
-        if window is not None and self.in_training_mode and torch.is_grad_enabled():
-            window.before_forward()
-            if window.silent:
-                with self.no_sync():
-                    return super().forward(*inputs, **kwargs)
-            window.passes(self.require_backward_grad_sync)
-        return super().forward(*inputs, **kwargs)
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_window": None}

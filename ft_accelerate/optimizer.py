@@ -24,8 +24,8 @@ from ft_core.errors import ConfigError
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from ft_accelerate.window import StepWindow
     from ft_core.data.scaling import LearningRateScaling
+    from ft_core.loop.window import StepWindow
 
 
 class VotedOptimizer(_compat.AcceleratedOptimizer):  # type: ignore[misc]

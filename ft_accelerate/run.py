@@ -24,10 +24,13 @@ from ft_accelerate.model import WrappedModel
 from ft_accelerate.runs import runs_of_this_process
 from ft_accelerate.sharing import Sharing
 from ft_accelerate.uneven import UnevenEnd
-from ft_accelerate.window import GroupPlace, StepWindow, nothing_left
 from ft_core import Manager, default_process_group
 from ft_core.errors import JobFinishedError, UsageError
+from ft_core.loop.division import Division
+from ft_core.loop.publishing import Publisher
+from ft_core.loop.replica_group import ReplicaGroup
 from ft_core.loop.stopping import stop_together
+from ft_core.loop.window import StepWindow, nothing_left
 from ft_core.settings import room_of_run
 
 if TYPE_CHECKING:
@@ -71,8 +74,9 @@ class Run:
         self._owner = owner
         self._opened = opened
         # The address once: it reads the environment, and each step would.
-        place = GroupPlace(plugin.group, plugin.groups, ranks, rank, plugin.address)
-        self.window = StepWindow(place, self.start_manager, opened, divide)
+        place = ReplicaGroup(plugin.group, plugin.groups, ranks, rank, plugin.name, plugin.address)
+        self.window = StepWindow(place, self.start_manager, opened, Division(plugin.groups, divide))
+        self.publisher = Publisher(self.window, self.leave)
         self.uneven = UnevenEnd(self.window, plugin.on_exhausted, self.leave_others)
         self.sharing = Sharing(self.window) if plugin.share_evaluation else None
         self.elastic = TrainedFeed()

@@ -30,8 +30,8 @@ from ft_core.loop.shared_work import SharedWork
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from ft_accelerate.window import StepWindow
     from ft_core import Manager
+    from ft_core.loop.window import StepWindow
 
 Base: Any = object
 log = logging.getLogger("ft_accelerate")

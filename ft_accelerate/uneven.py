@@ -28,9 +28,9 @@ from ft_core.errors import ConfigError
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from ft_accelerate.position import Position
-    from ft_accelerate.window import StepWindow
     from ft_core import Manager
+    from ft_core.loop.position import Position
+    from ft_core.loop.window import StepWindow
 
 log = logging.getLogger("ft_accelerate")
 

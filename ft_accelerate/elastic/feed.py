@@ -19,17 +19,17 @@ import json
 import os
 from typing import TYPE_CHECKING, Any
 
-from ft_accelerate.position import Position
 from ft_core.data import ElasticDataLoader, elastic_loader
 from ft_core.errors import ConfigError, FaultToleranceError, UsageError
+from ft_core.loop.position import Position
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping
 
-    from ft_accelerate.window import StepWindow
     from ft_core import Manager
     from ft_core.data.interface import DataListener
     from ft_core.data.sampler import ElasticSampler
+    from ft_core.loop.window import StepWindow
     from ft_core.runtime.step_attempt import StepAttempt
 
 FILE = "ft_data.json"

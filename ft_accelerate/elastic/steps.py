@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     import torch
 
     from ft_accelerate.elastic.feed import ElasticFeed, TrainedFeed
-    from ft_accelerate.window import StepWindow
     from ft_core.data.scaling import LearningRateScaling
+    from ft_core.loop.window import StepWindow
 
 Base: Any = object
 

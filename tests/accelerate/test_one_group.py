@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     import pathlib
     from collections.abc import Iterator
 
-    from ft_accelerate.position import Position
+    from ft_accelerate.position import LoaderPosition
 
 pytestmark = [pytest.mark.filterwarnings("ignore::FutureWarning"), pytest.mark.filterwarnings("ignore::UserWarning")]
 
@@ -160,7 +160,7 @@ def test_a_heal_to_the_beginning_of_the_next_epoch_counts_that_once(monkeypatch:
     run, calls, epochs = s.accelerator._run.window, itertools.count(), []
     begins = run.before_batch
 
-    def heals(position: Position) -> None:
+    def heals(position: LoaderPosition) -> None:
         begins(position)
         if next(calls) == 3:
             state = healed_state.save(s.accelerator)
@@ -479,12 +479,12 @@ def test_the_mode_is_that_of_the_model_inside() -> None:
 def test_only_the_beginning_of_an_epoch_divides_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     s = Setup()
     divided: list[int] = []
-    monkeypatch.setattr(s.accelerator._run.window, "divide_anew", lambda: divided.append(s.data.position.code))
+    monkeypatch.setattr(s.accelerator._run.window, "epoch_begins", lambda: divided.append(s.data.position.code))
     for (x,) in s.accelerator.skip_first_batches(s.data, 3):  # resumed in mid-epoch: others may read the plain loader
         s.step(x)
     assert divided == []
     s.train(2)
-    assert divided == [s.data.position.epoch << 32]
+    assert divided == [s.data.position.epoch * EPOCH]
     s.accelerator.end_training()
 
 
@@ -534,7 +534,7 @@ def test_a_loader_goes_on_where_the_others_are(monkeypatch: pytest.MonkeyPatch) 
 
     def move(position: Any) -> None:
         if position.code == 1:
-            position.moved_to((3 << 32) + 4)
+            position.moved_to(3 * EPOCH + 4)
 
     for loader in (shuffled, stream):
         whole = {}

@@ -1,10 +1,9 @@
-"""`StepWindow`: when the quorums of a run open, close and are lost, and whether its steps are everybody's.
+"""`StepWindow`: when the quorums of a training run open, close and are lost, and whether its steps are everybody's.
 
 How it works. A *window* begins where a quorum opens and ends with the vote of an optimizer step; with accumulation it
-is several batches long. It opens before a prepared training loader hands out a batch (`before_batch`), so that a
-newcomer takes over the position before anything is read; a loop without such a loader opens it in the first forward
-that records gradients (`before_forward`). State is collected and loaded there and nowhere else, so never between
-forward and backward.
+is several batches long. It opens before a batch is read (`before_batch`), so that a newcomer takes over the position
+before anything is read; a loop that does not say where that is opens it in the first forward that records gradients
+(`before_forward`). State is collected and loaded there and nowhere else, so never between forward and backward.
 
 - Every optimizer step after a reduced backward is voted on; further optimizers that step on the same gradients share
   that vote. There may be several votes before the next batch (GANs); they use the quorum that is open.
@@ -23,7 +22,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
 import torch
@@ -32,42 +30,27 @@ from torch.distributed import ReduceOp
 from ft_core.errors import JobFinishedError, UsageError
 from ft_core.loop.inside_group import InsideGroup
 from ft_core.loop.quorum_wait import patiently
-from ft_core.loop.sampling import groups_needed
 
 if TYPE_CHECKING:
     import weakref
     from collections.abc import Callable, Iterator
 
-    from ft_accelerate.model import WrappedModel
-    from ft_accelerate.position import Position
-    from ft_core import Manager
+    from ft_core.loop.division import Division
+    from ft_core.loop.model import WindowedModel
+    from ft_core.loop.position import Position
+    from ft_core.loop.replica_group import ReplicaGroup
+    from ft_core.manager import Manager
 
 T = TypeVar("T")
-log = logging.getLogger("ft_accelerate")
+log = logging.getLogger("ft_core")
 PAUSE_S = 3600.0
 """Announced to the peers for what one replica does for itself: saving, reading through a stream, ending an epoch."""
 VOTES_PER_BATCH = 64
 """After so many, a loader that is open but not read (one batch is trained on again and again) opens no windows."""
 
 
-@dataclass(frozen=True)
-class GroupPlace:
-    """Where this process is in the job."""
-
-    group: int
-    """Number of this replica group."""
-    groups: int
-    """Replica groups of the complete job."""
-    ranks: int
-    """Processes of this replica group."""
-    rank: int
-    """Number of this process in its group."""
-    lighthouse: str
-    """host:port of the lighthouse; "" if nobody said."""
-
-
 def nothing_left(error: JobFinishedError) -> SystemExit:
-    """The end of a replica that came after the others had finished: its work is done as well."""
+    """The end of a replica that comes after the others have finished: its work is done as well."""
     log.warning("nothing left to train: %s", str(error).partition(";")[0])  # the rest is for who starts lighthouses
     return SystemExit(0)
 
@@ -79,22 +62,17 @@ class StepWindow:
         place: of this process.
         start_manager: makes the run's Manager, if there is none yet.
         opened: called after each quorum was opened.
-        divide: called with the number of groups by which the data is to be divided; False: it cannot be.
+        division: of the training data.
     """
 
     def __init__(
-        self,
-        place: GroupPlace,
-        start_manager: Callable[[], Manager],
-        opened: Callable[[], None],
-        divide: Callable[[int], bool],
+        self, place: ReplicaGroup, start_manager: Callable[[], Manager], opened: Callable[[], None], division: Division
     ) -> None:
-        self.group, self.ranks, self.rank, self.address = place.group, place.ranks, place.rank, place.lighthouse
-        self.groups = place.groups
-        """By how many groups the data is divided, and the schedules are advanced; equal on all members."""
+        self.place = place
+        self.group, self.ranks, self.rank, self.address = place.number, place.ranks, place.rank, place.lighthouse
         self.start_manager = start_manager
         self._opened = opened
-        self._divide = divide
+        self.division = division
         self._pauses = contextlib.ExitStack()
         self.on_unread: Callable[[], None] = _nothing
         """Called before a window opens outside of the loops over prepared loaders."""
@@ -108,7 +86,7 @@ class StepWindow:
         """Forget the last run: another one begins."""
         self.manager: Manager | None = None
         self.inside = InsideGroup(self.ranks)
-        self._models: list[weakref.ref[WrappedModel]] = []
+        self._models: list[weakref.ref[WindowedModel]] = []
         self.lost = False
         """The quorum broke in this window: nothing is communicated before the next one."""
         self.aside = False
@@ -122,8 +100,6 @@ class StepWindow:
         self.committed_steps = 0
         self.vetoed_steps = 0
         self._open = False
-        self._division_due = False
-        """A window was opened, and no epoch has begun in it."""
         self._reading = 0
         """Training loaders that are being read."""
         self._votes = 0
@@ -138,14 +114,19 @@ class StepWindow:
         state = "stopped" if self.stopped else "lost" if self.lost else "open" if self._open else "between steps"
         return f"StepWindow(group {self.group} of {self.groups}, {state}, {self.committed_steps} steps)"
 
+    @property
+    def groups(self) -> int:
+        """By how many groups the data is divided, and the schedules are advanced; equal on all members."""
+        return self.division.groups
+
     # ------------------------------------------------------------ what can be done now
 
     @property
-    def models(self) -> list[WrappedModel]:
+    def models(self) -> list[WindowedModel]:
         """The models that this run trains. The Accelerator keeps them alive."""
         return [model for known in self._models if (model := known()) is not None]
 
-    def trains(self, model: weakref.ref[WrappedModel]) -> None:
+    def trains(self, model: weakref.ref[WindowedModel]) -> None:
         """Count a model among those of this run."""
         self._models.append(model)
 
@@ -218,7 +199,7 @@ class StepWindow:
     def entered(self, position: Position | None) -> None:
         """The quorum is there: a window begins. `position`: of the loader that is read, or was."""
         self._open, self.lost, self._verdict, self._votes = True, False, None, 0
-        self._division_due = True
+        self.division.due = True
         self.agree_on(position)
         self._opened()
 
@@ -241,18 +222,9 @@ class StepWindow:
             if position is not None and found > position.code:
                 log.info("%s: goes on at %s, as others do", manager.replica_id, position.moved_to(found))
 
-    def divide(self, groups: int) -> None:
-        """From the next epoch on, or for a newcomer from now on: everybody does, or lengths differ."""
-        if groups != self.groups and self._divide(groups):
-            log.info("the training data is divided among %d replica groups, not %d any more", groups, self.groups)
-            self.groups = groups
-
-    def divide_anew(self) -> None:
-        """An epoch begins: groups that joined with a higher number than there were are counted from here on."""
-        manager = self.quorum
-        if manager is not None and self._division_due:
-            self._division_due = False
-            self.divide(groups_needed(self.groups, manager.members))
+    def epoch_begins(self) -> None:
+        """Divide the data anew, if groups have joined."""
+        self.division.epoch_begins(self.quorum)
 
     # ------------------------------------------------------------ pauses
 
