@@ -97,6 +97,8 @@ class StepWindow:
         """Why this run is over; "" while it is not."""
         self.left = False
         """This replica has left the others, which go on."""
+        self.opened_by_hand = False
+        """The script says where its batches begin (`before_batch`): no window opens in a forward after a vote."""
         self.committed_steps = 0
         self.vetoed_steps = 0
         self._open = False
@@ -161,6 +163,8 @@ class StepWindow:
     def before_forward(self) -> None:
         """A forward that records gradients. This opens a window, unless a loader that is being read will do it."""
         if self._open or self.stopped or self.ended or self.aside:
+            return
+        if self.opened_by_hand and self._verdict is not None:
             return
         if not self._reading:
             self.on_unread()
@@ -261,6 +265,11 @@ class StepWindow:
     def unsettled(self) -> bool:
         """Gradients were reduced, or are being reduced, since the last vote."""
         return any(model.gradient_reducer.unsettled for model in self.models)
+
+    @property
+    def is_open(self) -> bool:
+        """A quorum was opened for the step that is under way, and nothing was voted on."""
+        return self._open
 
     @property
     def voted(self) -> bool:

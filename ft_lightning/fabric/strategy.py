@@ -1,8 +1,8 @@
 """`Fabric(strategy="fault_tolerant")`: Lightning Fabric's DDP strategy over replica groups that may fail.
 
-How it works. `fabric.setup` builds the Manager and wraps each model in ft_core's DistributedDataParallel. Fabric has no
-loop and no hooks, so a step begins at the first forward with gradients after the last `optimizer.step`, or where the
-loop says `fabric.strategy.open_step()`: there the quorum is opened, and a replica that is new or behind takes over the
+How it works. `fabric.setup` builds the Manager and wraps each model. Fabric has no loop and no hooks: a step begins
+where the loop says `fabric.strategy.open_step()`, or else at the first forward with gradients after the last
+`optimizer.step`. There the quorum is opened (`ft_core.loop.window`), and a replica that is new or behind takes over the
 others' state. The step ends with a vote at `optimizer.step`, or at `fabric.clip_gradients` before it: gradients are
 only final once it is known whose were counted. A veto leaves parameters, optimizer and scaler as they were and sets
 `fabric.strategy.step_vetoed`.
@@ -15,6 +15,8 @@ only final once it is known whose were counted. A veto leaves parameters, optimi
     strategy.register("progress", progress)             # a newcomer takes it over, too
     while progress.step < 1000:
         strategy.open_step()                            # progress.step is the others' from here on
+        if strategy.stopped:                            # another replica has called finish()
+            break
         x, y = batch(progress.step, strategy.replica_group)
         optimizer.zero_grad()
         fabric.backward(nn.functional.mse_loss(model(x), y))
@@ -24,8 +26,9 @@ only final once it is known whose were counted. A veto leaves parameters, optimi
     strategy.finish()
 
 What Fabric's own functions do: `all_reduce`, `all_gather`, `barrier` and `broadcast` stay inside the group; `save`
-writes on the leader only; `setup_dataloaders` divides the data among the ranks of all groups, so evaluation data, which
-every group reads in full, needs `use_distributed_sampler=False`.
+writes on the leader only, and puts the file in its place when every replica is known to hold its step;
+`setup_dataloaders` divides the data among the ranks of all groups, so evaluation data, which every group reads in full,
+needs `use_distributed_sampler=False`.
 
 Invariants: nothing is voted for twice in a step; the optimizer is touched only after a commit.
 Threads: the training thread; the Manager has its own.
@@ -33,31 +36,37 @@ Threads: the training thread; the Manager has its own.
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 
-from ft_core import DistributedDataParallel, Manager, default_process_group
-from ft_core.errors import ConfigError, JobFinishedError, UsageError
+from ft_core.errors import ConfigError, UsageError
+from ft_core.loop.position import Position
+from ft_core.loop.replica_group import ReplicaGroup
 from ft_core.reduction.ddp_arguments import check_arguments
+from ft_core.settings import Environment
 from ft_lightning import _compat
 from ft_lightning.arguments import Arguments, check_fabric, check_kwargs
+from ft_lightning.fabric.run import FabricRun
 from ft_lightning.launcher import StartsGroups
 from ft_lightning.names import NAME
-from ft_lightning.stopping import finished
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
+    from contextlib import AbstractContextManager
     from datetime import timedelta
 
-SAVE_S = 3600.0
-"""How long the others wait for the one that writes a checkpoint."""
+    from ft_core import Manager
+    from ft_core.loop.model import WindowedModel
+
 ALTERNATING = (
     "with strategy='fault_tolerant' a step ends when the first optimizer steps, and the same one has to be the first "
-    "in every step: do all backwards before the first optimizer.step(). Models that are trained in turns (GANs) need "
-    "the Trainer, with manual optimization"
+    "in every step, unless the loop says where its batches begin. For models that are trained in turns (GANs), call "
+    "fabric.strategy.open_step() once at the beginning of each batch: every optimizer.step() after a backward is then "
+    "agreed on"
 )
 
 
@@ -116,19 +125,15 @@ class FabricFaultTolerance(StartsGroups):
         check_kwargs(kwargs, type(self))
         super().__init__(process_group_backend=process_group_backend, **kwargs)  # type: ignore[call-arg]
         check_arguments(self._ddp_kwargs)  # type: ignore[attr-defined]
-        self.manager: Manager | None = None
-        """The Manager of this rank, from the first `fabric.setup` to `finish`."""
         self.step_vetoed = False
         """The last step was not committed: nothing has changed, and its samples are lost."""
-        self._modules: list[DistributedDataParallel] = []
+        self._run: FabricRun | None = None
+        """The run that is under way, or was last; from the first `fabric.setup` on."""
+        self._modules: list[WindowedModel] = []
         self._optimizers: list[Optimizer] = []
         self._registered: dict[str, Any] = {}
-        self._begun = False
-        """A quorum was opened in this run."""
-        self._open = False
-        """A quorum was opened for the step that is under way, and not yet voted in."""
         self._first: Optimizer | None = None
-        """The optimizer that is the first to step."""
+        """The optimizer that is the first to step, where the loop does not say."""
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(group {self.replica_group} of {self.num_replica_groups}, {self.manager!r})"
@@ -136,13 +141,21 @@ class FabricFaultTolerance(StartsGroups):
     # ------------------------------------------------------------ groups
 
     @property
+    def manager(self) -> Manager | None:
+        """The Manager of this rank, from the first `fabric.setup` to `finish`."""
+        return None if self._run is None or self._run.window.ended else self._run.window.manager
+
+    @property
+    def stopped(self) -> bool:
+        """All replicas have agreed to stop, because one has called `finish`: nothing is committed any more."""
+        return self._run is not None and self._run.window.stopped
+
+    @property
     def is_leader(self) -> bool:
         """This rank writes what is written once per job: rank 0 of the first group in the quorum."""
         if not self.is_global_zero:  # type: ignore[attr-defined]
             return False
-        if self.manager is None or not self._begun:
-            return self.replica_group == 0
-        return self.manager.participating_rank() == 0
+        return self.replica_group == 0 if self._run is None else self._run.leadership.leads
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
@@ -172,7 +185,7 @@ class FabricFaultTolerance(StartsGroups):
                 raise ConfigError(f"register({name!r}): {type(obj).__name__} has no {method}()")
         if name in self._registered:
             raise ConfigError(f"register({name!r}): the name is taken by a {type(self._registered[name]).__name__}")
-        if self._begun:
+        if self.manager is not None and self.manager.quorum_id:
             raise UsageError(f"register({name!r}) after the first step: newcomers take over the state as it is there")
         self._registered[name] = obj
 
@@ -182,26 +195,16 @@ class FabricFaultTolerance(StartsGroups):
         Raises:
             SystemExit: (0) the others have trained to the end, and called `finish`.
         """
-        if self.manager is None:
-            self.manager = self._new_manager()
-        wrapped = DistributedDataParallel(self.manager, module, **self._ddp_kwargs)  # type: ignore[attr-defined]
-        wrapped.register_forward_pre_hook(self._before_forward)
+        if self._run is None or self._run.window.ended:
+            place = ReplicaGroup(
+                self.replica_group, self.num_replica_groups, self.world_size, self.global_rank,  # type: ignore[attr-defined]
+                lighthouse=str(self._arguments.lighthouse or Environment.read(os.environ).lighthouse or ""),
+            )  # fmt: skip
+            self._run = FabricRun(place, self._arguments, self._load, self._state)
+            self._modules, self._optimizers, self._first = [], [], None
+        wrapped = self._run.wrap(module, self._ddp_kwargs)  # type: ignore[attr-defined]
         self._modules.append(wrapped)
         return wrapped
-
-    def _new_manager(self) -> Manager:
-        try:
-            return Manager(
-                pg=default_process_group(),
-                load_state_dict=self._load,
-                state_dict=self._state,
-                use_async_quorum=False,  # what a replica that is behind reads of its data depends on the others' state
-                rank=self.global_rank,  # type: ignore[attr-defined]
-                world_size=self.world_size,  # type: ignore[attr-defined]
-                **self._arguments.for_manager(),
-            )
-        except JobFinishedError as error:
-            raise finished(error) from None
 
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
         """Remember an optimizer, whose state newcomers take over.
@@ -225,11 +228,19 @@ class FabricFaultTolerance(StartsGroups):
         return super().setup_module_and_optimizers(module, optimizers, *rest)  # type: ignore[misc]
 
     def finish(self) -> None:
-        """Training is over: leave in agreement, and close the job to latecomers. Idempotent."""
-        manager, self.manager = self.manager, None
-        if manager is not None:
-            manager.leave("finished", finished=True)
-            manager.shutdown()
+        """Training is over: all replicas stop after the same step, and the run is closed to latecomers. Idempotent.
+
+        A replica that wanted to go on sees `stopped` in its next step.
+        """
+        if self._run is not None:
+            self._run.finish()
+
+    def by_itself(self, reason: str) -> AbstractContextManager[None]:
+        """Inside, this replica does something alone, as a validation: the others wait at their next step, and nothing
+        is communicated with them."""
+        if self._run is None:
+            raise UsageError("by_itself() before fabric.setup(model, optimizer)")
+        return self._run.window.by_itself(reason)
 
     # ------------------------------------------------------------ state
 
@@ -243,6 +254,8 @@ class FabricFaultTolerance(StartsGroups):
 
     def _load(self, state: Mapping[str, Any]) -> None:
         """The Manager's load function, called inside `open_step`."""
+        if self._run is not None:
+            self._run.leadership.publisher.forget()
         ours = set(self._registered)
         if set(state["registered"]) != ours:
             raise ConfigError(f"registered here: {sorted(ours)}; on the others: {sorted(state['registered'])}")
@@ -254,52 +267,67 @@ class FabricFaultTolerance(StartsGroups):
         for name, obj in self._registered.items():
             obj.load_state_dict(state["registered"][name])
 
-    def save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
-        """`fabric.save`: the leader writes, the others go on and wait for it at the next step."""
-        if self.manager is None:
-            super().save_checkpoint(*args, **kwargs)  # type: ignore[misc]
-        elif self.is_leader:
-            with self.manager.pause("saving", SAVE_S):
-                super().save_checkpoint(*args, **kwargs)  # type: ignore[misc]
+    def save_checkpoint(self, path: Any, *args: Any, **kwargs: Any) -> None:
+        """`fabric.save`: the leader writes, the others go on and wait for it at the next step.
+
+        The file is in its place once every replica is known to hold the step that it is of: after the next step, at
+        `finish`, or at once where there is one replica. A new leader writes what the former one may not have written.
+        """
+        save = super().save_checkpoint  # type: ignore[misc]
+        if self._run is None:
+            save(path, *args, **kwargs)
+        else:
+            self._run.save(path, lambda there: save(there, *args, **kwargs))
+
+    def load_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
+        """`fabric.load`: what this replica has saved is there."""
+        if self._run is not None:
+            self._run.leadership.publisher.publish_all()
+        return super().load_checkpoint(*args, **kwargs)  # type: ignore[misc]
 
     # ------------------------------------------------------------ a step
 
-    def open_step(self) -> None:
+    def open_step(self, position: int | None = None) -> int | None:
         """Open the quorum of the next step, unless that is done. Call it before the step's data is chosen.
 
-        A replica that is new or behind has the others' state when this returns, registered objects included.
+        A replica that is new or behind has the others' state when this returns, registered objects included. A loop
+        that calls it once says with it where each of its steps begins: then optimizers may take turns, each
+        `optimizer.step()` after a backward being voted on.
+
+        Args:
+            position: where this replica is in its data, as a number that grows (of the batch that comes next). None: it
+                follows from registered state.
+
+        Returns:
+            The furthest position of all members, which is where to go on: one of them may have been through a batch
+            that was vetoed, and another not. None if no position was given.
 
         Raises:
-            UsageError: no model is set up.
+            UsageError: no model is set up, or it goes on after all have agreed to stop.
+            ConfigError: `position` is no whole number from 0 on.
             QuorumTimeoutError, RefusedError: no quorum could be had.
             SystemExit: (0) this replica was asked to drain and has left, or the others have called `finish`.
         """
-        if self._open:
-            return
-        if self.manager is None:
+        window = self._run.window if self._run is not None else None
+        if window is None or window.ended:
             raise UsageError("open_step() before fabric.setup(model, optimizer), or after finish()")
-        self._begun = True
-        try:
-            self.manager.start_quorum()
-        except JobFinishedError as error:
-            raise finished(error) from None
-        self._open = True
-
-    def _before_forward(self, module: nn.Module, args: Any) -> None:
-        del module, args
-        if torch.is_grad_enabled() and self.manager is not None:
-            self.open_step()
+        if position is not None and (isinstance(position, bool) or not isinstance(position, int) or position < 0):
+            raise ConfigError(f"open_step(position={position!r}) must be a whole number, 0 or more")
+        if window.stopped and window.opened_by_hand:
+            raise UsageError(
+                "open_step() after another replica has called finish(), and all have agreed to stop: leave the loop "
+                "where fabric.strategy.stopped is True"
+            )
+        window.opened_by_hand = True
+        mine = Position(0, position or 0)
+        window.before_batch(mine)
+        return None if position is None else mine.batch
 
     def backward(self, tensor: Tensor, module: nn.Module | None, *args: Any, **kwargs: Any) -> None:
         """Backward, which averages over the groups; then over the ranks of this one, each of which has its own ring."""
         super().backward(tensor, module, *args, **kwargs)  # type: ignore[misc]
-        ranks = self.world_size  # type: ignore[attr-defined]
-        if ranks == 1 or self.manager is None:
-            return
-        for wrapped in self._modules:
-            # All of a bucket, whoever used what: ranks of other rings may have a gradient where this one has None.
-            if wrapped.require_backward_grad_sync and wrapped.gradient_reducer.unsettled:
-                wrapped.gradient_reducer.average_inside(torch.distributed.all_reduce, ranks)
+        if self._run is not None and self._run.window.ranks > 1:
+            self._run.window.settle_gradients()
 
     def clip_gradients_norm(self, module: nn.Module, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Tensor:
         """Vote, then clip. A step that was vetoed has no gradients: nothing is clipped, the norm is zero."""
@@ -315,7 +343,7 @@ class FabricFaultTolerance(StartsGroups):
 
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
         """Vote, and step if all members commit; a closure is run first. None if the step was vetoed."""
-        if self.manager is None:
+        if self._run is None or self._run.window.ended:
             raise UsageError("optimizer.step() after fabric.strategy.finish()")
         closure: Callable[[], Any] | None = kwargs.get("closure")
         voted = False
@@ -342,22 +370,21 @@ class FabricFaultTolerance(StartsGroups):
             return None
         except BaseException as error:
             if voted:  # the others have the new state, this one may have half of it
-                self.manager.hooks.report_torn_state(error)
+                self._run.window.torn(error)
             raise
 
     def _committed(self, optimizer: Optimizer) -> bool:
         """The verdict of this step; the first who asks for it votes."""
-        if self.manager is None or not self._begun:
+        window = self._run.window if self._run is not None else None
+        if window is None or window.ended or not (window.is_open or window.voted):
             raise UsageError("the step has no gradients: call the model that fabric.setup() returned before this")
-        if not self._open:
-            return not self.step_vetoed
-        if self._first is not None and optimizer is not self._first:
-            names = f"{type(optimizer).__name__} steps first where {type(self._first).__name__} did"
-            raise ConfigError(f"{names}: {ALTERNATING}")
-        self._first = optimizer
-        self._open = False
+        if not (window.opened_by_hand or window.voted):
+            if self._first is not None and optimizer is not self._first:
+                names = f"{type(optimizer).__name__} steps first where {type(self._first).__name__} did"
+                raise ConfigError(f"{names}: {ALTERNATING}")
+            self._first = optimizer
         self.step_vetoed = True  # also if the vote raises
-        self.step_vetoed = not self.manager.should_commit()
+        self.step_vetoed = not window.vote()
         return not self.step_vetoed
 
     def _keep_scale(self) -> None:

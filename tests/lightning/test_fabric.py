@@ -17,6 +17,7 @@ from torch import nn
 from ft_core.control.lighthouse.server import LighthouseServer
 from ft_core.errors import ConfigError, UsageError
 from ft_lightning.fabric.strategy import FabricFaultTolerance, strategy_class
+from ft_lightning.runs import Runs
 from tests.launch.job import Job, job
 from tests.lightning.fabric_job import build, loss_of, set_up
 
@@ -267,7 +268,7 @@ def test_checkpoints_hold_the_managers_step(alone: Callable[..., Any], tmp_path:
     assert saved["manager"]["step"] == 1
 
 
-def test_who_comes_when_all_is_done_ends_in_peace(alone: Callable[..., Any]) -> None:
+def test_who_comes_when_all_is_done_ends_in_peace(alone: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a traceback, and with status 0: whoever started it is not to start it again."""
     one, late = alone(), alone()
     for fabric in (one, late):
@@ -281,6 +282,7 @@ def test_who_comes_when_all_is_done_ends_in_peace(alone: Callable[..., Any]) -> 
             fabric.setup(module, optimizer)
             fabric.strategy.open_step()
             fabric.strategy.finish()
+            monkeypatch.setattr("ft_lightning.fabric.run.RUNS", Runs())  # as another process
 
 
 def test_registering(alone: Callable[..., Any]) -> None:
@@ -315,7 +317,7 @@ def test_state_goes_around(alone: Callable[..., Any]) -> None:
     state = fabric.strategy._state()
 
     other: Any = strategy_class()(accelerator=fabric.accelerator)
-    other.manager = fabric.strategy.manager
+    other._run = fabric.strategy._run
     twin = nn.Linear(2, 1)
     adam = torch.optim.AdamW(twin.parameters())
     other._modules, other._optimizers = [type("Wrapped", (), {"module": twin})], [adam]
@@ -323,6 +325,6 @@ def test_state_goes_around(alone: Callable[..., Any]) -> None:
     other._load(state)
     assert same(snapshot(module), snapshot(twin))
     assert other._state()["registered"] == state["registered"]
-    other.manager = None
+    other._run = None
     with pytest.raises(ConfigError, match=r"registered here: \['lr_scheduler_0'\]; on the others: \[\]"):
         other._load({**state, "registered": {}})
