@@ -1,7 +1,7 @@
 """`FabricRun`: one training run of a Fabric script, from the first `fabric.setup` to `finish`.
 
-How it works. It is composed of parts of the kit (`ft_core.loop`): `window` opens quorums and votes, `leadership` says who
-writes. Each run of a process meets the other replicas in a room of its own, and counts on from the step at which the
+How it works. It is composed of parts of the kit (`ft_core.loop`): `window` opens quorums and votes, `leadership` says
+who writes. Each run of a process meets the other replicas in a room of its own, and counts on from the step at which the
 one before ended.
 
 Threads: the training thread.
@@ -47,6 +47,8 @@ class FabricRun:
     ) -> None:
         self._arguments, self._functions = arguments, (load, save)
         self.window = StepWindow(place, self._start_manager, self._opened, Division(place.total, _cannot))
+        self.knows_stop = False
+        """The script had the opportunity to see that all have agreed to stop."""
         self.leadership = Leadership(self.window, Publisher(self.window, self.finish), lambda _: None)
 
     def __repr__(self) -> str:

@@ -308,17 +308,19 @@ class FabricFaultTolerance(StartsGroups):
             QuorumTimeoutError, RefusedError: no quorum could be had.
             SystemExit: (0) this replica was asked to drain and has left, or the others have called `finish`.
         """
-        window = self._run.window if self._run is not None else None
-        if window is None or window.ended:
+        run = self._run
+        if run is None or run.window.ended:
             raise UsageError("open_step() before fabric.setup(model, optimizer), or after finish()")
-        if position is not None and (isinstance(position, bool) or not isinstance(position, int) or position < 0):
+        given: object = position
+        if given is not None and (isinstance(given, bool) or not isinstance(given, int) or given < 0):
             raise ConfigError(f"open_step(position={position!r}) must be a whole number, 0 or more")
-        if window.stopped and window.opened_by_hand:
+        window = run.window
+        if window.stopped and run.knows_stop:
             raise UsageError(
                 "open_step() after another replica has called finish(), and all have agreed to stop: leave the loop "
                 "where fabric.strategy.stopped is True"
             )
-        window.opened_by_hand = True
+        window.opened_by_hand, run.knows_stop = True, window.stopped
         mine = Position(0, position or 0)
         window.before_batch(mine)
         return None if position is None else mine.batch

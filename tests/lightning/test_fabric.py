@@ -317,11 +317,11 @@ def test_state_goes_around(alone: Callable[..., Any]) -> None:
     state = fabric.strategy._state()
 
     other: Any = strategy_class()(accelerator=fabric.accelerator)
-    other._run = fabric.strategy._run
     twin = nn.Linear(2, 1)
     adam = torch.optim.AdamW(twin.parameters())
     other._modules, other._optimizers = [type("Wrapped", (), {"module": twin})], [adam]
     other.register("lr_scheduler_0", torch.optim.lr_scheduler.StepLR(adam, 1))
+    other._run = fabric.strategy._run
     other._load(state)
     assert same(snapshot(module), snapshot(twin))
     assert other._state()["registered"] == state["registered"]

@@ -1,0 +1,116 @@
+"""What Fabric has of the kit, in real jobs that lose a process: turns, an agreed end, checkpoints, runs, validation."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import re
+import signal
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from tests.launch.job import Job, job
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+pytestmark = [
+    pytest.mark.process,
+    pytest.mark.timeout(120),
+    pytest.mark.filterwarnings("ignore:.*srun:UserWarning"),
+    pytest.mark.usefixtures("forged_workers"),
+]
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+PROGRAM = ROOT / "tests/lightning/fabric_kit_job.py"
+
+
+@pytest.fixture
+def mode(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> Callable[..., None]:
+    """Which loop the job runs, with further variables of its environment."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.setenv("FOLDER", str(tmp_path))
+
+    def mode(name: str, **variables: str) -> None:
+        monkeypatch.setenv("MODE", name)
+        for key, value in variables.items():
+            monkeypatch.setenv(key, value)
+
+    return mode
+
+
+def kill(found: re.Match[str]) -> None:
+    os.kill(int(found[1]), signal.SIGKILL)
+
+
+def ends(running: Job, run: int | None = None) -> list[str]:
+    """`STEP DIGEST` of each replica at its end; of the nth run only, if it is given."""
+    found: dict[str, list[str]] = {}
+    for name, end in re.findall(r"\[(replica-\d)/0\] done (\d+ \w+)", running.text):
+        found.setdefault(name, []).append(end)
+    return [end for own in found.values() for end in (own if run is None else own[-2:][run : run + 1])]
+
+
+def test_models_that_are_trained_in_turns(mode: Callable[..., None]) -> None:
+    mode("turns", STEPS="60")
+    with job(PROGRAM, "--replicas", "3", "--max-restarts", "2") as running:
+        running.when(r"replica-1/0\] step \d+ 3 (\d+)", kill)
+        assert running.run() == 0, running.text
+    assert running.count(r"replica-1\] started") == 2
+    assert len(ends(running)) == 3
+    assert len(set(ends(running))) == 1, running.text
+    assert {line.split()[0] for line in ends(running)} == {"60"}
+
+
+def test_all_stop_together(mode: Callable[..., None]) -> None:
+    mode("early", STEPS="20")
+    with job(PROGRAM, "--replicas", "3", "--min-replicas", "3") as running:
+        assert running.run() == 0, running.text
+    assert running.count(r"\] stopped 20$") == 2, running.text
+    assert len(ends(running)) == 3
+    assert len(set(ends(running))) == 1
+
+
+def test_a_leader_that_dies_while_it_saves(mode: Callable[..., None], tmp_path: pathlib.Path) -> None:
+    mode("saves", STEPS="40")
+
+    def light(_: Any) -> None:
+        (tmp_path / "fuse").touch()
+
+    with job(PROGRAM, "--replicas", "3", "--max-restarts", "2") as running:
+        running.when(r"\] step 16 3 ", light)
+        assert running.run() == 0, running.text
+    assert running.count(r"SIGKILL") == 1, running.text
+    found = {path.name: torch.load(path) for path in tmp_path.glob("step_*.ckpt")}
+    assert sorted(found) == sorted(f"step_{step}.ckpt" for step in range(5, 41, 5)), running.text
+    assert {name: saved["step"] for name, saved in found.items()} == {f"step_{n}.ckpt": n for n in range(5, 41, 5)}
+    assert found["step_40.ckpt"]["digest"] == ends(running)[0].split()[1]
+    assert not list(tmp_path.glob(".*.partial"))
+
+
+def test_each_run_of_a_process_has_a_room_of_its_own(mode: Callable[..., None]) -> None:
+    mode("runs", STEPS="15")
+    with job(PROGRAM, "--replicas", "2", "--max-restarts", "2") as running:
+        running.when(r"replica-1/0\] step 7 2 (\d+)", kill, after=[r"replica-1/0\] done 15"])
+        assert running.run() == 0, running.text
+    assert len(set(ends(running, 1))) == 1, running.text
+    assert {int(n) for n in re.findall(r"\] done 15 \w+ (\d+)", running.text)} == {15, 30}
+
+
+def test_the_others_wait_for_one_that_validates(mode: Callable[..., None]) -> None:
+    mode("validates", STEPS="12", FT_TIMEOUT_S="2", VALIDATE_S="5")
+    with job(PROGRAM, "--replicas", "2", "--min-replicas", "2") as running:
+        assert running.run() == 0, running.text
+    assert running.count(r"\] veto ") == 0, running.text
+    assert len(set(ends(running))) == 1
+
+
+def test_a_loop_that_counts_its_batches_goes_on_at_the_furthest_one(mode: Callable[..., None]) -> None:
+    mode("places", STEPS="60")
+    with job(PROGRAM, "--replicas", "3", "--max-restarts", "2") as running:
+        running.when(r"replica-1/0\] step \d+ 3 (\d+)", kill)
+        assert running.run() == 0, running.text
+    assert len(ends(running)) == 3
+    assert len(set(ends(running))) == 1, running.text
