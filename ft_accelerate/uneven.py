@@ -104,7 +104,7 @@ class UnevenEnd:
                 "others; prepare it"
             )
 
-    def _voted(self, manager: Manager) -> None:
+    def _voted(self, manager: Manager, _: bool) -> None:
         """There was a vote: this replica trained, and another one may have ended the epoch."""
         self.done = False
         self.over = self.policy is not None and manager.all_exhausted

@@ -34,6 +34,11 @@ class ForwardWindow(Protocol):
         """Count a forward or backward pass."""
 
 
+def in_training_mode(model: DistributedDataParallel) -> bool:
+    """Whether a model is trained, as far as its mode says so."""
+    return model.in_training_mode if isinstance(model, WindowedModel) else model.training
+
+
 class WindowedModel(DistributedDataParallel):
     """Opens the quorum if nobody has, and stays silent while there is none.
 

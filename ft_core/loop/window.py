@@ -29,14 +29,15 @@ from torch.distributed import ReduceOp
 
 from ft_core.errors import JobFinishedError, UsageError
 from ft_core.loop.inside_group import InsideGroup
+from ft_core.loop.model import in_training_mode
 from ft_core.loop.quorum_wait import patiently
 
 if TYPE_CHECKING:
     import weakref
     from collections.abc import Callable, Iterator
 
+    from ft_core.ddp import DistributedDataParallel
     from ft_core.loop.division import Division
-    from ft_core.loop.model import WindowedModel
     from ft_core.loop.position import Position
     from ft_core.loop.replica_group import ReplicaGroup
     from ft_core.manager import Manager
@@ -76,8 +77,8 @@ class StepWindow:
         self._pauses = contextlib.ExitStack()
         self.on_unread: Callable[[], None] = _nothing
         """Called before a window opens outside of the loops over prepared loaders."""
-        self.on_vote: Callable[[Manager], None] = _ignore
-        """Called after each vote that all took part in."""
+        self.on_vote: Callable[[Manager, bool], None] = _ignore
+        """Called after each vote that all took part in, with what it said."""
         self.after_vote: Callable[[], None] | None = None
         """Set while something waits for what a vote, or the end, shows."""
         self.begin()
@@ -86,7 +87,7 @@ class StepWindow:
         """Forget the last run: another one begins."""
         self.manager: Manager | None = None
         self.inside = InsideGroup(self.ranks)
-        self._models: list[weakref.ref[WindowedModel]] = []
+        self._models: list[weakref.ref[DistributedDataParallel]] = []
         self.lost = False
         """The quorum broke in this window: nothing is communicated before the next one."""
         self.aside = False
@@ -110,6 +111,8 @@ class StepWindow:
         """The last verdict of this window."""
         self._agreed_in = 0
         """Quorum in which the position was agreed on."""
+        self._touched = False
+        """A backward ran since the last vote, whose gradients may not have been reduced."""
         self.after_vote = None
 
     def __repr__(self) -> str:
@@ -124,18 +127,18 @@ class StepWindow:
     # ------------------------------------------------------------ what can be done now
 
     @property
-    def models(self) -> list[WindowedModel]:
+    def models(self) -> list[DistributedDataParallel]:
         """The models that this run trains. The Accelerator keeps them alive."""
         return [model for known in self._models if (model := known()) is not None]
 
-    def trains(self, model: weakref.ref[WindowedModel]) -> None:
+    def trains(self, model: weakref.ref[DistributedDataParallel]) -> None:
         """Count a model among those of this run."""
         self._models.append(model)
 
     @property
     def training(self) -> bool:
         """The script is in a training loop, as far as one can tell: models are in training mode, gradients recorded."""
-        return not self.aside and torch.is_grad_enabled() and any(model.in_training_mode for model in self.models)
+        return not self.aside and torch.is_grad_enabled() and any(in_training_mode(m) for m in self.models)
 
     @property
     def silent(self) -> bool:
@@ -180,6 +183,10 @@ class StepWindow:
         finally:
             self._reading -= 1
 
+    def open(self, position: Position | None) -> None:
+        """Open a window, whatever is under way. Raises as `wait_for`."""
+        self._start(position)
+
     def _start(self, position: Position | None) -> None:
         manager = self.start_manager()
         self.end_pauses()
@@ -203,9 +210,18 @@ class StepWindow:
     def entered(self, position: Position | None) -> None:
         """The quorum is there: a window begins. `position`: of the loader that is read, or was."""
         self._open, self.lost, self._verdict, self._votes = True, False, None, 0
+        self._touched = False
         self.division.due = True
         self.agree_on(position)
         self._opened()
+
+    def go_through(self, *, taking_part: bool) -> None:
+        """Another batch in the quorum that is open. Not `taking_part`: the others have it behind them, and wait."""
+        self._open, self.lost, self._verdict = True, not taking_part, None
+
+    def applies(self) -> None:
+        """The next optimizer step is one that the others have committed without this replica's part."""
+        self._open, self._touched, self._verdict = False, False, True
 
     def agree_on(self, position: Position | None) -> None:
         """In a new quorum the furthest position is everybody's. An error vetoes the step; the next quorum tries again.
@@ -280,6 +296,10 @@ class StepWindow:
         """A forward or backward pass was made; `synchronized`: its gradients are to be."""
         self.inside.passes += synchronized
 
+    def backward_runs(self) -> None:
+        """A backward begins: an optimizer step after it is about other gradients than the last vote."""
+        self._touched = True
+
     def settle_gradients(self) -> None:
         """Make the reduced gradients final, before they are clipped, unscaled or used: the same on all ranks."""
         if self.manager is not None and not self.silent:
@@ -300,8 +320,9 @@ class StepWindow:
             self._start(None)  # a step without a forward in training mode
         self._open = False
         self._votes += 1
-        if self._verdict is not None and not self.unsettled:
+        if self._verdict is not None and not (self.unsettled or self._touched):
             return self._verdict  # another optimizer, on gradients that were voted on
+        self._touched = False
         self._verdict = not self.silent and self._ask_all(manager)
         if self._verdict:
             self.committed_steps += 1
@@ -320,7 +341,7 @@ class StepWindow:
         self.settle_gradients()
         commits = manager.should_commit()
         self.concluded(manager)
-        self.on_vote(manager)
+        self.on_vote(manager, commits)
         return commits
 
     def concluded(self, manager: Manager) -> None:
@@ -363,5 +384,5 @@ def _nothing() -> None:
     """The default: nobody waits for it."""
 
 
-def _ignore(_: Manager) -> None:
+def _ignore(_: Manager, __: bool) -> None:
     """The default: nobody waits for it."""

@@ -1,8 +1,8 @@
 """`FabricRun`: one training run of a Fabric script, from the first `fabric.setup` to `finish`.
 
-How it works. It is composed of parts of the kit (`ft_core.loop`): `window` opens quorums and votes, `leadership` says
-who writes. Each run of a process meets the other replicas in a room of its own, and counts on from the step at which the
-one before ended.
+How it works. It is composed of the kit's parts (`ft_core.loop`): `window` opens quorums and votes, `leadership` says
+who writes. Each run of a process meets the other replicas in a room of its own, and counts on from the step at which
+the one before ended.
 
 Threads: the training thread.
 """

@@ -9,6 +9,7 @@ Threads: the training thread.
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 from typing import TYPE_CHECKING, Any
@@ -17,7 +18,6 @@ from torch.distributed import ReduceOp
 
 from ft_core import Manager
 from ft_core.errors import JobFinishedError, UsageError
-from ft_core.loop.quorum_wait import patiently
 from ft_core.loop.stopping import stop_together
 from ft_core.settings import DEFAULT_ROOM
 from ft_lightning import _compat, stopping
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from ft_core.loop.window import StepWindow
     from ft_lightning.trainer.elastic import ElasticData
     from ft_lightning.trainer.uneven import UnevenEnd
 
@@ -45,6 +46,7 @@ class Checkpoints:
     _trainer: Any
     _arguments: Any
     _takeover: Any
+    window: StepWindow | None
     elastic: ElasticData
     uneven: UnevenEnd
     _leadership: Leadership | None = None
@@ -141,42 +143,28 @@ class Checkpoints:
         self.first_step = manager.current_step()
 
     def _opened(self) -> None:
-        """Do what follows from a quorum; after each `start_quorum`."""
+        """Do what follows from a quorum; after each window was opened."""
         assert self.manager is not None
         self.resume.check(self.manager)
+        self._takeover.opened(self.manager)
         self.leader.opened()
-        if self.uneven.policy is None:
-            self._takeover.meet(self.manager)
 
-    def _start_quorum(self) -> None:
-        """`start_quorum`, and what follows from it.
-
-        Raises:
-            SystemExit: (0) the job is finished, or this replica drains.
-        """
-        assert self.manager is not None
-        try:
-            patiently(self.manager, self.lighthouse_address, self.manager.start_quorum)
-        except JobFinishedError as error:
-            raise stopping.finished(error) from None
-        self._opened()
-
-    def _voted(self, committed: bool) -> None:
+    def _voted(self, manager: Manager, committed: bool) -> None:
         """After each should_commit, before the optimizer steps."""
-        assert self.manager is not None
         if committed:
             self.leader.committed()
         self.uneven.voted()
-        stopping.stop_as_agreed(self.manager, self._trainer)
+        stopping.stop_as_agreed(manager, self._trainer)
 
     def _finish(self) -> None:
         """At the end of training: nobody leaves before all know, and before the last checkpoint is there."""
         assert self.manager is not None
         for logger in self._trainer.loggers:
             logger.save()
+        assert self.window is not None
         if not self.uneven.left:
             with self._takeover.ending():
-                stop_together(self.manager, self._opened)
+                stop_together(self.manager, functools.partial(self.window.entered, None))
             RUNS.members = self.manager.num_participants() if self.manager.quorum_id else None
         state = self.manager.state_dict()
         self.manager.leave("finished", finished=True)

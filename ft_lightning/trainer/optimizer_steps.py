@@ -27,6 +27,7 @@ Threads: the training thread.
 from __future__ import annotations
 
 import contextlib
+import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -42,8 +43,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from ft_core import Manager
-    from ft_core.reduction.bucket_reducer import BucketReducer
-    from ft_core.runtime.step_attempt import StepAttempt
+    from ft_core.loop.window import StepWindow
 
 
 class Vetoed(Exception):
@@ -54,11 +54,13 @@ class OptimizerSteps:
     """The part of the strategy that votes; mixed in before Lightning's DDPStrategy.
 
     What it needs of the strategy: `manager`, `model` (ft_core's wrapper), `lightning_module`, `world_size`,
-    `root_device`, `precision_plugin`, `optimizers`, `lr_scheduler_configs`, `_start_quorum`, `_voted` (`writing`),
+    `root_device`, `precision_plugin`, `optimizers`, `lr_scheduler_configs`, `_takeover`, `_voted` (`Checkpoints`),
     `elastic`, `uneven`, `_data_arguments`.
     """
 
     manager: Manager | None
+    window: StepWindow | None = None
+    """While `fit` runs."""
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
@@ -70,19 +72,10 @@ class OptimizerSteps:
         """Optimizer steps that were skipped since `fit` began, on this replica."""
         self.lr_factor = 1.0
         """The factor of the learning rates in the last committed step."""
-        self._open = False
-        """A quorum was opened for the accumulation window that is under way, and nothing was voted on."""
-        self._lost = False
-        """The quorum broke in this batch; the next one is opened before the next batch."""
         self._behind = False
         """The quorum that is open belongs to a later batch than this one."""
-        self._verdict: bool | None = None
-        """The last verdict of this batch."""
-        self._touched = False
-        """A backward ran since the last vote."""
         self._allowed: Any = None
         """The optimizer that Lightning steps, until it calls its closure; True between its vote and its end."""
-        self._planned: tuple[StepAttempt | None, int] = None, 1
         self._guards = contextlib.ExitStack()
         self._rates = contextlib.ExitStack()
         """Open while an optimizer steps with scaled learning rates."""
@@ -103,8 +96,10 @@ class OptimizerSteps:
                     "step, and each evaluation would be a step of its own to agree on; use another optimizer"
                 )
         self.committed_steps = self.vetoed_steps = 0
-        self.step_vetoed = self._open = self._lost = self._behind = self._touched = False
-        self._verdict = None
+        self.step_vetoed = self._behind = False
+        assert self.window is not None
+        self.window.trains(weakref.ref(this.model))
+        self.window.on_vote = this._voted
         self._guards.close()
         self._guard_schedulers(this.lightning_module)
         self._guard_optimizers(this.lightning_module)
@@ -169,30 +164,31 @@ class OptimizerSteps:
     def open_quorum(self) -> Manager:
         """Before a batch is fetched: open its quorum, unless an accumulation window is under way."""
         this: Any = self
-        manager, reducer, elastic = self.manager, self._reducer, this.elastic
+        manager, window, elastic = self.manager, self.window, this.elastic
         assert manager is not None
+        assert window is not None
         self.step_vetoed = False
         this.uneven.batch_begins()
         if elastic.left_step:
             manager.report_error(LeftEpoch("the loop left its epoch in the middle of a step"))
-            self._vote()
-        elif reducer.unsettled:
-            self._vote()  # no step followed: there is nothing to apply, but their place in the run is agreed on
-        elif self._open and not self._behind:
+            window.vote()
+        elif window.unsettled:
+            window.vote()  # no step followed: there is nothing to apply, but their place in the run is agreed on
+        elif window.is_open and not self._behind:
             return manager
         elastic.before_quorum()
         if not self._behind:
-            this._start_quorum()
-        self._open, self._verdict = True, None
-        self._lost = self._behind = this._takeover.behind
+            window.open(this._takeover.position)
+        self._behind = this._takeover.behind
+        window.go_through(taking_part=not self._behind)
         elastic.opened(passing=self._behind)
         this.model.require_backward_grad_sync = not self._behind
         return manager
 
     def close_quorum(self) -> None:
         """Vote on what no step followed, after the last batch."""
-        if self.manager is not None and self._reducer.unsettled:
-            self._vote()
+        if self.window is not None and self.window.unsettled:
+            self.window.vote()
 
     @property
     def passes_over(self) -> bool:
@@ -202,13 +198,7 @@ class OptimizerSteps:
     @property
     def quorum_lost(self) -> bool:
         """The quorum broke in this batch: until the next one, nothing may be communicated with the other groups."""
-        return self._lost
-
-    @property
-    def _reducer(self) -> BucketReducer:
-        this: Any = self
-        reducer: BucketReducer = this.model.gradient_reducer
-        return reducer
+        return self.window is not None and self.window.silent
 
     # ------------------------------------------------------------ backward
 
@@ -216,11 +206,12 @@ class OptimizerSteps:
         """Arm the reduction: with manual optimization there are several backwards after one forward."""
         this: Any = self
         super().pre_backward(closure_loss)  # type: ignore[misc]
-        if self.manager is None:
+        if self.window is None:
             return
-        self._touched = True
+        self.window.backward_runs()
         if not this.lightning_module.automatic_optimization:
-            self._reducer.before_backward(sync=this.model.require_backward_grad_sync and not self._lost)
+            sync = this.model.require_backward_grad_sync and not self.window.silent
+            this.model.gradient_reducer.before_backward(sync=sync)
 
     def backward(self, closure_loss: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
         """Run backward; in a group of several ranks gradients are averaged over these before any hook sees them."""
@@ -228,37 +219,18 @@ class OptimizerSteps:
         factor = this.elastic.loss_factor
         if factor != 1.0:
             closure_loss = closure_loss * factor
-        if self.manager is None or this.world_size == 1:
+        if self.window is None or this.world_size == 1:
             return super().backward(closure_loss, optimizer, *args, **kwargs)  # type: ignore[misc]
         module, precision = this.lightning_module, this.precision_plugin
         this.pre_backward(closure_loss)
         closure_loss = precision.pre_backward(closure_loss, module)
         precision.backward(closure_loss, module, optimizer, *args, **kwargs)
-        if this.model.require_backward_grad_sync and not self._lost:
-            self._average_inside()
+        self.window.passes(this.model.require_backward_grad_sync)
+        if this.model.require_backward_grad_sync:
+            self.window.settle_gradients()
         closure_loss = precision.post_backward(closure_loss, module)
         this.post_backward(closure_loss)
         return closure_loss
-
-    def _average_inside(self) -> None:
-        """Gradients of a group's ranks: averaged over the groups by now, each on its own ring.
-
-        The rings may have divided by different sums of weights (R10: by what was contributed), so what the Manager
-        would correct after the vote is corrected here, before they are mixed.
-        """
-        this: Any = self
-        if this.world_size == 1 or self.manager is None:
-            return
-        attempt = self.manager.hooks.current_attempt()
-        assert attempt is not None
-        if attempt is not self._planned[0]:
-            self._planned = attempt, attempt.planned
-        weight = attempt.verdict.weight if attempt.verdict is not None else 0
-        if weight:
-            if weight != self._planned[1]:
-                self._reducer.rescale(self._planned[1] / weight)
-            attempt.planned = weight
-        self._reducer.average_inside(torch.distributed.all_reduce, this.world_size)
 
     # ------------------------------------------------------------ the step
 
@@ -277,7 +249,8 @@ class OptimizerSteps:
                 )
             self._allowed = None
             result.append(closure())
-            if not self._vote():
+            assert self.window is not None
+            if not self.window.vote():
                 raise Vetoed
             self._allowed = True
             self._scale_rates(optimizer)
@@ -294,7 +267,8 @@ class OptimizerSteps:
             return result[0]
         except BaseException as error:
             if self._allowed is True:  # the others have the new state, this replica may have half of it
-                self.manager.hooks.report_torn_state(error)
+                assert self.window is not None
+                self.window.torn(error)
             raise
         finally:
             self._allowed = None
@@ -307,8 +281,8 @@ class OptimizerSteps:
     def apply_committed(self) -> None:
         """Make the step that the others have committed, to which this replica had nothing to add."""
         this: Any = self
-        self._open = self._touched = False
-        self._verdict = True
+        assert self.window is not None
+        self.window.applies()
         _position.step_optimizer(this.lightning_module.trainer)
 
     def _scale_rates(self, optimizer: Any) -> None:
@@ -319,41 +293,6 @@ class OptimizerSteps:
             assert self.manager is not None
             self.lr_factor = scaling.factor(self.manager.last_commit_weight)
             self._rates.enter_context(learning_rates_times(optimizer, self.lr_factor))
-
-    def _vote(self) -> bool:
-        """Whether the step that is about to be made is everybody's."""
-        assert self.manager is not None
-        this: Any = self
-        manager, reducer = self.manager, self._reducer
-        self._open = False
-        if self._verdict is not None and not self._touched and not reducer.unsettled:
-            return self._verdict  # a further optimizer steps on gradients that were voted on
-        self._touched = False
-        if self._lost:
-            self._verdict = False
-        else:
-            if not reducer.unsettled:
-                reducer.flush(with_accumulated=True)
-                self._average_inside()
-            self._verdict = manager.should_commit()
-            # After an agreed stop nobody is there for another vote.
-            self._lost = manager.quorum_lost or manager.stop_agreed
-            this._voted(self._verdict)
-            if self._lost:
-                reducer.before_backward(sync=False)
-        if self._verdict:
-            self._share_buffers()
-        else:
-            for parameter in this.model.parameters():
-                parameter.grad = None
-        return self._verdict
-
-    def _share_buffers(self) -> None:
-        """Each ring has its own buffers; as with torch's DDP those of the group's first rank count."""
-        this: Any = self
-        if this.world_size > 1 and this.model.broadcast_buffers:
-            for buffer in this.model.buffers():
-                torch.distributed.broadcast(buffer, 0)
 
     def _without_loss(self, optimizer: Any) -> Any:
         """The loss that the closure returns where training_step returned None, but the others have gradients.

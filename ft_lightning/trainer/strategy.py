@@ -19,6 +19,9 @@ from typing import TYPE_CHECKING, Any
 
 from ft_core import DistributedDataParallel, Manager, default_process_group
 from ft_core.errors import ConfigError, LighthouseError, QuorumTimeoutError
+from ft_core.loop.division import Division
+from ft_core.loop.replica_group import ReplicaGroup
+from ft_core.loop.window import StepWindow
 from ft_core.reduction.ddp_arguments import check_arguments
 from ft_lightning import _compat
 from ft_lightning._compat import callbacks as _callbacks
@@ -183,6 +186,7 @@ class FaultTolerance(OptimizerSteps, Checkpoints, StartsGroups):
                 **self._arguments.for_manager(),
             )
             if self.manager is not None:
+                self.window = self._new_window(self.manager)
                 self._begin(self.manager)
         if self._data_arguments.share_evaluation:
             self._shared = SharedEvaluation(trainer, self.world_size, self._evaluation_quorum)  # type: ignore[attr-defined]
@@ -194,6 +198,16 @@ class FaultTolerance(OptimizerSteps, Checkpoints, StartsGroups):
             uneven = self.uneven.policy is not None
             self._takeover.start(self.open_quorum, self.uneven.run_out, uneven=uneven)
             self.start_voting()
+
+    def _new_window(self, manager: Manager) -> StepWindow:
+        place = ReplicaGroup(
+            self.replica_group, self.num_replica_groups, self.world_size, self.global_rank,  # type: ignore[attr-defined]
+            lighthouse=self.lighthouse_address,
+        )  # fmt: skip
+        division = Division(self._sharding.groups, lambda _: False)  # a Trainer divides between two epochs: Takeover
+        window = StepWindow(place, lambda: manager, self._opened, division)
+        window.manager, window.opened_by_hand = manager, True
+        return window
 
     def _setup_model(self, model: nn.Module) -> nn.Module:
         if self.manager is None:
@@ -224,7 +238,7 @@ class FaultTolerance(OptimizerSteps, Checkpoints, StartsGroups):
             self._takeover.stop()
         self.end_voting()
         self.elastic.end()
-        manager, self.manager = self.manager, None
+        manager, self.manager, self.window = self.manager, None, None
         if manager is not None:
             manager.shutdown()
             self.leader.end()

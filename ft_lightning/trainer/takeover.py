@@ -21,9 +21,9 @@ Resuming: `fit(ckpt_path=...)` inside an epoch begins at the batch after the che
 Lightning begins the epoch's data anew.
 
 A veto in which one survivor stood inside a batch, and another between two, leaves them one batch apart. So the members
-of every new quorum agree on the largest position (`meet`); who is behind goes through its batches without taking part
-in steps, hooks and all, until it is there (`OptimizerSteps.open_quorum`): the others' steps of those batches were
-vetoed.
+of every new quorum agree on the furthest position (`StepWindow.agree_on`); who is behind goes through its batches
+without taking part in steps, hooks and all, until it is there (`OptimizerSteps.open_quorum`): the others' steps of
+those batches were vetoed.
 
 Invariants: `load` runs only inside `before_batch`. Position (epoch, batch) is equal on all members whenever a step is
 made. Threads: the training thread.
@@ -35,10 +35,8 @@ import contextlib
 import logging
 from typing import TYPE_CHECKING, Any
 
-import torch
-from torch.distributed import ReduceOp
-
 from ft_core.errors import ConfigError
+from ft_core.loop.position import Position
 from ft_core.loop.sampling import groups_needed
 from ft_lightning import _compat
 from ft_lightning._compat import callbacks as _callbacks
@@ -55,8 +53,6 @@ if TYPE_CHECKING:
 log = logging.getLogger("ft_lightning")
 KEY = "ft_lightning"
 """The key of our part in the state that donors hand out."""
-BATCH_BITS = 40
-"""A position is one integer: the epoch, then this many bits for the batch."""
 FETCH_MAX_S = 3600.0
 """Announced to the peers for opening the data; reading through a long iterable takes its time."""
 
@@ -89,6 +85,8 @@ class Takeover:
         self._before: tuple[int, int] = (0, 0)
         self._met = 0
         """Quorum in which the position was agreed on last."""
+        self._place = Position()
+        """What `position` returned last."""
         self._agreed: tuple[int, int] = (0, 0)
         """The largest position of all members of that quorum, when it was formed."""
         self._ahead: tuple[list[Any], list[Any]] = [], []
@@ -141,23 +139,19 @@ class Takeover:
         """The batch that is next is one that other members of this quorum have behind them."""
         return _position.epoch_and_batch(self._trainer) < self._agreed
 
-    def meet(self, manager: Manager) -> None:
-        """After each `start_quorum`: agree with the members of a new quorum on the largest position.
+    @property
+    def position(self) -> Position | None:
+        """Where this replica is; None: that is not to be compared, as loaders differ, or its training has ended."""
+        if self._uneven or self._ended:
+            return None
+        self._place = Position(*_position.epoch_and_batch(self._trainer))
+        return self._place
 
-        Who has ended its training (`ending`) has none. An error vetoes the step, and there is another quorum.
-        """
-        if manager.quorum_id == self._met:
-            return
-        epoch, batch = (0, 0) if self._ended else _position.epoch_and_batch(self._trainer)
-        largest = torch.tensor([epoch << BATCH_BITS | batch])
-        manager.allreduce(largest, reduce_op=ReduceOp.MAX).wait()
-        found = int(largest) if manager.errored() is None else -1
-        if self._trainer.strategy.world_size > 1:  # each rank has asked on its own ring: all of them know, or none
-            inside = torch.tensor([found], device=self._trainer.strategy.root_device)
-            torch.distributed.all_reduce(inside, ReduceOp.MIN)
-            found = int(inside)
-        if found >= 0:
-            self._met, self._agreed = manager.quorum_id, divmod(found, 1 << BATCH_BITS)
+    def opened(self, manager: Manager) -> None:
+        """The window is open: in a new quorum `position` was moved to the furthest of its members."""
+        if manager.quorum_id != self._met:
+            self._met = manager.quorum_id
+            self._agreed = self._place.epoch, self._place.batch
 
     def stop(self) -> None:
         """The run is over: no quorum is opened before a batch any more."""

@@ -6,7 +6,7 @@ hooks of the optimizer step, schedulers that follow steps, counts), until all ar
 one step, after which the others' epochs end, too; "leave" leaves the job, and `fit` ends here. Schedulers that follow
 epochs wait for that.
 
-As the replicas' batches are not the same, their positions need not be (`Takeover.meet` has no part in this). A replica
+As the replicas' batches are not the same, their positions need not be (`Takeover.position` is None then). A replica
 that is healed while it shadows takes the others' progress; if they are in another epoch by then, it goes on there.
 
 Invariants: the steps of an epoch are all made, here and elsewhere, before anything of its end happens.
@@ -15,16 +15,17 @@ Threads: the training thread.
 
 from __future__ import annotations
 
+import functools
 import logging
 from typing import TYPE_CHECKING, Any
 
-from ft_core.errors import ConfigError, JobFinishedError
-from ft_core.loop.quorum_wait import patiently
+from ft_core.errors import ConfigError
 from ft_lightning import stopping
 from ft_lightning._compat import position as _position
 
 if TYPE_CHECKING:
     from ft_core import Manager
+    from ft_core.loop.window import StepWindow
 
 log = logging.getLogger("ft_lightning")
 
@@ -132,14 +133,14 @@ class UnevenEnd:
         """One attempt; whether it was the last."""
         self._applied = False
 
+        window: StepWindow = self._strategy.window
+
         def attempt() -> bool:
-            return manager.hooks.shadow_step(self._apply, ends=self.policy == "stop_all", opened=self._strategy._opened)
+            opened = functools.partial(window.entered, None)
+            return manager.hooks.shadow_step(self._apply, ends=self.policy == "stop_all", opened=opened)
 
         with self._strategy._takeover.staying():
-            try:
-                return patiently(manager, self._strategy.lighthouse_address, attempt)
-            except JobFinishedError as error:
-                raise stopping.finished(error) from None
+            return window.wait_for(attempt)
 
     def _apply(self) -> None:
         self._applied = True

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import types
 from typing import TYPE_CHECKING, Any
 
 import lightning as pl
@@ -14,7 +13,6 @@ from torch.utils.data import DataLoader, TensorDataset
 from ft_core.control.lighthouse.server import LighthouseServer
 from ft_core.errors import ConfigError
 from ft_lightning import FaultTolerantStrategy
-from ft_lightning.trainer.optimizer_steps import OptimizerSteps
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -201,23 +199,3 @@ def test_precision_without_a_loss() -> None:
     with pytest.warns(UserWarning, match="`training_step` returned `None`"):
         fit(module, strategy=FaultTolerantStrategy(find_unused_parameters=True))
     untouched(module, before)
-
-
-def test_rings_with_different_divisors_are_corrected_before_they_are_mixed() -> None:
-    """Planned for 4 participants, 3 contributed: sums were divided by 4 and have to be divided by 3."""
-    done: list[Any] = []
-    attempt = types.SimpleNamespace(planned=4, verdict=types.SimpleNamespace(weight=3))
-    reducer = types.SimpleNamespace(
-        rescale=lambda factor: done.append(factor), average_inside=lambda _reduce, ranks: done.append(ranks)
-    )
-    modes: Any = OptimizerSteps()
-    modes.world_size, modes.model = 2, types.SimpleNamespace(gradient_reducer=reducer)
-    modes.manager = types.SimpleNamespace(hooks=types.SimpleNamespace(current_attempt=lambda: attempt))
-    modes._average_inside()
-    assert done == [4 / 3, 2]
-    assert attempt.planned == 3  # the Manager has nothing left to correct
-    modes._average_inside()  # a second backward of the attempt was divided by 4 again
-    assert done == [4 / 3, 2, 4 / 3, 2]
-    attempt.verdict = None  # a broken ring still takes part in its group's collective
-    modes._average_inside()
-    assert done[4:] == [2]
