@@ -35,7 +35,6 @@ from ft_accelerate.optimizer import GroupScheduler, VotedOptimizer
 from ft_accelerate.plugin import FaultTolerancePlugin, plugin_or_none
 from ft_accelerate.run import Run
 from ft_accelerate.sharing import SharedResults
-from ft_core.loop.leadership import Leadership
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -45,6 +44,7 @@ if TYPE_CHECKING:
     from ft_accelerate.elastic.feed import TrainedFeed
     from ft_accelerate.sharing import Sharing
     from ft_core import Manager
+    from ft_core.loop.leadership import Leadership
     from ft_core.loop.window import StepWindow
 
 
@@ -69,7 +69,6 @@ class FaultTolerantAccelerator(ElasticSteps, SharedResults, _compat.Accelerator)
         self.epoch = 0
         """The epoch under way in `epochs`."""
         self._run: Run | None = None
-        self._leadership: Leadership | None = None
         self._tracking: tuple[Any, ...] | None = None
         self._names = checkpoint_folders.Names()
         if self.fault_tolerance_plugin is not None:
@@ -83,14 +82,17 @@ class FaultTolerantAccelerator(ElasticSteps, SharedResults, _compat.Accelerator)
 
     def _begin(self, plugin: FaultTolerancePlugin) -> None:
         kind, owner = type(self), weakref.ref(self)
-        functions = healed_state.save, healed_state.load, kind._opened, kind._divide, kind._lead
-        save, load, opened, divide, lead = (weakly(owner, function) for function in functions)
-        self._run = Run(plugin, self.num_processes, self.process_index, owner, save, load, opened, divide)
+        functions = healed_state.save, healed_state.load, kind._lead, kind._divide
+        save, load, lead, divide = (weakly(owner, function) for function in functions)
+        self._run = Run(plugin, self.num_processes, self.process_index, owner, save, load, lead, divide)
         refusals.check_groups(plugin.group, plugin.expected_replicas)
-        self._leadership = Leadership(self._run.window, self._run.publisher, lead)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_run": None, "_leadership": None}
+        return {**vars(self), "_run": None}
+
+    @property
+    def _leadership(self) -> Leadership | None:
+        return self._run.leadership if self._run is not None else None
 
     @property
     def _window(self) -> StepWindow | None:
@@ -158,7 +160,7 @@ class FaultTolerantAccelerator(ElasticSteps, SharedResults, _compat.Accelerator)
         model = super().prepare_model(model, device_placement, evaluation_mode=True)
         if not any(parameter.requires_grad for parameter in model.parameters()):
             return model
-        wrapped = run.wrap(model, _compat.ddp_arguments(self.ddp_handler))
+        wrapped = run.prepare(model, _compat.ddp_arguments(self.ddp_handler))
         self._models = [wrapped if other is model else other for other in self._models]
         vars(wrapped)["_is_accelerate_prepared"] = True
         return wrapped
@@ -302,10 +304,6 @@ class FaultTolerantAccelerator(ElasticSteps, SharedResults, _compat.Accelerator)
         if self._leadership is None or self._leadership.leads:
             super().print(*args, **kwargs)
 
-    def _opened(self) -> None:
-        assert self._leadership is not None
-        self._leadership.opened()
-
     def _divide(self, groups: int) -> bool:
         """The data is divided by another number of groups, unless a batch cannot be split by it."""
         everybody = groups * self.num_processes
@@ -336,12 +334,12 @@ class FaultTolerantAccelerator(ElasticSteps, SharedResults, _compat.Accelerator)
     def save(self, obj: Any, f: Any, safe_serialization: bool = False) -> None:
         """Save an object in the leading group."""
         write = functools.partial(super().save, obj, f, safe_serialization)
-        write() if self._leadership is None else self._leadership.writing(str(f), write)
+        write() if self._leadership is None else self._leadership.writing(str(f), write, collective=True)
 
     def save_model(self, model: Any, save_directory: Any, *args: Any, **kwargs: Any) -> None:
         """Save a model in the leading group."""
         write = functools.partial(super().save_model, model, save_directory, *args, **kwargs)
-        write() if self._leadership is None else self._leadership.writing(str(save_directory), write)
+        write() if self._leadership is None else self._leadership.writing(str(save_directory), write, collective=True)
 
     def save_state(self, output_dir: Any = None, safe_serialization: bool = True, **kwargs: Any) -> Any:
         """Save all state in the leading group; another one saves again if that dies meanwhile.
@@ -389,10 +387,10 @@ class FaultTolerantAccelerator(ElasticSteps, SharedResults, _compat.Accelerator)
         def place() -> None:
             if super(FaultTolerantAccelerator, self).is_main_process:
                 checkpoint_folders.place(places[0])
-                if automatic:
+                if automatic and os.path.isdir(os.path.dirname(target)):
                     checkpoint_folders.prune(os.path.dirname(target), settings.total_limit)
 
-        written = self._leadership.writing(target, write, place)
+        written = self._leadership.writing(target, write, place, collective=True)
         settings.iteration = iteration + 1
         return written
 

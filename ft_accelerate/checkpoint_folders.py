@@ -108,8 +108,13 @@ def write(target: str, save: Callable[[str], Any], manager_state: dict[str, int]
 
 
 def place(target: str) -> None:
-    """Put what `write` wrote in its place, where files that are there are replaced one by one. On the first rank."""
+    """Put what `write` wrote in its place, where files that are there are replaced one by one. On the first rank.
+
+    Nothing, if that was done.
+    """
     partial = partial_folder(target)
+    if not os.path.isdir(partial):
+        return
     if not os.path.exists(target):
         os.makedirs(os.path.dirname(os.path.abspath(target)), exist_ok=True)
         os.rename(partial, target)  # at once: nobody sees a part of it

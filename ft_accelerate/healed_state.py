@@ -49,7 +49,7 @@ def load(accelerator: Any, state: Mapping[str, Any]) -> None:
     Raises:
         ConfigError: it has other objects than this replica.
     """
-    accelerator._leadership.publisher.forget()
+    accelerator._leadership.forget()
     for kind in KINDS:
         mine, theirs = getattr(accelerator, kind), state[kind.strip("_")]
         _check(kind.strip("_"), mine, theirs)

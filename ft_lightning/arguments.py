@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from ft_core import Manager
 from ft_core.data import LearningRateScaling
 from ft_core.errors import ConfigError
-from ft_core.reduction.ddp_arguments import known_arguments
+from ft_core.loop.tools import known_arguments
 from ft_core.settings import parse_address
 
 if TYPE_CHECKING:

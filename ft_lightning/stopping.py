@@ -17,7 +17,7 @@ import logging
 from typing import TYPE_CHECKING, Any
 
 from ft_core.errors import FaultToleranceError, JobFinishedError
-from ft_core.runtime.drain_signal import Sigterm
+from ft_core.loop.tools import Sigterm
 from ft_lightning._compat import writers
 
 if TYPE_CHECKING:

@@ -36,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(usage())
         return 0 if arguments else 2
     if arguments[0] == "--version":
-        from ft_core.rpc.channel import release
+        from ft_core.loop.tools import release
 
         print(f"ft-accelerate {release()}")
         return 0

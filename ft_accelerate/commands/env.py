@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from ft_accelerate._compat.launch import env_command
 from ft_accelerate.options import PREFIX
 from ft_accelerate.yaml_config import default_accelerate_file, find, plain
-from ft_core.rpc.channel import release
+from ft_core.loop.tools import release
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from ft_core import Manager
     from ft_core.data.interface import DataListener
     from ft_core.data.sampler import ElasticSampler
+    from ft_core.loop.tools import StepAttempt
     from ft_core.loop.window import StepWindow
-    from ft_core.runtime.step_attempt import StepAttempt
 
 FILE = "ft_data.json"
 """In a folder of `save_state`: the position in the data."""

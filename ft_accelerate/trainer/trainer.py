@@ -323,6 +323,7 @@ class FaultTolerantTrainerMixin(ElasticEpochs):
             os.path.join(folder, name),
             functools.partial(self._ft_write, model, trial, folder, name),
             functools.partial(self._ft_place, folder, name, best),
+            collective=True,
         )
         if best and self.args.save_strategy != "no":
             self.state.best_model_checkpoint = os.path.join(folder, f"checkpoint-{best}")
@@ -348,10 +349,10 @@ class FaultTolerantTrainerMixin(ElasticEpochs):
             state.save_to_json(os.path.join(stage, name, STATE))
 
     def _ft_place(self, folder: str, name: str, best: int | None) -> None:
-        """Move what was written to its place; the oldest that are over the limit go."""
-        if self.args.process_index != 0:
-            return
+        """Move what was written to its place, unless that was done; the oldest that are over the limit go."""
         stage, place = os.path.join(folder, f".{name}.partial"), os.path.join(folder, name)
+        if self.args.process_index != 0 or not os.path.isdir(stage):
+            return
         shutil.rmtree(place, ignore_errors=True)
         os.replace(os.path.join(stage, name), place)
         os.rmdir(stage)

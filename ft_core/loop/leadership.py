@@ -1,21 +1,26 @@
 """`Leadership`: one replica group, the leader, writes what is written once per job.
 
-How it works. The leader is the first participant of the quorum, so all members know it without a message. Before the
-first quorum a provisional leader does what a script writes at its start: the group with the lowest number, unless, as
-the lighthouse reports, a quorum trains already. When training has ended, who led goes on to lead.
+How it works. The leader is the first member of the quorum that did not have to heal, so all know it without a message.
+Before the first quorum a provisional leader does what a script writes at its start: the group with the lowest number,
+unless, as the lighthouse reports, a quorum trains already. When training has ended, who led goes on to lead.
 
-A leader may die while it saves. So each replica remembers what the leader was to write since the last commit
-(references: the state changes with the next commit only), and a new leader writes that again before it goes on.
+What the leader writes is put in its place by a `Publisher`, once all replicas are known to hold the step.
 
-What it writes is put in its place by a `Publisher`, once all replicas are known to hold the step.
+A leader may die while it saves. So each replica remembers what the leader was to write at this step (references: the
+state changes with the next commit only), and a new leader writes that again before it goes on. It may also die after
+the commit that allows what it wrote at the step before to be put in its place: then a new leader does that.
+
+If a write fails, that was the leader's error and ended it. Its successor, and whoever is alone in the quorum, reports
+it and trains on: otherwise all would end one after the other, and the state that is in memory with them.
 
 Invariants: at most one group leads in a quorum; that changes only in `opened`. Threads: the training thread.
 """
 
 from __future__ import annotations
 
-import functools
+import logging
 import os
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ft_core.loop.quorum_wait import others_train
@@ -24,11 +29,28 @@ from ft_core.runtime import notices
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from ft_core import Manager
     from ft_core.loop.publishing import Publisher
     from ft_core.loop.window import StepWindow
 
-MAX_MISSED = 16
-"""Saves remembered since the last commit; more are not redone after the leader's death."""
+log = logging.getLogger("ft_core")
+MAX_MISSED = 64
+"""Writes remembered of two steps; more are not made good after the leader's death."""
+
+
+@dataclass(frozen=True)
+class Write:
+    """Something that the leader writes, or removes."""
+
+    name: str
+    write: Callable[[], Any]
+    """Writes it beside its place, or in it."""
+    place: Callable[[], Any] | None
+    """Puts it in its place, if it is still beside it."""
+    step: int
+    """Of the state that is written."""
+    collective: bool
+    """All ranks of the group take part, and an error of one is unknown to the others."""
 
 
 class Leadership:
@@ -38,15 +60,27 @@ class Leadership:
         window: of its run.
         publisher: of this replica.
         changed: called with True when this group begins to lead, with False when it no longer does.
+        failed: called with the name of what could not be written, where training goes on all the same.
+        leads: whether this group leads before the first quorum, as `changed` need not be told; None: the group with the
+            lowest number does, unless a quorum trains already.
     """
 
-    def __init__(self, window: StepWindow, publisher: Publisher, changed: Callable[[bool], None]) -> None:
+    def __init__(
+        self,
+        window: StepWindow,
+        publisher: Publisher,
+        changed: Callable[[bool], None],
+        failed: Callable[[str], None] = lambda _: None,
+        leads: bool | None = None,
+    ) -> None:
         self._window = window
         self.publisher = publisher
-        self._changed = changed
-        self._leads: bool | None = None
-        self._missed: list[tuple[str, Callable[[], Any], int]] = []
-        """Name, how it is written, and at which step; at most MAX_MISSED."""
+        self._changed, self._failed = changed, failed
+        self._leads = leads
+        self._begins = False
+        """It was elected, and has not taken over."""
+        self._missed: list[Write] = []
+        """Of this step and the one before; at most MAX_MISSED."""
 
     def __repr__(self) -> str:
         return f"Leadership({self._leads}, {len(self._missed)} writes missed)"
@@ -70,48 +104,100 @@ class Leadership:
         return int(os.environ.get("TORCHELASTIC_RESTART_COUNT") or 0) > 0 if known is None else known
 
     def opened(self) -> None:
-        """A quorum was opened: elect, and redo what the former leader may not have written."""
+        """A quorum was opened: elect, and make good what the former leader may not have done."""
+        self.elect()
+        self.take_over()
+
+    def elect(self) -> None:
+        """A quorum was opened: know who leads."""
         manager = self._window.manager
         assert manager is not None
-        leads = not self._window.left and manager.participating_rank() == 0
-        before, self._leads = self._leads, leads
-        # Kept until a commit: the leader's death may show only in the step after this window was opened with it.
-        missed = self._missed
-        if missed:
-            missed = self._missed = [item for item in missed if item[2] == self._step]
-        if leads == bool(before):
-            return
-        if not leads:  # whoever leads now writes again what was to be written at this step
+        leads = not self._window.left and manager.hooks.leads
+        before, self._leads = bool(self._leads), leads
+        # Kept until the second commit: the leader's death may show only in the step after this window was opened with
+        # it, and what it wrote last is put in its place by the commit after.
+        self._missed = [item for item in self._missed if self._step - 1 <= item.step <= self._step]
+        self._begins = leads and not before
+        if before and not leads:  # whoever leads now writes again what was to be written at this step
             self.publisher.drop_step(self._step)
-        self._missed = []
-        if leads:
-            step = manager.current_step()
-            notices.say(
-                f"{manager.replica_id} saves and logs from step {step} on", quiet=step <= 0 or self._window.rank > 0
-            )
-        self._changed(leads)
-        for _name, write, _steps in missed if leads else ():
-            write()
+            self._changed(False)
 
-    def writing(self, name: str, write: Callable[[], Any], place: Callable[[], Any] | None = None) -> Any:
+    def take_over(self) -> None:
+        """After `elect`: go on where the former leader stopped."""
+        manager = self._window.manager
+        if not self._begins or manager is None:
+            return
+        self._begins, missed, self._missed = False, self._missed, []
+        step = manager.current_step()
+        notices.say(
+            f"{manager.replica_id} saves and logs from step {step} on", quiet=step <= 0 or self._window.rank > 0
+        )
+        self._changed(True)
+        with self._window.pause("saving what the former leader may not have saved"):
+            for item in missed:
+                if item.step == step:
+                    self._make(item, mine=False)
+                elif item.place is not None:  # the commit of this step has shown that all hold the one before
+                    self._tolerate(item, item.place)
+        if missed:
+            names = ", ".join(item.name for item in missed)
+            log.info("%s has made sure of what the former leader may not have written: %s", manager.replica_id, names)
+
+    def forget(self) -> None:
+        """The others' state is taken over: what was to be written was of another one."""
+        self._missed = []
+        self.publisher.forget()
+
+    def writing(
+        self, name: str, write: Callable[[], Any], place: Callable[[], Any] | None = None, *, collective: bool = False
+    ) -> Any:
         """Write if this group leads; otherwise remember how, in case that the leader dies.
 
         Args:
             name: of what is written.
             write: writes it, over what is there.
-            place: puts it in its place, once all replicas are known to hold the step; None: `write` does.
+            place: puts it in its place, once all replicas are known to hold the step, unless that was done; None:
+                `write` does.
+            collective: all ranks of the group take part in `write`, so an error ends this replica in any case.
 
         Returns:
             What `write` returns; None where nothing was written.
         """
+        item = Write(name, write, place, self._step, collective and self._window.ranks > 1)
         if self.leads:
             with self._window.pause(f"saving {name}"):
-                self.publisher.drop(name)
-                written = write()
-                if place is not None:
-                    self.publisher.hold(name, place)
-                return written
+                return self._make(item, mine=True)
         if len(self._missed) < MAX_MISSED:
-            again = functools.partial(self.writing, name, write, place)
-            self._missed.append((name, again, self._step))
+            self._missed.append(item)
         return None
+
+    def _make(self, item: Write, *, mine: bool) -> Any:
+        """Write, and hold it until it may be in its place. `mine`: no other leader's error went before."""
+        self.publisher.drop(item.name)
+        written = [None]
+
+        def write() -> None:
+            written[0] = item.write()
+            if item.place is not None:
+                self.publisher.hold(item.name, item.place)
+
+        if item.collective or (mine and not self._alone(self._window.manager)):
+            write()
+        else:
+            self._tolerate(item, write)
+        return written[0]
+
+    def _alone(self, manager: Manager | None) -> bool:
+        """Nobody else may have the state that is in memory here, though the job was meant to have others."""
+        if manager is None or not manager.quorum_id or self._window.place.total <= 1:
+            return False
+        return manager.num_participants() <= 1
+
+    def _tolerate(self, item: Write, write: Callable[[], object]) -> None:
+        try:
+            write()
+        except Exception:
+            self._failed(item.name)
+            log.exception(
+                "%s could not be written; training goes on, as no other replica may have its state", item.name
+            )

@@ -1,9 +1,10 @@
 """`Publisher`: what was written for a step is put in its place once every replica is known to hold that step (R6).
 
 How it works. A commit may have reached the writer alone; if it dies then, the others go on from the step before, and a
-checkpoint of a step that was never made would stand there. So a file, or a folder, is written beside its place, and
-put there when the vote of the next step has shown that all hold the one that it is of. In a quorum of one all hold it
-at once. What is held when the run ends is put in its place by the vote on leaving.
+checkpoint of a step that was never made would stand there. So a file (`PlacedFile`), or a folder, is written beside its
+place, and put there when the vote of the next step has shown that all hold the one that it is of. In a quorum of one
+all hold it at once. What is held when the run ends is put in its place by the vote on leaving. What
+is deleted to make room waits in the same line, so there is always a checkpoint, whoever dies and when.
 
 Invariants: nothing is put in its place twice; per name only the newest is held. Threads: the training thread.
 """
@@ -11,7 +12,9 @@ Invariants: nothing is put in its place twice; per name only the newest is held.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import logging
+import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -21,6 +24,25 @@ if TYPE_CHECKING:
     from ft_core.loop.window import StepWindow
 
 log = logging.getLogger("ft_core")
+
+
+@dataclass(frozen=True)
+class PlacedFile:
+    """A file that is written beside its place first."""
+
+    target: str
+    """Its place, on a local file system."""
+
+    @property
+    def beside(self) -> str:
+        """Where it is written: on the same file system, and not among the checkpoints."""
+        folder, name = os.path.split(os.path.abspath(self.target))
+        return os.path.join(folder, f".{name}.partial")
+
+    def place(self) -> None:
+        """Put it in its place; nothing if that was done."""
+        with contextlib.suppress(FileNotFoundError):
+            os.replace(self.beside, self.target)
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,14 @@ Threads: none; values only.
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ft_core.settings import Environment
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 
 @dataclass(frozen=True)
@@ -24,3 +31,21 @@ class ReplicaGroup:
     """Of this replica group, as the lighthouse knows it; "" if it is not said."""
     lighthouse: str = ""
     """host:port of the lighthouse; "" if nobody said."""
+
+    @staticmethod
+    def of(environ: Mapping[str, str] = os.environ) -> ReplicaGroup:
+        """The place of this process, as ftrun or torchrun says it.
+
+        Raises:
+            ConfigError: a variable cannot work; names it.
+        """
+        found = Environment.read(environ)
+        number = found.replica_group or 0
+        return ReplicaGroup(
+            number,
+            max(found.num_replica_groups or 1, number + 1),
+            int(environ.get("WORLD_SIZE") or 1),
+            int(environ.get("RANK") or 0),
+            found.replica_id or f"replica-{number}",
+            found.lighthouse or "",
+        )

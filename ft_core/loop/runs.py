@@ -1,19 +1,32 @@
-"""Training runs of one process, one after the other, in rooms of their own.
+"""`Runs`: the training runs of one process, one after the other, each in a room (quorum namespace) of its own.
 
-How it works. A second run begins at the step at which the one before ended. So a replica that has not made all of that
-is behind, and takes over the others' model; it could be the one whose model all take over otherwise.
+How it works. All replicas run one script, so the nth run of each is the same, and meets the others in its room. A
+second run begins at the step at which the one before ended. So a replica that has not made all of that is behind, and
+takes over the others' model; it could be the one whose model all take over otherwise. A run that failed is tried again
+in its room.
 
-Pure: values in, values out.
+Invariant: one run at a time; the name of a replica group is taken once. Threads: the training thread.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import os
+import time
+import weakref
+from typing import TYPE_CHECKING, Any
 
+from ft_core.control.lighthouse.client import rooms
 from ft_core.protocol.lineage import fold_lineage
+from ft_core.settings import DEFAULT_ROOM, room_of_run
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
+
+    from ft_core.rpc.codec import pb
+
+BETWEEN_S = 10.0
+"""How long the others may be between the end of one run and the beginning of the next."""
+LOOK_S = 0.2
 
 
 def carried_over(state: Mapping[str, int], group: int) -> dict[str, int]:
@@ -26,3 +39,101 @@ def carried_over(state: Mapping[str, int], group: int) -> dict[str, int]:
     """
     step = state.get("step", 0)
     return {**state, "lineage": fold_lineage(step, group, 0, ())} if step else {}
+
+
+class Runs:
+    """Training runs of this process."""
+
+    def __init__(self) -> None:
+        self.ended = 0
+        """How many came to their end. One that failed is tried again in its room."""
+        self.members: int | None = None
+        """Groups in the last quorum: so many come to the next shared run outside of training. None: nobody knows."""
+        self._evaluations = 0
+        """Shared runs outside of training."""
+        self._carried: dict[str, int] = {}
+        """The Manager's state at the end of the last one; nothing if this process passed over it."""
+        self._supersede: weakref.WeakMethod[Any] | None = None
+        """Ends the run whose Manager was started last."""
+
+    def __repr__(self) -> str:
+        return f"Runs({self.ended} ended)"
+
+    def begin(self, supersede: Callable[[], None]) -> None:
+        """A run begins; the one before ends, if it has not.
+
+        Args:
+            supersede: a method of the run, which is not kept alive; called when another run begins.
+        """
+        before = self._supersede() if self._supersede is not None else None
+        if before is not None and before != supersede:
+            before()
+        self._supersede = weakref.WeakMethod(supersede)
+
+    def over(self, state: Mapping[str, int]) -> None:
+        """A run came to its end.
+
+        Args:
+            state: of its Manager; {} where it was passed over.
+        """
+        self.ended += 1
+        self._carried = dict(state)
+
+    def carried(self, group: int) -> dict[str, int]:
+        """The state that the next Manager begins with (`carried_over`), {} for none: who passed over a run is behind.
+
+        Args:
+            group: number of this replica group.
+        """
+        return carried_over(self._carried, group) if self.ended else {}
+
+    def room(self, first: str = DEFAULT_ROOM) -> str:
+        """The room of the run that is under way, or next.
+
+        Args:
+            first: room of the first run.
+        """
+        return room_of_run(self.ended).replace(DEFAULT_ROOM, first, 1)
+
+    def evaluation(self, first: str, stage: str) -> str:
+        """The room of the next shared evaluation outside of training; a replica that comes later is alone in it."""
+        self._evaluations += 1
+        return f"{first}.{stage}.{self._evaluations}"
+
+    def seen(self, address: str, first: str = DEFAULT_ROOM) -> list[pb.RoomStatus] | None:
+        """The rooms of this run and later ones at the lighthouse; None if it cannot be asked. `first`: as in `room`."""
+        known = rooms(address)
+        if known is None:
+            return None
+        return [room for room in known if room.room == self.room(first)] + self._later(known, first)
+
+    def later(self, address: str, first: str = DEFAULT_ROOM) -> bool:
+        """A later run than this one is under way at the lighthouse. `first`: as in `room`.
+
+        A process that was started again waits BETWEEN_S for one: the others may be between two runs.
+        """
+        again = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+        deadline = time.monotonic() + (BETWEEN_S if again else 0.0)
+        while not (found := self._under_way(address, first)) and time.monotonic() < deadline:
+            if self.lost(address, first):
+                break
+            time.sleep(LOOK_S)
+        return found
+
+    def lost(self, address: str, first: str = DEFAULT_ROOM) -> bool:
+        """A later run than this one had begun at the lighthouse and did not end, and nobody of it is left."""
+        begun = [room for room in self._later(rooms(address) or [], first) if not room.closed and room.replicas]
+        return bool(begun) and all(member.life == "gone" for room in begun for member in room.replicas)
+
+    def _under_way(self, address: str, first: str) -> bool:
+        later = self._later(rooms(address) or [], first)
+        return any(member.life == "up" for room in later for member in room.replicas)
+
+    def _later(self, known: list[pb.RoomStatus], first: str) -> list[pb.RoomStatus]:
+        """Rooms of later runs than this one."""
+        numbers = ((room, room.room.removeprefix(f"{first}.")) for room in known)
+        return [r for r, n in numbers if r.room != n and n.isdecimal() and int(n) - 1 > self.ended]
+
+
+RUNS = Runs()
+"""Of this process."""

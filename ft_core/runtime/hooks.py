@@ -63,6 +63,13 @@ class Hooks:
         return self._steps.shell.communicators.gradients.carries_cpu_memory
 
     @property
+    def leads(self) -> bool:
+        """This replica does what one does for all: of those that held the newest state when the quorum formed, it is
+        the first. So nobody leads who does not know what a former leader was to write."""
+        plan = self._rank.plan
+        return plan is not None and plan.first_holder == plan.replica_rank
+
+    @property
     def batch_ratio(self) -> float:
         """What the outputs of the next forward are weighed with; 1.0 without batch weights."""
         return self._steps.weights.ratio

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch.nn.utils import prune
 
-from ft_core.checkpointing.tree import snapshot
+from ft_core.loop.tools import snapshot
 from ft_lightning._compat import part, tree_of
 
 if TYPE_CHECKING:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import csv
 import importlib
 import os
+import shutil
 import signal
 import sys
 import threading
@@ -175,6 +176,29 @@ def listing(callback: Any) -> list[str]:
         return []
     names = (os.path.basename(path) for path in files.ls(folder, detail=False))
     return [os.path.join(folder, name) for name in names if name.endswith(callback.FILE_EXTENSION)]
+
+
+def writes_one_file(io: Any, path: object) -> bool:
+    """`io` writes a checkpoint as one local file, at `path` and when it says so: Lightning's own one, or a subclass."""
+    own = any(kind.__name__ == "TorchCheckpointIO" for kind in type(io).__mro__)
+    return own and "://" not in os.fspath(path)  # type: ignore[call-overload]
+
+
+def interrupted(trainer: Trainer) -> bool:
+    """`fit` ends with an exception: Lightning calls the callbacks' `on_exception`, which may save, before all else."""
+    return bool(trainer.state.status == "interrupted")
+
+
+def link(target: str, at: str) -> None:
+    """A link to a checkpoint, as `ModelCheckpoint._link_checkpoint` makes it for `save_last="link"`."""
+    if os.path.islink(at) or os.path.isfile(at):
+        os.remove(at)
+    elif os.path.isdir(at):
+        shutil.rmtree(at)
+    try:
+        os.symlink(os.path.relpath(target, os.path.dirname(at)), at)
+    except OSError:  # a file system without links
+        shutil.copy(target, at)
 
 
 def progress_bar(trainer: Trainer, *, shown: bool) -> None:

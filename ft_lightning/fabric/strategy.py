@@ -44,13 +44,15 @@ from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 
 from ft_core.errors import ConfigError, UsageError
+from ft_core.loop.division import Division
 from ft_core.loop.position import Position
 from ft_core.loop.replica_group import ReplicaGroup
-from ft_core.reduction.ddp_arguments import check_arguments
+from ft_core.loop.run import TrainingRun
+from ft_core.loop.tools import check_arguments
 from ft_core.settings import Environment
 from ft_lightning import _compat
+from ft_lightning._compat import writers
 from ft_lightning.arguments import Arguments, check_fabric, check_kwargs
-from ft_lightning.fabric.run import FabricRun
 from ft_lightning.launcher import StartsGroups
 from ft_lightning.names import NAME
 
@@ -62,6 +64,7 @@ if TYPE_CHECKING:
     from ft_core import Manager
     from ft_core.loop.model import WindowedModel
 
+ENDED = "fabric.strategy.finish() was called"
 ALTERNATING = (
     "with strategy='fault_tolerant' a step ends when the first optimizer steps, and the same one has to be the first "
     "in every step, unless the loop says where its batches begin. For models that are trained in turns (GANs), call "
@@ -127,7 +130,9 @@ class FabricFaultTolerance(StartsGroups):
         check_arguments(self._ddp_kwargs)  # type: ignore[attr-defined]
         self.step_vetoed = False
         """The last step was not committed: nothing has changed, and its samples are lost."""
-        self._run: FabricRun | None = None
+        self._knows_stop = False
+        """The script had the opportunity to see that all have agreed to stop."""
+        self._run: TrainingRun | None = None
         """The run that is under way, or was last; from the first `fabric.setup` on."""
         self._modules: list[WindowedModel] = []
         self._optimizers: list[Optimizer] = []
@@ -200,9 +205,13 @@ class FabricFaultTolerance(StartsGroups):
                 self.replica_group, self.num_replica_groups, self.world_size, self.global_rank,  # type: ignore[attr-defined]
                 lighthouse=str(self._arguments.lighthouse or Environment.read(os.environ).lighthouse or ""),
             )  # fmt: skip
-            self._run = FabricRun(place, self._arguments, self._load, self._state)
+            self._run = TrainingRun(
+                place, self._arguments.for_manager(), self._load, self._state,
+                division=Division(place.total, _cannot_divide), ended=ENDED,
+            )  # fmt: skip
+            self._knows_stop = False
             self._modules, self._optimizers, self._first = [], [], None
-        wrapped = self._run.wrap(module, self._ddp_kwargs)  # type: ignore[attr-defined]
+        wrapped: WindowedModel = self._run.wrap(module, self._ddp_kwargs)  # type: ignore[attr-defined]
         self._modules.append(wrapped)
         return wrapped
 
@@ -233,7 +242,7 @@ class FabricFaultTolerance(StartsGroups):
         A replica that wanted to go on sees `stopped` in its next step.
         """
         if self._run is not None:
-            self._run.finish()
+            self._run.end()
 
     def by_itself(self, reason: str) -> AbstractContextManager[None]:
         """Inside, this replica does something alone, as a validation: the others wait at their next step, and nothing
@@ -255,7 +264,7 @@ class FabricFaultTolerance(StartsGroups):
     def _load(self, state: Mapping[str, Any]) -> None:
         """The Manager's load function, called inside `open_step`."""
         if self._run is not None:
-            self._run.leadership.publisher.forget()
+            self._run.leadership.forget()
         ours = set(self._registered)
         if set(state["registered"]) != ours:
             raise ConfigError(f"registered here: {sorted(ours)}; on the others: {sorted(state['registered'])}")
@@ -277,7 +286,8 @@ class FabricFaultTolerance(StartsGroups):
         if self._run is None:
             save(path, *args, **kwargs)
         else:
-            self._run.save(path, lambda there: save(there, *args, **kwargs))
+            one_file = writers.writes_one_file(self.checkpoint_io, path)  # type: ignore[attr-defined]
+            self._run.save_file(path, lambda there: save(there, *args, **kwargs), beside=one_file)
 
     def load_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
         """`fabric.load`: what this replica has saved is there."""
@@ -315,12 +325,12 @@ class FabricFaultTolerance(StartsGroups):
         if given is not None and (isinstance(given, bool) or not isinstance(given, int) or given < 0):
             raise ConfigError(f"open_step(position={position!r}) must be a whole number, 0 or more")
         window = run.window
-        if window.stopped and run.knows_stop:
+        if window.stopped and self._knows_stop:
             raise UsageError(
                 "open_step() after another replica has called finish(), and all have agreed to stop: leave the loop "
                 "where fabric.strategy.stopped is True"
             )
-        window.opened_by_hand, run.knows_stop = True, window.stopped
+        window.opened_by_hand, self._knows_stop = True, window.stopped
         mine = Position(0, position or 0)
         window.before_batch(mine)
         return None if position is None else mine.batch
@@ -394,6 +404,11 @@ class FabricFaultTolerance(StartsGroups):
         scaler = getattr(self.precision, "scaler", None)  # type: ignore[attr-defined]
         if scaler is not None and scaler.is_enabled():
             scaler.update(scaler.get_scale())
+
+
+def _cannot_divide(_: int) -> bool:
+    """Fabric divided its data when the loaders were set up: it is not divided anew."""
+    return False
 
 
 _classes: dict[str, type] = {}

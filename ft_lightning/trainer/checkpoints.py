@@ -1,6 +1,6 @@
 """`Checkpoints`: the hooks of the strategy that concern writing, resuming, and ending together.
 
-How it works. `Checkpoints` is mixed into the strategy; each hook is a line or two that asks `Leadership` (who writes),
+How it works. `Checkpoints` is mixed into the strategy; each hook is a line or two that asks `LeaderFiles` (who writes),
 `Resume` (the Manager's state in checkpoints) or `stopping` (the end). The strategy calls `_begin`, `_opened`,
 `_voted`, `_load` and `_finish` at the points that they name.
 
@@ -18,12 +18,12 @@ from torch.distributed import ReduceOp
 
 from ft_core import Manager
 from ft_core.errors import JobFinishedError, UsageError
+from ft_core.loop.runs import RUNS
 from ft_core.loop.stopping import stop_together
 from ft_core.settings import DEFAULT_ROOM
 from ft_lightning import _compat, stopping
 from ft_lightning._compat import writers
-from ft_lightning.runs import RUNS
-from ft_lightning.trainer.leader_files import Leadership
+from ft_lightning.trainer.leader_files import LeaderFiles
 from ft_lightning.trainer.resume import Resume
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ class Checkpoints:
     window: StepWindow | None
     elastic: ElasticData
     uneven: UnevenEnd
-    _leadership: Leadership | None = None
+    _leadership: LeaderFiles | None = None
     _resume: Resume | None = None
     first_step = 0
     """The Manager's step when this call of `fit` began: more than 0 in a second call, and after resuming."""
@@ -59,10 +59,10 @@ class Checkpoints:
     # ------------------------------------------------------------ who writes
 
     @property
-    def leader(self) -> Leadership:
+    def leader(self) -> LeaderFiles:
         """The part that knows who writes."""
         if self._leadership is None:
-            self._leadership = Leadership(self)
+            self._leadership = LeaderFiles(self)
         return self._leadership
 
     @property
@@ -134,7 +134,8 @@ class Checkpoints:
 
     def _begin(self, manager: Manager) -> None:
         """The Manager was just constructed, the callbacks are set up."""
-        self.leader.attach(manager)
+        assert self.window is not None
+        self.leader.attach(manager, self.window, manager.shutdown)
         self.resume.into(manager)
         this: Any = self
         carried = RUNS.carried(this.replica_group)
@@ -149,10 +150,8 @@ class Checkpoints:
         self._takeover.opened(self.manager)
         self.leader.opened()
 
-    def _voted(self, manager: Manager, committed: bool) -> None:
+    def _voted(self, manager: Manager, _: bool) -> None:
         """After each should_commit, before the optimizer steps."""
-        if committed:
-            self.leader.committed()
         self.uneven.voted()
         stopping.stop_as_agreed(manager, self._trainer)
 
@@ -168,6 +167,7 @@ class Checkpoints:
             RUNS.members = self.manager.num_participants() if self.manager.quorum_id else None
         state = self.manager.state_dict()
         self.manager.leave("finished", finished=True)
+        self.leader.publish()
         RUNS.over(state)
 
     def _end_passed(self) -> None:
@@ -192,22 +192,27 @@ class Checkpoints:
         super().on_exception(exception)  # type: ignore[misc]
         if self.manager is not None:
             stopping.leave_on(self.manager, exception)
+            self.leader.publish()
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        """The leader writes; the others keep in mind what, until the next commit."""
+        """The leader writes, and the file is in its place once all replicas are known to hold its step.
+
+        That is after the next step, at the end of `fit`, or at once where there is one replica.
+        """
         self.resume.save(checkpoint, self.manager)
         self.elastic.save(checkpoint)
         save = super().save_checkpoint  # type: ignore[misc]
-        self.leader.writing(filepath, lambda: save(checkpoint, filepath, storage_options))
+        self.leader.saving(filepath, lambda path: save(checkpoint, path, storage_options))
 
     def remove_checkpoint(self, filepath: Any) -> None:
-        """The leader removes; the others keep in mind what, until the next commit."""
+        """The leader removes, after what was saved before is in its place."""
         remove = super().remove_checkpoint  # type: ignore[misc]
-        self.leader.writing(filepath, lambda: remove(filepath), removes=True)
+        self.leader.removing(filepath, lambda: remove(filepath))
 
     def load_checkpoint(self, checkpoint_path: Any, **kwargs: Any) -> dict[str, Any]:
         """In `fit`: a replica that lacks the file takes the state of one that has it."""
         load = super().load_checkpoint  # type: ignore[misc]
+        self.leader.publish(everything=True)
         if not self._trains:
             return dict(load(checkpoint_path, **kwargs))
         checkpoint = self.resume.load(self._tree, checkpoint_path, lambda: load(checkpoint_path, **kwargs))

@@ -1,8 +1,9 @@
-"""`Leadership`: one replica, the leader, saves checkpoints, feeds the loggers, draws the progress bar and config.yaml.
+"""`LeaderFiles`: what one replica, the leader, does for all: checkpoints, loggers, progress bar, config.yaml.
 
-How it works. The leader is rank 0 of the first participant of the quorum, so all members know it without a message.
-`is_global_zero` and `rank_zero_only` follow it. Before the first quorum a provisional leader does what Lightning writes
-at the start: the group with the lowest number, unless a quorum trains already, as the lighthouse knows.
+How it works. Who leads, what a new leader makes good, and when a checkpoint is put in its place (once all replicas are
+known to hold its step) is the kit's (`ft_core.loop.leadership`, `publishing`); `is_global_zero` and `rank_zero_only`
+follow it, on the first rank of the leading group. Before the first quorum a provisional leader does what Lightning
+writes at the start: the group with the lowest number, unless a quorum trains already, as the lighthouse knows.
 
 After a change the new leader goes on with what is there. For that all replicas carry the `LeaderState`: the versions of
 the loggers' runs, the states of all ModelCheckpoints, and which checkpoint files exist. The leader broadcasts it in
@@ -10,10 +11,8 @@ every new quorum and every `BROADCAST_EVERY` steps, in one small collective that
 point; who adopts another's state receives it with that. `ModelCheckpoint.file_exists` is answered from this list, not
 from the disk, so names with a version suffix come out alike on all replicas.
 
-A leader may die while it saves. So each replica keeps what it would have written since the last commit (references: the
-state changes with the next commit only), and a new leader writes it again before it goes on. If the write itself fails,
-that was the leader's error and ended it. Its successor, and whoever is alone in the quorum, reports it and trains on:
-otherwise all would end one after the other, and the state that is in memory with them.
+What is not one local file (other `CheckpointIO`s, `AsyncCheckpointIO`, URLs) is written in its place at once; so is a
+checkpoint that is saved because of an exception, after which there is no other step.
 
 Invariants: at most one process has `leads` in a quorum; it changes only in `opened`. A replica that does not lead
 never touches a file of the run. Threads: the training thread.
@@ -23,7 +22,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import logging
 import os
 from dataclasses import dataclass
 from functools import partial
@@ -32,16 +30,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.distributed import ReduceOp
 
-from ft_core.runtime import notices
+from ft_core.loop.leadership import Leadership
+from ft_core.loop.publishing import PlacedFile, Publisher
+from ft_core.loop.runs import RUNS
 from ft_lightning._compat import writers
-from ft_lightning.runs import RUNS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from ft_core import Manager
+    from ft_core.loop.window import StepWindow
 
-log = logging.getLogger("ft_lightning")
 KEY = "ft_leader"
 """The name of the LeaderState in what donors hand out."""
 BROADCAST_EVERY = 50
@@ -52,10 +51,6 @@ LENGTH = 8
 """Bytes of HEAD that hold the length of the LeaderState."""
 MAX_FILES = 10_000
 """Names of existing checkpoint files that a LeaderState carries."""
-MAX_MISSED = 64
-"""Writes kept since the last commit; more are not redone after the leader's death."""
-SAVE_MAX_S = 3600.0
-"""Announced to the peers for a save."""
 
 
 @dataclass(frozen=True)
@@ -79,15 +74,7 @@ class LeaderState:
         return LeaderState(**json.loads(text))
 
 
-@dataclass(frozen=True)
-class Missed:
-    """A write of the leader's that this replica would have made in its place."""
-
-    path: str
-    write: Callable[[], None]
-
-
-class Leadership:
+class LeaderFiles:
     """Whether this process writes, and what the leader has written; one per strategy.
 
     Args:
@@ -105,11 +92,11 @@ class Leadership:
         """Quorum in which the LeaderState was broadcast last."""
         self._existing: set[str] | None = None
         """Checkpoint files in the ModelCheckpoints' folders; None before the first broadcast."""
-        self._missed: list[Missed] = []
-        """Writes of the leader since the last commit; at most MAX_MISSED."""
+        self._leadership: Leadership | None = None
+        """Of the `fit` that is under way, once it has a Manager."""
 
     def __repr__(self) -> str:
-        return f"Leadership(leads={self.leads}, state of {self._broadcast_in:#x}, {len(self._missed)} writes missed)"
+        return f"LeaderFiles(leads={self.leads}, state of {self._broadcast_in:#x}, {self._leadership!r})"
 
     # ------------------------------------------------------------ before the first quorum
 
@@ -127,7 +114,7 @@ class Leadership:
     def start(self, trainer: Any) -> None:
         """`fit` begins: become the provisional leader, or not. Nothing was written yet."""
         self._trainer, self._fits = trainer, True
-        self._broadcast_in, self._existing, self._missed = 0, None, []
+        self._broadcast_in, self._existing, self._leadership = 0, None, None
         again = _attempt() > 0
         self._set(self._strategy.replica_group == 0 and not self._trains_already(again))
         if again:
@@ -147,49 +134,60 @@ class Leadership:
             room.closed or any(replica.member and replica.life == "up" for replica in room.replicas) for room in known
         )
 
-    def attach(self, manager: Manager) -> None:
-        """The Manager is there, and the callbacks know their folders."""
+    def attach(self, manager: Manager, window: StepWindow, leave: Callable[[], None]) -> None:
+        """The Manager is there, and the callbacks know their folders. `leave`: ends the run at the process's exit."""
+        self._leadership = Leadership(window, Publisher(window, leave), self._changed, self._not_there, self.leads)
         manager.register_state_dict_fn(KEY, self._receive, self._state)
         for callback in self._checkpoints():
             callback.file_exists = partial(self._exists, callback, callback.file_exists)
+            callback._link_checkpoint = self._link
 
     def end(self) -> None:
         """`fit` has ended. Who led goes on to lead, for the tests that may follow."""
-        self._fits, self._missed = False, []
+        self._fits, self._leadership = False, None
         for callback in self._checkpoints() if self._trainer is not None else ():
             callback.__dict__.pop("file_exists", None)
+            callback.__dict__.pop("_link_checkpoint", None)
 
     # ------------------------------------------------------------ in a quorum
 
     def opened(self) -> None:
-        """Right after every `start_quorum` of this Trainer, on every replica: elect, broadcast, redo."""
+        """Right after every `start_quorum` of this Trainer, on every replica: elect, broadcast, make good."""
         manager: Manager = self._strategy.manager
-        first = manager.participating_rank() == 0
-        leads = first and self._strategy.global_rank == 0
-        changed = leads != self.leads
-        if changed and not leads:
-            self._close_writers()
-        self._set(leads)
+        leadership = self._leadership
+        assert leadership is not None
+        leadership.elect()
+        self._set(leadership.leads)
         if manager.quorum_id != self._broadcast_in or manager.current_step() % BROADCAST_EVERY == 0:
-            self._broadcast(manager, first)
-        if changed and leads:
-            self._take_over(manager)
+            self._broadcast(manager, leadership.leads)
+        leadership.take_over()
         for callback in self._checkpoints():
-            writers.clock(callback, runs=leads)
-        if leads and self._missed:
-            self._redo_missed_writes(manager)
+            writers.clock(callback, runs=self.leads)
 
-    def committed(self) -> None:
-        """The state is about to change: what the leader had to write of the one before, it has written."""
-        self._missed.clear()
+    def _changed(self, leads: bool) -> None:
+        """This group begins to lead, or no longer does."""
+        if leads:
+            if self.leads:
+                self._take_over()
+        else:
+            if self.leads:
+                self._close_writers()
+            self._set(False)
 
     def before_adopting(self, state: Mapping[str, Any]) -> None:
         """A peer's state will be loaded: its ModelCheckpoints' folders come first, or their paths are dropped."""
-        self._missed.clear()
+        if self._leadership is not None:
+            self._leadership.forget()
         for callback in self._checkpoints():
             found = state.get("callbacks", {}).get(callback.state_key)
             if found:
                 callback.dirpath = found["dirpath"]
+
+    def publish(self, *, everything: bool = False) -> None:
+        """Put in place what all are known to hold; `everything` else, too: this process reads it next."""
+        if self._leadership is not None:
+            publisher = self._leadership.publisher
+            publisher.publish_all() if everything else publisher.publish()
 
     def _set(self, leads: bool) -> None:
         rank = self._strategy.global_rank
@@ -207,29 +205,12 @@ class Leadership:
             writers.close_logger(logger)
         writers.progress_bar(self._trainer, shown=False)
 
-    def _take_over(self, manager: Manager) -> None:
+    def _take_over(self) -> None:
         tree, trainer = self._strategy._tree, self._trainer
         for logger in trainer.loggers:
             writers.continue_logger(tree, logger)
         writers.write_beginning(tree, trainer)
         writers.progress_bar(trainer, shown=True)
-        step = manager.current_step()
-        notices.say(f"{manager.replica_id} writes checkpoints and logs from step {step} on", quiet=step <= 0)
-
-    def _redo_missed_writes(self, manager: Manager) -> None:
-        missed, self._missed = self._missed, []
-        made: list[str] = []
-        with manager.pause("saving what the former leader may not have saved", SAVE_MAX_S):
-            for item in missed:
-                try:
-                    item.write()
-                except Exception as error:  # noqa: BLE001 - what ended the former leader, a full disk for example
-                    self._not_there(item.path, error)
-                else:
-                    made.append(item.path)
-        if made:
-            paths = ", ".join(made)
-            log.info("%s wrote or removed again, as the former leader may not have: %s", manager.replica_id, paths)
 
     # ------------------------------------------------------------ the state that all carry
 
@@ -291,33 +272,45 @@ class Leadership:
         there: bool = trainer.strategy.reduce_boolean_decision(mine, all=False)
         return there
 
-    def writing(self, path: object, write: Callable[[], None], *, removes: bool = False) -> None:
-        """Write if this replica leads; otherwise remember how, in case that the leader dies."""
+    def saving(self, path: object, write: Callable[[Any], None]) -> None:
+        """Save a checkpoint if this group leads, by `write(where)`; else remember how, in case that the leader dies."""
         if self._existing is not None:
-            (self._existing.discard if removes else self._existing.add)(str(path))
-        manager: Manager | None = self._strategy.manager
-        if self.leads and manager is not None:
-            with manager.pause("saving a checkpoint", SAVE_MAX_S):
-                self._write(manager, str(path), write)
+            self._existing.add(str(path))
+        if self._leadership is None:
+            if self.leads:
+                write(path)
+            return
+        beside = writers.writes_one_file(self._strategy.checkpoint_io, path) and not writers.interrupted(self._trainer)
+        file = PlacedFile(os.fspath(path)) if beside else None  # type: ignore[call-overload]
+        self._writing(path, partial(write, path if file is None else file.beside), None if file is None else file.place)
+
+    def removing(self, path: object, remove: Callable[[], None]) -> None:
+        """Remove a checkpoint likewise, once what was saved before is in its place."""
+        if self._existing is not None:
+            self._existing.discard(str(path))
+        if self._leadership is not None:
+            self._writing(path, _nothing, remove)
         elif self.leads:
-            write()
-        elif self._fits and self._strategy.global_rank == 0 and len(self._missed) < MAX_MISSED:
-            self._missed.append(Missed(str(path), write))
+            remove()
 
-    def _write(self, manager: Manager, path: str, write: Callable[[], None]) -> None:
-        """Write; an error ends this replica, unless it is the last that holds the state: that is worth more."""
-        try:
-            write()
-        except Exception as error:
-            if manager.num_participants() > 1 or self._strategy.num_replica_groups == 1:
-                raise
-            self._not_there(path, error)
+    def _link(self, trainer: Any, target: str, at: str) -> None:
+        """For ModelCheckpoint(save_last="link"): a link appears with the file that it leads to, or after it."""
+        if os.path.abspath(target) != os.path.abspath(at):
+            self._writing(at, _nothing, partial(writers.link, target, at))
+        trainer.strategy.barrier()
 
-    def _not_there(self, path: str, error: Exception) -> None:
+    def _writing(self, path: object, write: Callable[[], None], place: Callable[[], None] | None) -> None:
+        assert self._leadership is not None
+        if self._strategy.global_rank == 0 and (self._fits or self.leads):
+            self._leadership.writing(str(path), write, place)
+
+    def _not_there(self, path: str) -> None:
         if self._existing is not None:
             self._existing.discard(path)
-        text = "%s could not be written; training goes on, as no other replica may have its state"
-        log.error(text, path, exc_info=error)
+
+
+def _nothing() -> None:
+    """What is removed or linked needs no file beside its place."""
 
 
 def _attempt() -> int:

@@ -21,15 +21,15 @@ from ft_core import DistributedDataParallel, Manager, default_process_group
 from ft_core.errors import ConfigError, LighthouseError, QuorumTimeoutError
 from ft_core.loop.division import Division
 from ft_core.loop.replica_group import ReplicaGroup
+from ft_core.loop.runs import RUNS
+from ft_core.loop.tools import check_arguments
 from ft_core.loop.window import StepWindow
-from ft_core.reduction.ddp_arguments import check_arguments
 from ft_lightning import _compat
 from ft_lightning._compat import callbacks as _callbacks
 from ft_lightning._compat import position as _position
 from ft_lightning.arguments import Arguments, DataArguments, check_kwargs
 from ft_lightning.launcher import StartsGroups
 from ft_lightning.names import NAME
-from ft_lightning.runs import RUNS
 from ft_lightning.trainer.checkpoints import Checkpoints
 from ft_lightning.trainer.elastic import ElasticData
 from ft_lightning.trainer.optimizer_steps import OptimizerSteps

@@ -18,6 +18,7 @@ from transformers import TrainerCallback, TrainingArguments
 from ft_accelerate import FaultTolerantTrainer
 from ft_core.control.lighthouse.server import LighthouseServer
 from ft_core.errors import ConfigError
+from ft_core.loop.runs import Runs
 from tests.accelerate.trainer_job import Text, tiny_model
 from tests.launch.job import job
 
@@ -40,7 +41,7 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     }  # fmt: skip
     for name, value in settings.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr("ft_accelerate.runs._runs", None)
+    monkeypatch.setattr("ft_core.loop.run.RUNS", Runs())
     yield
     server.shutdown()
     AcceleratorState._reset_state(reset_partial_state=True)

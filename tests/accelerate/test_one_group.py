@@ -25,6 +25,7 @@ from ft_accelerate.loader import GroupDataLoader
 from ft_accelerate.position import EPOCH
 from ft_core.control.lighthouse.server import LighthouseServer
 from ft_core.errors import ConfigError, NotAvailableError, UsageError
+from ft_core.loop.runs import Runs
 
 if TYPE_CHECKING:
     import pathlib
@@ -508,11 +509,11 @@ def test_a_newcomer_needs_the_loaders_that_are_trained_on() -> None:
 
 
 def test_who_comes_after_the_end_has_nothing_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ft_accelerate.runs._runs", None)  # the first run of this lighthouse
+    monkeypatch.setattr("ft_core.loop.run.RUNS", Runs())  # the first run of this lighthouse
     s = Setup()
     s.train(1)
     s.accelerator.end_training()
-    monkeypatch.setattr("ft_accelerate.runs._runs", None)  # as another process
+    monkeypatch.setattr("ft_core.loop.run.RUNS", Runs())  # as another process
     with pytest.raises(SystemExit) as ended:
         Setup().train(1)
     assert ended.value.code == 0

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ft_lightning.runs import RUNS
+from ft_core.loop.runs import RUNS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -16,8 +16,8 @@ from torch import nn
 
 from ft_core.control.lighthouse.server import LighthouseServer
 from ft_core.errors import ConfigError, UsageError
+from ft_core.loop.runs import Runs
 from ft_lightning.fabric.strategy import FabricFaultTolerance, strategy_class
-from ft_lightning.runs import Runs
 from tests.launch.job import Job, job
 from tests.lightning.fabric_job import build, loss_of, set_up
 
@@ -282,7 +282,7 @@ def test_who_comes_when_all_is_done_ends_in_peace(alone: Callable[..., Any], mon
             fabric.setup(module, optimizer)
             fabric.strategy.open_step()
             fabric.strategy.finish()
-            monkeypatch.setattr("ft_lightning.fabric.run.RUNS", Runs())  # as another process
+            monkeypatch.setattr("ft_core.loop.run.RUNS", Runs())  # as another process
 
 
 def test_registering(alone: Callable[..., Any]) -> None:

@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 from ft_core.control.lighthouse.server import LighthouseServer
+from ft_core.loop.runs import RUNS, Runs
 from ft_lightning.classes import strategy_class
-from ft_lightning.runs import RUNS, Runs
 from tests.chaos.test_ftrun import pid_of
 from tests.lightning.test_leader_files import alike, ends
 from tests.lightning.test_leader_files import wishes as wishes
@@ -71,7 +71,7 @@ class TestProcesses:
             assert running.run() == 0, running.text
         assert running.count(r"replica-0:\w+: drained at step \d+ \(SIGTERM\): left the quorum, ending with stat") == 1
         assert running.count("not committed(?!: StopTogether)") == 0, running.text
-        assert running.count(r"replica-1.* writes checkpoints and logs from step") == 1
+        assert running.count(r"replica-1.* saves and logs from step") == 1
         assert "2 finished" in running.lines.all[-1]
         assert ", 0 restarts" in running.lines.all[-1]
         assert running.count(r"replica-0/0\] done") == 0

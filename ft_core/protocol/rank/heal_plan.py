@@ -39,6 +39,8 @@ class Plan:
     replica_rank: int
     target: Version
     target_lineage: int
+    first_holder: int
+    """Lowest of the ranks that hold that state already: it leads, where one member does something for all."""
     healing: tuple[int, ...]
     """Ranks that receive state in this quorum, in order."""
     heals_first: bool
@@ -132,6 +134,7 @@ def plan(
         replica_rank=me,
         target=target,
         target_lineage=target_lineage,
+        first_holder=holders[0],
         healing=healing,
         heals_first=mine and me in first,
         participants=tuple(now),

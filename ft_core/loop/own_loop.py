@@ -1,0 +1,221 @@
+"""`TrainingLoop`: fault tolerance for a training loop of one's own, with what Lightning and Accelerate users have.
+
+How it works. One object composed of the kit's parts: `open` starts each batch (quorum, heal, the position that all
+go on at), `vote` ends it, `save` writes on one replica, `end` stops all together. The loop in full:
+
+    loop = TrainingLoop({"model": model, "optimizer": optimizer, "progress": progress})
+    model = loop.wrap(model)
+    while (batch := loop.open(progress.batch)) is not None and batch < BATCHES:
+        progress.batch = batch
+        x, y = data(batch, loop.group, loop.groups)
+        optimizer.zero_grad()
+        cross_entropy(model(x), y).backward()
+        if loop.vote():
+            optimizer.step()
+            progress.batch += 1
+            if progress.batch % 100 == 0:
+                loop.save(f"step_{progress.batch}.pt", lambda path: torch.save(model.module.state_dict(), path))
+    loop.end()
+
+Invariant: `optimizer.step()` is called after a vote that said so, and only then. Threads: the training thread.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Protocol
+
+from ft_core.errors import ConfigError, UsageError
+from ft_core.loop.division import Division
+from ft_core.loop.position import Position
+from ft_core.loop.replica_group import ReplicaGroup
+from ft_core.loop.run import TrainingRun
+from ft_core.reduction.ddp_arguments import check_arguments
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+    from contextlib import AbstractContextManager
+
+    from torch import nn
+
+    from ft_core.ddp import DistributedDataParallel
+    from ft_core.manager import Manager
+
+ENDED = "loop.end() was called"
+
+
+class Stateful(Protocol):
+    """What has state that all replicas must hold alike: models, optimizers, schedulers, objects of the script's own."""
+
+    def state_dict(self) -> Any:
+        """All of it."""
+
+    def load_state_dict(self, state: Any, /) -> Any:
+        """Take it over from another replica."""
+
+
+class TrainingLoop:
+    """One training run of a script's own loop, on one rank.
+
+    Args:
+        state: by name, everything that must be equal on all replicas. A replica that is new or behind loads all of it
+            inside `open`.
+        on_leading: called with True when this replica begins to lead, with False when it no longer does (loggers).
+        place: of this process in the job; None: as ftrun or torchrun says it in the environment. In a group of several
+            ranks, call `torch.distributed.init_process_group` first.
+        manager: further arguments of `ft_core.Manager`, as `min_replica_size` or `timeout`.
+
+    Raises:
+        ConfigError: something in `state` has no state_dict and load_state_dict, or an argument cannot work.
+    """
+
+    def __init__(
+        self,
+        state: Mapping[str, Stateful],
+        *,
+        on_leading: Callable[[bool], None] | None = None,
+        place: ReplicaGroup | None = None,
+        **manager: Any,
+    ) -> None:
+        for name, item in state.items():
+            if not (callable(getattr(item, "state_dict", None)) and callable(getattr(item, "load_state_dict", None))):
+                raise ConfigError(
+                    f"state[{name!r}]={type(item).__name__} has no state_dict() and load_state_dict(): wrap it in an "
+                    "object that has both"
+                )
+        for name in ("pg", "load_state_dict", "state_dict", "rank", "world_size", "use_async_quorum", "warm_up"):
+            if name in manager:
+                raise ConfigError(f"TrainingLoop({name}=...) cannot be given: the loop sets it")
+        self._state = dict(state)
+        place = place or ReplicaGroup.of()
+        self._run = TrainingRun(
+            place, manager, self._load, self._save, division=Division(place.total, lambda _: False),
+            changed=on_leading, ended=ENDED,
+        )  # fmt: skip
+
+    def __repr__(self) -> str:
+        return f"TrainingLoop({self._run.window!r})"
+
+    # ------------------------------------------------------------ what it is in
+
+    @property
+    def manager(self) -> Manager | None:
+        """The Manager of this rank; None before `wrap`."""
+        return self._run.manager
+
+    @property
+    def group(self) -> int:
+        """Number of this replica group, from 0: its share of the data."""
+        return self._run.window.group
+
+    @property
+    def groups(self) -> int:
+        """Replica groups of the complete job: the data is divided by them."""
+        return self._run.window.groups
+
+    @property
+    def committed_steps(self) -> int:
+        """Optimizer steps of this run, on all replicas alike."""
+        return 0 if self.manager is None else self.manager.current_step() - self._run.first_step
+
+    @property
+    def leads(self) -> bool:
+        """This replica does what one does for all; it may change at each `open`."""
+        return self._run.leadership.leads and self._run.window.rank == 0
+
+    # ------------------------------------------------------------ the loop
+
+    def wrap(self, model: nn.Module, **options: Any) -> DistributedDataParallel:
+        """The model as it is trained: gradients are averaged over all replicas. Before the first `open`.
+
+        Args:
+            model: whose parameters and buffers are in `state`.
+            options: of torch's DistributedDataParallel.
+
+        Raises:
+            ConfigError: an option cannot work here.
+            SystemExit: (0) the others have finished.
+        """
+        check_arguments(options)
+        wrapped: DistributedDataParallel = self._run.wrap(model, options)
+        return wrapped
+
+    def open(self, position: int = 0) -> int | None:
+        """Start a batch: every replica that is alive does. Call it before the batch is chosen.
+
+        Args:
+            position: where this replica is in its data, as a number that grows (of the batch that comes next).
+
+        Returns:
+            The furthest position of all replicas: the batch to train on. None: all have agreed to end.
+
+        Raises:
+            ConfigError: `position` is no whole number from 0 on.
+            UsageError: before `wrap`, or after `end`.
+            QuorumTimeoutError, RefusedError: no quorum could be had.
+            SystemExit: (0) this replica was asked to drain and has left, or the others have finished.
+        """
+        given: object = position
+        window = self._run.window
+        if isinstance(given, bool) or not isinstance(given, int) or given < 0:
+            raise ConfigError(f"open({position!r}): the position must be a whole number, 0 or more")
+        if not window.models:
+            raise UsageError("loop.open() before loop.wrap(model)")
+        if window.ended:
+            raise UsageError(f"loop.open(), but {window.ended}")
+        window.opened_by_hand = True
+        mine = Position(0, position)
+        window.before_batch(mine)
+        return None if window.stopped else mine.batch
+
+    def vote(self) -> bool:
+        """Whether the optimizer step is everybody's; after backward (and clipping, of `settled` gradients).
+
+        Returns:
+            False: a replica was lost or reported an error; nothing has changed, gradients are dropped, and the batch
+            can be tried again.
+
+        Raises:
+            UsageError: after `end`.
+        """
+        return self._run.window.vote()
+
+    def settle(self) -> None:
+        """Make the gradients final, before they are clipped or unscaled."""
+        self._run.window.settle_gradients()
+
+    def by_itself(self, reason: str) -> AbstractContextManager[None]:
+        """Inside, this replica does something alone, as a validation: the others wait at their next step."""
+        return self._run.window.by_itself(reason)
+
+    # ------------------------------------------------------------ files, and the end
+
+    def save(self, path: Any, write: Callable[[Any], object]) -> None:
+        """Write a checkpoint on the leader. Every replica calls it, at the same step.
+
+        The file is in its place once every replica is known to hold its step: after the next step, at `end`, or at
+        once where there is one replica. A new leader writes what the former one may not have written.
+
+        Args:
+            path: of the file, on a local or shared file system.
+            write: writes it to the path that it is given.
+        """
+        self._run.save_file(path, write)
+
+    def end(self) -> None:
+        """All replicas stop after the same step, then this one leaves. One that wanted to go on finds None in `open`.
+
+        Idempotent.
+        """
+        self._run.end()
+
+    # ------------------------------------------------------------ state
+
+    def _save(self) -> dict[str, Any]:
+        return {name: item.state_dict() for name, item in self._state.items()}
+
+    def _load(self, state: Mapping[str, Any]) -> None:
+        if set(state) != set(self._state):
+            raise ConfigError(f"TrainingLoop(state=...) has {sorted(self._state)} here, {sorted(state)} on the others")
+        self._run.leadership.forget()
+        for name, item in self._state.items():
+            item.load_state_dict(state[name])
