@@ -100,7 +100,7 @@ class Publisher:
 
     def publish(self) -> None:
         """Put in place what all replicas are known to hold."""
-        manager = self._window.manager
+        manager = self._window.manager if self._held else None
         alone = manager is None or not manager.quorum_id or manager.num_participants() <= 1
         for name, held in list(self._held.items()):
             if alone or (manager is not None and manager.stable_step() >= held.step):

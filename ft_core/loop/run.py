@@ -176,6 +176,8 @@ class TrainingRun:
         window.close()
         if manager.quorum_id:
             stop_together(manager, lambda: window.agree_on(None))
+            if manager.stop_agreed:
+                self.publisher.publish()  # before the others, which know the end as well, look for it
         self._leave("finished", why=self._ended, finished=True)
 
     def leave(self) -> None:

@@ -164,6 +164,8 @@ class Checkpoints:
         if not self.uneven.left:
             with self._takeover.ending():
                 stop_together(self.manager, functools.partial(self.window.entered, None))
+            if self.manager.stop_agreed:
+                self.leader.publish()  # before the others, which know the end as well, look for it
             RUNS.members = self.manager.num_participants() if self.manager.quorum_id else None
         state = self.manager.state_dict()
         self.manager.leave("finished", finished=True)
