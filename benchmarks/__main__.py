@@ -31,6 +31,7 @@ FIGURES = (
     "lightning",
     "lightning_kill",
     "accelerate",
+    "accelerate_groups",
     "elastic_data",
     "same_trajectory",
 )

@@ -1,10 +1,11 @@
 """One of the processes behind `accelerate.py`: a training loop that does a block of steps for each line on its input.
 
-Started by `accelerate.py`: python -m benchmarks.accelerate_worker ddp|fault_tolerant
+Started by `accelerate.py`: python -m benchmarks.accelerate_worker ddp|fault_tolerant CASE
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import sys
@@ -17,25 +18,27 @@ from accelerate.utils import set_seed
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from benchmarks.accelerate import BLOCKS, STEPS
+from benchmarks.accelerate import CASES
 from benchmarks.common import median
 from ft_accelerate import FaultTolerantAccelerator
 
-SAMPLES, BATCH = 20_000, 32
 
-
-def main(way: str) -> None:
+def main(way: str, name: str) -> None:
     """Train; the first block is the warm-up. After each one note the median step time and wait for the next order."""
+    case = CASES[name]
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     set_seed(0)
     accelerator = FaultTolerantAccelerator(cpu=True) if way == "fault_tolerant" else Accelerator(cpu=True)
-    model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10))
+    layers: list[nn.Module] = []
+    for before, after in itertools.pairwise(case.widths):
+        layers += [nn.Linear(before, after), nn.ReLU()]
+    model: nn.Module = nn.Sequential(*layers[:-1])
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step / 1000))
-    data = TensorDataset(torch.randn(SAMPLES, 64), torch.randint(0, 10, (SAMPLES,)))
+    data = TensorDataset(torch.randn(case.samples, case.widths[0]), torch.randint(0, case.widths[-1], (case.samples,)))
     model, optimizer, scheduler, loader = accelerator.prepare(
-        model, optimizer, scheduler, DataLoader(data, BATCH, shuffle=True)
+        model, optimizer, scheduler, DataLoader(data, case.batch, shuffle=True)
     )
     notes = os.open(os.environ["BENCH_NOTES"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     times: list[float] = []
@@ -52,11 +55,11 @@ def main(way: str) -> None:
             if started:
                 times.append(now - started)
             started = now
-            if len(times) == STEPS:
+            if len(times) == case.steps:
                 os.write(notes, f"{time.monotonic():.6f} block {json.dumps(median(times))}\n".encode())
                 times.clear()
                 blocks += 1
-                if blocks > BLOCKS:
+                if blocks > case.blocks:
                     accelerator.end_training()
                     return
                 sys.stdin.readline()
@@ -64,4 +67,4 @@ def main(way: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])

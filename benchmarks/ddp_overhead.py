@@ -53,6 +53,8 @@ class Attempt:
     number = 0
     is_source = False
 
+    leaves, rides, members, weights = False, True, 1, (1, 1)
+
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group
         self.scale = 1.0 / group.size()

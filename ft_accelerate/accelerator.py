@@ -258,7 +258,6 @@ class FaultTolerantAccelerator(ElasticSteps, SharedResults, _compat.Accelerator)
             models = run.window.models
             if not (run.owners_known or run.window.aside):
                 run.owners_known = refusals.check_owners(models, self._optimizers)
-            run.window.passes(any(model.require_backward_grad_sync for model in models))
             run.window.settle_gradients()
 
     def unscale_gradients(self, optimizer: Any = None) -> None:

@@ -97,14 +97,7 @@ class DistributedDataParallel(JoinMember, TorchDistributedDataParallel):
         device_ids = check_devices(options, inventory)
         _define_torch_attributes(self, module, options, inventory, device_ids)
         hooks = manager.hooks
-        reducer = BucketReducer(
-            hooks,
-            module,
-            inventory.trained,
-            inventory.plan,
-            inventory.devices,
-            inventory.buffer_owners if options.sync_buffers else (),
-        )
+        reducer = self._new_reducer(hooks, module, inventory, sync_buffers=options.sync_buffers)
         try:
             hooks.register_reducer(reducer)
         except BaseException:
@@ -116,6 +109,12 @@ class DistributedDataParallel(JoinMember, TorchDistributedDataParallel):
         self._frozen = inventory.frozen
         if self.device_type != "cpu":
             _warn_about_host_copies(hooks, inventory.trained)
+
+    def _new_reducer(
+        self, hooks: ReducerHost, module: nn.Module, inventory: Inventory, *, sync_buffers: bool
+    ) -> BucketReducer:
+        owners = inventory.buffer_owners if sync_buffers else ()
+        return BucketReducer(hooks, module, inventory.trained, inventory.plan, inventory.devices, owners)
 
     @property
     def gradient_reducer(self) -> BucketReducer:

@@ -1,26 +1,54 @@
-"""`InsideGroup`: what the ranks of one replica group agree on, and average, among themselves.
+"""`InsideGroup`: how the ranks of one replica group reach each other, and what they agree on among themselves.
 
-How it works. Each rank reduces with its peers in the other groups, on a ring of its own. The divisor is the sum of
-weights that the ring's commit vote found (R10: gradients are divided by what was contributed), which may differ from
-the planned one and from ring to ring; so each rank's gradients are corrected before they are averaged inside the group.
-Whether there is something new to average follows from what the script did, which all ranks know alike: on one ring the
-vote may have failed, and a rank that stays away would leave the others waiting.
+How it works. With several ranks gradients go through `reduction.group_reducer`: summed over the group in shards, each
+shard over the groups on the ring of its rank. For that it opens a process group of its own, once per process group of
+the job: the script's collectives must not pair with those of a backward, which other ranks may launch earlier or later.
 
-Invariant: all ranks of the group make the same calls in the same order. Threads: the training thread.
+With one rank the divisor is the sum of weights that the ring's commit vote found (R10: gradients are divided by what
+was contributed), which may differ from the planned one; so gradients are corrected before they are used.
+
+Invariant: all ranks of the group make the same calls in the same order. Threads: the training thread; `exchange` and
+`gather` on the thread that runs backward.
 """
 
 from __future__ import annotations
 
+import weakref
 from typing import TYPE_CHECKING
 
 import torch
 from torch.distributed import ReduceOp
 
+from ft_core.errors import UsageError
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from torch import Tensor
+    from torch.distributed import ProcessGroup
+
     from ft_core.ddp import DistributedDataParallel
+    from ft_core.reduction.interface import InsideWork, PendingWork
     from ft_core.runtime.step_attempt import StepAttempt
+
+_opened: list[weakref.ref[ProcessGroup]] = []
+"""The process group of the job for which one was opened last, and that one."""
+
+TAGS = 1 << 20
+"""After so many gathers the tags of their messages begin anew."""
+
+
+class _All:
+    """Several works as one."""
+
+    def __init__(self, works: Sequence[PendingWork]) -> None:
+        self._works = works
+
+    def wait(self) -> bool:
+        """Wait for all of them."""
+        for work in self._works:
+            work.wait()
+        return True
 
 
 class InsideGroup:
@@ -31,30 +59,71 @@ class InsideGroup:
     """
 
     def __init__(self, ranks: int) -> None:
-        self._ranks = ranks
-        self.passes = 0
-        """Forward and backward passes whose gradients are to be synchronized, as the script made them."""
+        self.ranks = ranks
+        self._group: ProcessGroup | None = None
+        self._tag = 0
+        """Of the last gather's messages: the same on all ranks."""
         self._final: object = None
-        """The verdict, or with several ranks the attempt and the passes, for which gradients were made final."""
+        """The verdict for which gradients were made final."""
         self._planned: tuple[StepAttempt | None, int] = None, 1
         """The attempt, and by which number of participants its gradients are divided."""
 
     def __repr__(self) -> str:
-        return f"InsideGroup({self._ranks} ranks, {self.passes} passes)"
+        return f"InsideGroup({self.ranks} ranks)"
+
+    # ------------------------------------------------------------ gradients
+
+    def open(self) -> None:
+        """Open the process group for gradients, with several ranks.
+
+        Raises:
+            UsageError: there is no process group of torch.distributed yet.
+        """
+        if self.ranks > 1 and self._group is None:
+            whole = torch.distributed.group.WORLD
+            if whole is None:
+                raise UsageError(
+                    f"a replica group of {self.ranks} ranks: call torch.distributed.init_process_group first"
+                )
+            group = _opened[1]() if _opened and _opened[0]() is whole else None
+            if group is None:
+                group = torch.distributed.new_group()
+                assert group is not None
+                _opened[:] = [weakref.ref(whole), weakref.ref(group)]
+            self._group = group
+
+    def exchange(self, received: Tensor, sent: Tensor) -> InsideWork:
+        """Send the i-th of `ranks` equal parts to rank i; `received` has one part from each rank."""
+        assert self._group is not None
+        work: InsideWork = self._group.alltoall_base(received, sent, [], [])
+        return work
+
+    def gather(self, whole: Tensor, part: Tensor) -> PendingWork:
+        """Fill `whole` with the parts of all ranks, in their order."""
+        group = self._group
+        assert group is not None
+        if whole.device.type != "cpu":
+            work: PendingWork = group._allgather_base(whole, part)
+            return work
+        # Gloo's own gathers into memory of its own and copies.
+        parts, mine = whole.view(self.ranks, -1), group.rank()
+        self._tag = (self._tag + 1) % TAGS
+        peers = [(mine + step) % self.ranks for step in range(1, self.ranks)]
+        works = [group.recv([parts[peer]], peer, self._tag) for peer in reversed(peers)]
+        works += [group.send([part], peer, self._tag) for peer in peers]
+        parts[mine].copy_(part)
+        return _All(works)
 
     def settle(self, attempt: StepAttempt | None, models: Sequence[DistributedDataParallel]) -> None:
-        """Make the gradients of `attempt` final, before they are clipped, unscaled or used: the same on all ranks."""
-        if attempt is None or (self._ranks == 1 and attempt.verdict is not None and attempt.verdict is self._final):
+        """Make the gradients of `attempt` final, before they are clipped, unscaled or used.
+
+        With several ranks they are, once backward has returned.
+        """
+        if self.ranks > 1 or attempt is None or (attempt.verdict is not None and attempt.verdict is self._final):
             return  # clipping and the step ask again
-        if not any(model.gradient_reducer.unsettled for model in models):
-            return
-        self._rescale(attempt, models)
-        final = attempt.verdict if self._ranks == 1 else (attempt.number, self.passes)
-        if final != self._final and self._ranks > 1:
-            for model in models:
-                if model.gradient_reducer.unsettled:
-                    model.gradient_reducer.average_inside(torch.distributed.all_reduce, self._ranks)
-        self._final = final
+        if any(model.gradient_reducer.unsettled for model in models):
+            self._rescale(attempt, models)
+            self._final = attempt.verdict
 
     def _rescale(self, attempt: StepAttempt, models: Sequence[DistributedDataParallel]) -> None:
         if attempt is not self._planned[0]:
@@ -67,9 +136,11 @@ class InsideGroup:
                 self._planned = attempt, weight
             attempt.planned = weight
 
+    # ------------------------------------------------------------ the rest
+
     def share_buffers(self, models: Sequence[DistributedDataParallel]) -> None:
         """Give all ranks the buffers of the group's first one, as torch's DDP does: each ring has its own."""
-        if self._ranks > 1:
+        if self.ranks > 1:
             for model in models:
                 for buffer in model.buffers() if model.broadcast_buffers else ():
                     torch.distributed.broadcast(buffer, 0)
@@ -83,7 +154,7 @@ class InsideGroup:
         return bool(self._reduce(int(here), device, ReduceOp.MAX))
 
     def _reduce(self, number: int, device: torch.device, operation: ReduceOp.RedOpType) -> int:
-        if self._ranks == 1:
+        if self.ranks == 1:
             return number
         inside = torch.tensor([number], device=device)
         torch.distributed.all_reduce(inside, operation)

@@ -1,4 +1,4 @@
-"""`WindowedModel`: DistributedDataParallel whose forwards belong to the windows of a training run.
+"""`WindowedModel`: a `GroupModel` whose forwards belong to the windows of a training run.
 
 How it works. A forward that records gradients opens the quorum if nobody has, and stays silent (as under `no_sync`)
 while there is none: a quorum that broke is formed anew with the next window only.
@@ -12,9 +12,11 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from ft_core.ddp import DistributedDataParallel
+from ft_core.loop.group_model import GroupModel
 
 if TYPE_CHECKING:
+    from ft_core.ddp import DistributedDataParallel
+    from ft_core.loop.inside_group import InsideGroup
     from ft_core.manager import Manager
 
 
@@ -22,6 +24,7 @@ class ForwardWindow(Protocol):
     """The window that a forward belongs to (`window.StepWindow`), as far as it asks it."""
 
     aside: bool
+    inside: InsideGroup
 
     @property
     def silent(self) -> bool:
@@ -30,16 +33,13 @@ class ForwardWindow(Protocol):
     def before_forward(self) -> None:
         """Open the window, if it is the forward's turn."""
 
-    def passes(self, synchronized: bool) -> None:
-        """Count a forward or backward pass."""
-
 
 def in_training_mode(model: DistributedDataParallel) -> bool:
     """Whether a model is trained, as far as its mode says so."""
     return model.in_training_mode if isinstance(model, WindowedModel) else model.training
 
 
-class WindowedModel(DistributedDataParallel):
+class WindowedModel(GroupModel):
     """Opens the quorum if nobody has, and stays silent while there is none.
 
     Args:
@@ -50,7 +50,7 @@ class WindowedModel(DistributedDataParallel):
     """
 
     def __init__(self, manager: Manager, window: ForwardWindow, module: torch.nn.Module, **kwargs: Any) -> None:
-        super().__init__(manager, module, **kwargs)
+        super().__init__(manager, window.inside, module, **kwargs)
         self._window: ForwardWindow | None = window
         self._switched = False
         """The model inside has been in training mode: it follows the script's calls of `train()`."""
@@ -83,7 +83,6 @@ class WindowedModel(DistributedDataParallel):
             if window.silent:
                 with self.no_sync():
                     return super().forward(*inputs, **kwargs)
-            window.passes(self.require_backward_grad_sync)
         return super().forward(*inputs, **kwargs)
 
     def __getstate__(self) -> dict[str, Any]:

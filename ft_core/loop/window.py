@@ -11,8 +11,8 @@ before anything is read; a loop that does not say where that is opens it in the 
   vetoed, gradients dropped. The same after everybody agreed to stop.
 - In each new quorum all members agree on one position in the data, the furthest: of two survivors one may have vetoed a
   batch that the other had not begun.
-- In a group of several ranks each rank reduces with its peers in the other groups; `settle_gradients` then averages
-  inside the group.
+- In a group of several ranks gradients are averaged over all ranks of all groups when backward returns
+  (`group_model`); a ring that broke shows in the vote of its rank, which is that of the group.
 
 Invariants: all replicas open windows and vote at the same places of the script. All ranks of a group make the same
 calls in the same order; `lost` and `stopped` are equal on them. Threads: the training thread.
@@ -291,10 +291,6 @@ class StepWindow:
     def voted(self) -> bool:
         """There was a vote in this window."""
         return self._verdict is not None
-
-    def passes(self, synchronized: bool) -> None:
-        """A forward or backward pass was made; `synchronized`: its gradients are to be."""
-        self.inside.passes += synchronized
 
     def backward_runs(self) -> None:
         """A backward begins: an optimizer step after it is about other gradients than the last vote."""

@@ -12,6 +12,9 @@ The tail lies at the end of the last bucket if that is float32, else in a bucket
 
     | gradients ... | fence slots | users of each parameter | float32 buffers | other buffers as 16-bit pieces |
 
+In a replica group of several ranks a plan has two more (`plan_inside`): of what its ranks sum among themselves first,
+and of what each of them then sums with its peers in the other groups.
+
 Invariants: every trained parameter is in exactly one bucket; the tail is in the last bucket; offsets and sizes are in
 elements of the bucket's dtype (a complex gradient is planned as two real elements).
 Threads: none; all values are immutable.
@@ -32,6 +35,10 @@ PIECE_BYTES = 2
 STAGING_ALIGNMENT_BYTES = 16
 """So that any dtype can be viewed in the staging area."""
 TAIL_DTYPE = "float32"
+SHARD_ALIGNMENT = 16
+"""Elements: a shard's length is a multiple of it."""
+WEIGHT_DIGITS, WEIGHT_DIGIT = 3, 1 << 12
+"""How a weight is written into the sum: so that the sums of some thousand of these digits are exact in float32."""
 
 _REAL_OF = {"complex32": "float16", "complex64": "float32", "complex128": "float64"}
 
@@ -181,6 +188,50 @@ def plan_buckets(
     tail = _plan_tail(last.gradients, len(trained) if settings.find_unused else 0, synced, fence_slots)
     buckets[-1] = PlannedBucket(last.dtype, last.device, last.members, last.gradients, tail.end)
     return BucketPlan(all_parameters, synced, settings, tuple(buckets), tail)
+
+
+@dataclass(frozen=True)
+class ShardedPlan(BucketPlan):
+    """The plan of replica groups that reduce in shards: its digest keeps groups out of the room that do not."""
+
+    ranks: int = 1
+
+    def describe(self) -> list[str]:
+        """The lines of a plan, and how it is cut."""
+        return [*super().describe(), f"reduced in {self.ranks} shards, one per rank of a group"]
+
+
+@dataclass(frozen=True)
+class InsidePlans:
+    """Where things lie in a replica group of several ranks.
+
+    `summed`: the gradients in as many equal shards as there are ranks; in the last bucket the users of each parameter
+    follow them (`TailPlan.used`), then the weight of what is in the sum, in digits (`TailPlan.pieces`). Its `fence` is
+    empty. `crossing`: one shard of each bucket; in the last one the fence and the buffers follow it.
+    """
+
+    summed: BucketPlan
+    crossing: BucketPlan
+
+
+def plan_inside(plan: ShardedPlan) -> InsidePlans:
+    """Cut `plan` into a shard per rank."""
+    summed, crossing, used_numel, ranks = [], [], plan.tail.used_numel, plan.ranks
+    for bucket in plan.buckets:
+        last = bucket is plan.buckets[-1]
+        numel = bucket.gradients + (used_numel + WEIGHT_DIGITS if last else 0)
+        shard = -(-numel // (ranks * SHARD_ALIGNMENT)) * SHARD_ALIGNMENT
+        summed.append(PlannedBucket(bucket.dtype, bucket.device, bucket.members, bucket.gradients, shard * ranks))
+        crossing.append(PlannedBucket(bucket.dtype, bucket.device, (), shard, shard))
+    gradients, shard = plan.buckets[-1].gradients, crossing[-1].numel
+    pieces = gradients + used_numel
+    tail = TailPlan(gradients, 0, gradients, used_numel, (), pieces, 0, (), pieces + WEIGHT_DIGITS)
+    beside = _plan_tail(shard, 0, plan.buffers, plan.tail.fence_slots)
+    crossing[-1] = PlannedBucket(TAIL_DTYPE, crossing[-1].device, (), shard, beside.end)
+    return InsidePlans(
+        BucketPlan(plan.parameters, plan.buffers, plan.settings, tuple(summed), tail),
+        BucketPlan(plan.parameters, plan.buffers, plan.settings, tuple(crossing), beside),
+    )
 
 
 def _fill_buckets(trained: Sequence[TensorSpec], caps_bytes: tuple[int, ...]) -> list[PlannedBucket]:

@@ -45,6 +45,8 @@ if TYPE_CHECKING:
     from ft_core.reduction.bucket_plan import BucketPlan
     from ft_core.reduction.interface import PendingWork, ReducerHost, ReductionAttempt
 
+    Allocated = tuple[FlatGradients, BucketPlan, Tensor]
+
 
 class _Reduction:
     """What hooks read on every gradient. `scale` is None unless a reduction is open and copying makes sense."""
@@ -76,11 +78,12 @@ class BucketReducer:
         devices: Sequence[torch.device], buffer_owners: Sequence[list[tuple[nn.Module, str]]],
     ) -> None:  # fmt: skip
         self._manager, self._module, self._plan = manager, module, plan
-        self._memory = memory = FlatGradients(plan, parameters, devices)
+        memory, carrier, carrying = self._allocate(parameters, devices)
+        self._memory = memory
         self._buckets, self._views, self.parameters = memory.buckets, memory.views, memory.parameters
         self._bucket_count = len(memory.buckets)
         with torch.inference_mode(False):
-            self.buffers = BufferSync(buffer_owners, plan, memory.buckets[-1].flat)
+            self.buffers = BufferSync(buffer_owners, carrier, carrying)
         self._arrived = bytearray(len(memory.parameters))
         """1 for each parameter whose gradient is in its bucket in this reduction."""
         self._nothing_arrived = bytes(len(memory.parameters))
@@ -109,6 +112,11 @@ class BucketReducer:
             for index, parameter in enumerate(memory.parameters)
         ]
 
+    def _allocate(self, parameters: Sequence[nn.Parameter], devices: Sequence[torch.device]) -> Allocated:
+        """The memory of the gradients, and in whose tail, and where, the buffers travel."""
+        memory = FlatGradients(self._plan, parameters, devices)
+        return memory, self._plan, memory.buckets[-1].flat
+
     def __repr__(self) -> str:
         state = "broken" if self._broken else f"{self._next}/{self._bucket_count} launched" if self._open else "idle"
         size = f"{len(self._arrived)} parameters, {self._bucket_count} buckets"
@@ -130,8 +138,7 @@ class BucketReducer:
         if self._open and graph_task_id() == NO_GRAPH_TASK:
             self._drop_unfinished()
         if sync:
-            self._armed = True
-            self._consumed = False
+            self._armed, self._consumed = True, False
         elif self._consumed:
             self._armed = False
         self.buffers.save()
@@ -222,24 +229,29 @@ class BucketReducer:
         if attempt is self._settled and self._broken:
             return False
         again = attempt is self._settled
+        self._reset(attempt)
+        if not attempt.ready():
+            if again:  # the gradients that were reduced before get a local part now: an earlier fence must not count
+                attempt.fail(CollectiveError("a further backward() of this step could not be reduced"))
+            self._broken, self._settled = True, attempt
+            return False
+        self._open_with(attempt.scale)
+        return True
+
+    def _reset(self, attempt: ReductionAttempt) -> None:
         self._attempt, self._settled = attempt, None
         self._broken = self._deferred = self._opened_by_output = False
         self._next = 0
         self._arrived[:] = self._nothing_arrived
         for bucket in self._buckets:
             bucket.pending = len(bucket.parameters)
-        if not attempt.ready():
-            if again:  # the gradients that were reduced before get a local part now: an earlier fence must not count
-                attempt.fail(CollectiveError("a further backward() of this step could not be reduced"))
-            self._broken, self._settled = True, attempt
-            return False
-        value = attempt.scale
+
+    def _open_with(self, value: float) -> None:
         if value != self._scale_value:
             # A 0-dim float64 tensor rounds like the Python number DDP's reducer uses, and costs half of its time here.
             self._scale_value, self._scale_tensor = value, torch.tensor(value, dtype=torch.float64)
         self._open = True
         self._reduction.scale = self._scale_tensor if value else _NOT_CONTRIBUTING
-        return True
 
     def _advance(self) -> None:
         """Launch every bucket that is complete and whose predecessors are launched."""
@@ -255,7 +267,7 @@ class BucketReducer:
                 work = attempt.launch(bucket.flat)
             else:
                 self.buffers.pack(source=attempt.is_source)
-                self._memory.pack_used(None if self._reduction.scale is _NOT_CONTRIBUTING else self._arrived_tensor)
+                self._memory.pack_used(self._arrived_tensor if self._scale_value else None)
                 work = attempt.launch_fence(bucket.flat, self._memory.fence)
         except Exception as error:  # noqa: BLE001 (whatever it is, it must not leave backward)
             attempt.fail(error)
@@ -361,8 +373,7 @@ class BucketReducer:
             with torch.no_grad():
                 self._abandon()
         else:
-            self._open = False
-            self._reduction.scale = None
+            self._open, self._reduction.scale = False, None
 
     # ------------------------------------------------------------------------------------------ rare gradients, errors
 
@@ -419,10 +430,6 @@ class BucketReducer:
     def rescale(self, factor: float) -> None:
         """Multiply the reduced gradients; a gradient that was replaced by the caller is multiplied too."""
         self._memory.rescale(factor)
-
-    def average_inside(self, all_reduce: Callable[[Tensor], object], ranks: int) -> None:
-        """Average the reduced gradients over the ranks of the replica group, too, with its `all_reduce` (in place)."""
-        self._memory.average(all_reduce, ranks)
 
     def committed(self) -> None:
         """The attempt was committed: buffers take what came with the fence."""

@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 
     from ft_core.reduction.bucket_plan import BucketPlan
 
+    Owners = Sequence[list[tuple[nn.Module, str]]]
+
 
 class BufferSync:
     """The buffers of one module and their places in the tail `flat`. Constructed without buffers it does nothing."""

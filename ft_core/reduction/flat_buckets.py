@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from ft_core.reduction.c_heap import keep_freed_memory
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     from ft_core.reduction.bucket_plan import BucketPlan, PlannedBucket
 
@@ -56,8 +56,6 @@ class FlatGradients:
             self.fence = last[tail.fence : tail.fence + tail.fence_slots]
             self.used = last[tail.used : tail.used + tail.used_numel] if tail.used_numel else None
             """With find_unused: how many participants used each parameter."""
-            self._counted = last[: tail.used + tail.used_numel]
-            """The last bucket up to the end of these counts."""
         self._told_unused = False
 
     def rescale(self, factor: float) -> None:
@@ -68,19 +66,6 @@ class FlatGradients:
             for parameter, view in zip(self.parameters, self.views, strict=True):
                 if parameter.grad is not None and parameter.grad is not view:
                     parameter.grad.mul_(factor)
-
-    def average(self, all_reduce: Callable[[Tensor], object], ranks: int) -> None:
-        """Average all gradients with `all_reduce`, a SUM in place over `ranks` ranks that all call this."""
-        with torch.no_grad():
-            for bucket in self.buckets:
-                # The counts go with the last gradients; the ballots' sum lies between them and was read.
-                with_counts = self.used is not None and bucket is self.buckets[-1]
-                if bucket.parameters or with_counts:
-                    all_reduce(self._counted if with_counts else bucket.gradients)
-                    bucket.gradients.div_(ranks)
-            for parameter, view in zip(self.parameters, self.views, strict=True):
-                parameter.grad = view
-            self.forget_unused()
 
     def pack_used(self, arrived: Tensor | None) -> None:
         """With find_unused: mark which gradients this member has; None: it does not contribute."""

@@ -35,8 +35,8 @@ if TYPE_CHECKING:
     from ft_core.reduction.bucket_plan import BucketPlan
 
 __all__ = [
-    "FENCE_SLOTS", "AllreduceHost", "GradientReducer", "PendingWork", "ReducerHost", "ReducerManager",
-    "ReductionAttempt",
+    "FENCE_SLOTS", "AllreduceHost", "GradientReducer", "InsideCollectives", "InsideWork", "PendingWork", "ReducerHost",
+    "ReducerManager", "ReductionAttempt",
 ]  # fmt: skip
 
 
@@ -69,6 +69,29 @@ class ReductionAttempt(Protocol):
         ...
 
     @property
+    def leaves(self) -> bool:
+        """This member leaves with it: it adds zeros, uses no result, and no other rank of its group need be there."""
+        ...
+
+    @property
+    def rides(self) -> bool:
+        """The ballot rides in the fence of this reducer, the only one; nothing else is launched beside it."""
+        ...
+
+    @property
+    def members(self) -> int:
+        """Members of the quorum; the same on all ranks of a replica group. Read after `ready`."""
+        ...
+
+    @property
+    def weights(self) -> tuple[int, int]:
+        """What a gradient of this member counts as, and its whole step; zeros if it does not contribute.
+
+        Read once per reduction, after `ready`. `scale` is the first, divided by the participants.
+        """
+        ...
+
+    @property
     def is_source(self) -> bool:
         """Whether this member is the first participant, whose buffers everybody takes."""
         ...
@@ -94,6 +117,34 @@ class ReductionAttempt(Protocol):
 
     def report(self, error: BaseException) -> None:
         """This member's gradients are not usable, its collectives are: veto the step, keep the group (report_error)."""
+        ...
+
+
+class InsideWork(PendingWork, Protocol):
+    """A collective inside a replica group."""
+
+    def is_completed(self) -> bool:
+        """Whether it has ended, well or not."""
+        ...
+
+
+class InsideCollectives(Protocol):
+    """How the ranks of a replica group reach each other. Every rank makes the same calls in the same order.
+
+    A rank that is lost ends its whole group, so a failure is for good: the calls, or waiting, raise.
+    """
+
+    @property
+    def ranks(self) -> int:
+        """Processes of the replica group."""
+        ...
+
+    def exchange(self, received: Tensor, sent: Tensor) -> InsideWork:
+        """Send the i-th of `ranks` equal parts to rank i; `received` has one part from each rank."""
+        ...
+
+    def gather(self, whole: Tensor, part: Tensor) -> PendingWork:
+        """Fill `whole` with the parts of all ranks, in their order."""
         ...
 
 

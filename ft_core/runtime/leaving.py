@@ -99,7 +99,9 @@ class Leaving:
             return False, False
         shell.dispatch(on.DataEnded(applies=True, ends=False))
         with contextlib.suppress(FaultToleranceError):
-            verdict = steps.agree(steps.new_attempt(), shell.limits.patience_s)
+            attempt = steps.new_attempt()
+            attempt.leaves = True
+            verdict = steps.agree(attempt, shell.limits.patience_s)
             # Not settled: the others may commit this step, here nobody steps the optimizer.
             return verdict.outcome is not Outcome.BROKEN, verdict.exhausted
         return False, False

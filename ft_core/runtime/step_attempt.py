@@ -47,6 +47,10 @@ class StepAttempt:
         self.planned = 1
         """What the reducers' gradients have been divided by: `participants`, then the fence's sum of weights."""
         self.source = -1
+        self.members = 1
+        """Of the quorum."""
+        self.leaves = False
+        """It is the last one of this replica, which adds nothing to it."""
         self.used = False
         """Somebody asked whether it is usable: from then on it belongs to one step."""
         self._shell = shell
@@ -57,6 +61,8 @@ class StepAttempt:
         self._scale: float | None = None
         self._whole_scale = 0.0
         self._contributes = False
+        self._counted = 0, 0
+        """What a gradient counts as, and the whole step."""
 
     def __repr__(self) -> str:
         return f"StepAttempt({self.number}, verdict={self.verdict})"
@@ -83,10 +89,14 @@ class StepAttempt:
             self.participants = participants = max(1, len(mine.participants))
             self.source = mine.source
             self._contributes = mine.contributes
+            self._counted = 0, 0
+            if rank.plan is not None:
+                self.members = rank.plan.size
             if self._contributes:
                 total = 1 if mine.weight is None else mine.weight
                 weight = total if self._weights.total is None else self._weights.reference
                 self._scale, self._whole_scale = weight / participants, total / participants
+                self._counted = weight, total
             else:
                 self._scale = self._whole_scale = 0.0
         return True
@@ -95,6 +105,16 @@ class StepAttempt:
     def scale(self) -> float:
         """What a gradient is multiplied with before the sum: weight / participants; 0.0 if this member adds nothing."""
         return self._scale if self._scale is not None and not self._rank.attempt.soft_error else 0.0
+
+    @property
+    def rides(self) -> bool:
+        """The ballot rides in the fence of the only reducer."""
+        return self._rides
+
+    @property
+    def weights(self) -> tuple[int, int]:
+        """What a gradient counts as in the sum, and this member's whole step; zeros if it adds nothing."""
+        return self._counted if self.contributes else (0, 0)
 
     @property
     def whole_scale(self) -> float:

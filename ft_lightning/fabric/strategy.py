@@ -335,12 +335,6 @@ class FabricFaultTolerance(StartsGroups):
         window.before_batch(mine)
         return None if position is None else mine.batch
 
-    def backward(self, tensor: Tensor, module: nn.Module | None, *args: Any, **kwargs: Any) -> None:
-        """Backward, which averages over the groups; then over the ranks of this one, each of which has its own ring."""
-        super().backward(tensor, module, *args, **kwargs)  # type: ignore[misc]
-        if self._run is not None and self._run.window.ranks > 1:
-            self._run.window.settle_gradients()
-
     def clip_gradients_norm(self, module: nn.Module, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Tensor:
         """Vote, then clip. A step that was vetoed has no gradients: nothing is clipped, the norm is zero."""
         if not self._committed(optimizer):

@@ -214,23 +214,12 @@ class OptimizerSteps:
             this.model.gradient_reducer.before_backward(sync=sync)
 
     def backward(self, closure_loss: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-        """Run backward; in a group of several ranks gradients are averaged over these before any hook sees them."""
+        """Run backward; gradients are averaged over all ranks of all groups before any hook sees them."""
         this: Any = self
         factor = this.elastic.loss_factor
         if factor != 1.0:
             closure_loss = closure_loss * factor
-        if self.window is None or this.world_size == 1:
-            return super().backward(closure_loss, optimizer, *args, **kwargs)  # type: ignore[misc]
-        module, precision = this.lightning_module, this.precision_plugin
-        this.pre_backward(closure_loss)
-        closure_loss = precision.pre_backward(closure_loss, module)
-        precision.backward(closure_loss, module, optimizer, *args, **kwargs)
-        self.window.passes(this.model.require_backward_grad_sync)
-        if this.model.require_backward_grad_sync:
-            self.window.settle_gradients()
-        closure_loss = precision.post_backward(closure_loss, module)
-        this.post_backward(closure_loss)
-        return closure_loss
+        return super().backward(closure_loss, optimizer, *args, **kwargs)  # type: ignore[misc]
 
     # ------------------------------------------------------------ the step
 

@@ -20,6 +20,8 @@ from typing import TYPE_CHECKING, Any
 from ft_core import DistributedDataParallel, Manager, default_process_group
 from ft_core.errors import ConfigError, LighthouseError, QuorumTimeoutError
 from ft_core.loop.division import Division
+from ft_core.loop.group_model import GroupModel
+from ft_core.loop.inside_group import InsideGroup
 from ft_core.loop.replica_group import ReplicaGroup
 from ft_core.loop.runs import RUNS
 from ft_core.loop.tools import check_arguments
@@ -213,11 +215,12 @@ class FaultTolerance(OptimizerSteps, Checkpoints, StartsGroups):
         if self.manager is None:
             return super()._setup_model(model)  # type: ignore[misc,no-any-return]
         options = self.wrapper_options(model, self._ddp_kwargs)  # type: ignore[attr-defined]
+        inside = InsideGroup(self.world_size)  # type: ignore[attr-defined]
         if _callbacks.thaws(self._trainer):  # what is frozen now counts as unused until it is not
             options["find_unused_parameters"] = True
             with _callbacks.all_thawed(model):
-                return DistributedDataParallel(self.manager, model, **options)
-        return DistributedDataParallel(self.manager, model, **options)
+                return GroupModel(self.manager, inside, model, **options)
+        return GroupModel(self.manager, inside, model, **options)
 
     def _register_ddp_hooks(self) -> None:
         """Refuse DDP's hooks: the Manager communicates."""

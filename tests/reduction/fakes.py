@@ -39,6 +39,8 @@ class FakeWork:
 class FakeAttempt:
     """Records launches. `peers[i]` is added to bucket i; `refuse_at`/`fail_at`: the launch, or its work, fails."""
 
+    leaves, rides, members, weights = False, True, 1, (1, 1)
+
     def __init__(
         self,
         number: int = 1,
@@ -134,6 +136,8 @@ def wrap(module: nn.Module, **kwargs: Any) -> tuple[Any, FakeHost]:
 
 class GlooAttempt:
     """An attempt of a healthy quorum: everything goes to a process group."""
+
+    leaves, rides, members, weights = False, True, 1, (1, 1)
 
     def __init__(self, number: int, group: dist.ProcessGroup, *, contributing: bool = True) -> None:
         self.number, self.group = number, group

@@ -11,7 +11,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ft_core.reduction.bucket_plan import BucketSettings, TensorSpec, plan_buckets
+from ft_core.reduction.bucket_plan import (
+    SHARD_ALIGNMENT,
+    WEIGHT_DIGITS,
+    BucketSettings,
+    ShardedPlan,
+    TensorSpec,
+    plan_buckets,
+    plan_inside,
+)
 
 FENCE = 16
 SIZES = {"float32": 4, "bfloat16": 2, "float64": 8, "int64": 8, "complex64": 8, "bool": 1}
@@ -117,7 +125,15 @@ def test_the_digest_sees_settings_and_buffers() -> None:
 
 
 DIGEST_SCRIPT = """
-from ft_core.reduction.bucket_plan import BucketSettings, TensorSpec, plan_buckets
+from ft_core.reduction.bucket_plan import (
+    SHARD_ALIGNMENT,
+    WEIGHT_DIGITS,
+    BucketSettings,
+    ShardedPlan,
+    TensorSpec,
+    plan_buckets,
+    plan_inside,
+)
 parameters = [TensorSpec("a", "float32", (2, 3), 4), TensorSpec("b", "bfloat16", (2,), 2, device=1)]
 buffers = [TensorSpec("mean", "float32", (2,), 4)]
 plan = plan_buckets(parameters, buffers, BucketSettings(), 16)
@@ -174,3 +190,24 @@ def test_everything_is_planned_once_without_overlap(
     assert [index for index, _ in tail.buffers + tail.staged] == sorted(
         range(len(buffers)), key=lambda i: (buffers[i].dtype != "float32", i)
     )
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 8])
+def test_a_plan_in_shards(ranks: int) -> None:
+    """The same gradients in equal parts; fence and buffers follow the last shard; nobody else can train with it."""
+    parameters = [spec("a", 7, 5), spec("b", 9, dtype="bfloat16"), spec("c", 11)]
+    buffers = [spec("running", 6), spec("count", 1, dtype="int64")]
+    whole = plan_buckets(parameters, buffers, caps(16, find_unused=True), FENCE)
+    plan = ShardedPlan(whole.parameters, whole.buffers, whole.settings, whole.buckets, whole.tail, ranks)
+    assert len({whole.digest, plan.digest, replace(plan, ranks=5).digest}) == 3
+    plans = plan_inside(plan)
+    for bucket, summed, crossing in zip(whole.buckets, plans.summed.buckets, plans.crossing.buckets, strict=True):
+        assert (summed.members, summed.gradients) == (bucket.members, bucket.gradients)
+        assert summed.numel == ranks * crossing.gradients >= bucket.gradients
+        assert summed.numel < bucket.gradients + 3 + WEIGHT_DIGITS + ranks * SHARD_ALIGNMENT
+    tail, beside, last = plans.summed.tail, plans.crossing.tail, plans.crossing.buckets[-1]
+    assert (tail.used, tail.used_numel, tail.end - tail.pieces) == (whole.buckets[-1].gradients, 3, WEIGHT_DIGITS)
+    assert tail.end <= plans.summed.buckets[-1].numel
+    assert (beside.fence, beside.fence_slots, beside.used_numel) == (last.gradients, FENCE, 0)
+    assert (beside.buffers[0][1], beside.end) == (last.gradients + FENCE, last.numel)
+    assert last.numel - last.gradients == FENCE + 6 + whole.tail.pieces_numel

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
 
 from ft_core.errors import UsageError
 from ft_core.protocol.rank.ballot import FENCE_SLOTS
@@ -100,33 +99,3 @@ def test_a_flush_without_any_round_reduces_zeros_or_what_is_there(with_accumulat
     else:
         assert torch.count_nonzero(attempt.sent[0][:60]) == 0
         assert all(parameter.grad is None for parameter in model.parameters())  # nobody used any of them
-
-
-def test_average_inside_a_group() -> None:
-    model, host = wrap(mlp(), bucket_cap_mb=1e-5)
-    host.start()
-    backward(model)
-    expected = [(g + 1) / 2 for g in local_gradients(model.module, inputs())]
-    reduced: list[Tensor] = []
-
-    def all_reduce(tensor: Tensor) -> None:
-        reduced.append(tensor)
-        tensor += 1
-
-    model.gradient_reducer.average_inside(all_reduce, 2)
-    assert len(reduced) == len(model.gradient_reducer.plan.buckets)
-    assert equal(gradients(model), expected)
-
-
-def test_average_inside_with_a_parameter_that_only_another_rank_used() -> None:
-    module: Any = nn.ModuleDict({"a": nn.Linear(2, 1, bias=False), "b": nn.Linear(2, 1, bias=False)})
-    module.forward = lambda x: module["a"](x)
-    model, host = wrap(module, find_unused_parameters=True)
-    host.start()
-    model(torch.ones(1, 2)).sum().backward()
-    assert module["b"].weight.grad is None
-    # Gradients of b and a, the fence, who used a and b.
-    other = iter([torch.tensor([4.0, 4.0, 0.0, 0.0, *[9.0] * FENCE_SLOTS, 0.0, 1.0])])
-    model.gradient_reducer.average_inside(lambda tensor: tensor.add_(next(other)), 2)
-    averages = [module[name].weight.grad for name in "ab"]
-    assert [a.tolist() for a in averages] == [[[0.5, 0.5]], [[2.0, 2.0]]]
