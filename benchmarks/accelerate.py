@@ -41,7 +41,7 @@ class Case:
 CASES = {
     "digits": Case("accelerate", "MLP 64-128-10", (64, 128, 10), 20_000, 32, 1, blocks=12, steps=100, limit=1.10),
     "4M": Case(
-        "accelerate_groups", "4 M parameters, 2 groups of 2", (1024,) * 5, 8_000, 64, 2, blocks=8, steps=15, limit=1.15
+        "accelerate_groups", "4 M parameters, 2 groups of 2", (1024,) * 5, 4_000, 8, 2, blocks=8, steps=15, limit=1.15
     ),
 }
 

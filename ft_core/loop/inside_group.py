@@ -20,6 +20,7 @@ import torch
 from torch.distributed import ReduceOp
 
 from ft_core.errors import UsageError
+from ft_core.loop.shared_tensors import share
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -63,6 +64,7 @@ class InsideGroup:
         self._group: ProcessGroup | None = None
         self._tag = 0
         """Of the last gather's messages: the same on all ranks."""
+        self._nothing = torch.zeros(ranks), torch.zeros(ranks)
         self._final: object = None
         """The verdict for which gradients were made final."""
         self._planned: tuple[StepAttempt | None, int] = None, 1
@@ -91,6 +93,26 @@ class InsideGroup:
                 assert group is not None
                 _opened[:] = [weakref.ref(whole), weakref.ref(group)]
             self._group = group
+
+    @property
+    def rank(self) -> int:
+        """Of this process in its group."""
+        assert self._group is not None
+        return self._group.rank()
+
+    def share(self, shapes: Sequence[tuple[int, torch.dtype]]) -> list[list[Tensor]] | None:
+        """Flat CPU tensors of zeros of each rank, which all ranks see; None if they are not on one machine."""
+
+        def gather(row: Tensor) -> Tensor:
+            rows = row.new_zeros(self.ranks * row.numel())
+            self.gather(rows, row).wait()
+            return rows
+
+        return share(shapes, self.ranks, gather)
+
+    def meet(self) -> InsideWork:
+        """Ends when all ranks have called it: what they wrote into shared tensors before is to be seen."""
+        return self.exchange(*self._nothing)
 
     def exchange(self, received: Tensor, sent: Tensor) -> InsideWork:
         """Send the i-th of `ranks` equal parts to rank i; `received` has one part from each rank."""

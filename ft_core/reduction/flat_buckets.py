@@ -28,22 +28,33 @@ class Bucket:
 
     __slots__ = ("flat", "gradients", "parameters", "pending")
 
-    def __init__(self, plan: PlannedBucket, device: torch.device) -> None:
+    def __init__(self, plan: PlannedBucket, device: torch.device, flat: Tensor | None = None) -> None:
         self.parameters = [member.parameter for member in plan.members]
         # A tensor made in inference mode could not be written to outside of it.
         with torch.inference_mode(False):
-            self.flat = torch.zeros(plan.numel, dtype=getattr(torch, plan.dtype), device=device)
+            self.flat = (
+                torch.zeros(plan.numel, dtype=getattr(torch, plan.dtype), device=device) if flat is None else flat
+            )
             self.gradients = self.flat[: plan.gradients]
         self.pending = len(self.parameters)
 
 
 class FlatGradients:
-    """The buckets of one module. `parameters` in the order of `plan.trained`, `devices` by the plan's numbers."""
+    """The buckets of one module. `parameters` in the order of `plan.trained`, `devices` by the plan's numbers.
 
-    def __init__(self, plan: BucketPlan, parameters: Sequence[nn.Parameter], devices: Sequence[torch.device]) -> None:
+    `flats`: the memory of each bucket, where it is not to be made here.
+    """
+
+    def __init__(
+        self, plan: BucketPlan, parameters: Sequence[nn.Parameter], devices: Sequence[torch.device],
+        flats: Sequence[Tensor | None] | None = None,
+    ) -> None:  # fmt: skip
         keep_freed_memory()
         self.parameters = list(parameters)
-        self.buckets = [Bucket(planned, devices[planned.device]) for planned in plan.buckets]
+        given = flats or [None] * len(plan.buckets)
+        self.buckets = [
+            Bucket(planned, devices[planned.device], flat) for planned, flat in zip(plan.buckets, given, strict=True)
+        ]
         self.views: list[Tensor] = [torch.empty(0)] * len(self.parameters)
         self.bucket_of: list[Bucket] = [self.buckets[0]] * len(self.parameters)
         for planned, bucket in zip(plan.buckets, self.buckets, strict=True):

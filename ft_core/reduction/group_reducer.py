@@ -8,6 +8,10 @@ begin exchanges; the rest is done at the end of backward, but for shards that co
 only model that is reduced, a shard crosses once its exchange is seen to have ended. With several models the order of
 what crosses would then depend on who was faster.
 
+Ranks on one machine see each other's buckets and shards (`InsideCollectives.share`): they sum and copy them where they
+lie, and only meet instead of sending. With messages inside, two groups of two on two cores need 1.1 to 1.4 times what
+Gloo's all-reduce over all four takes: its ring sends no less, but each piece while it is in the cache.
+
 The divisor (R10). Rings may disagree about who takes part, and shards mix the gradients of all rings; so each gradient
 counts as its weight, divided by what is the same on all ranks, members times ranks, and the weights themselves travel
 as one more summand. If their sum is not members times ranks, the gathered gradients are corrected by it.
@@ -17,6 +21,8 @@ Invariants, besides those of the base class:
   armed: whatever became of this rank's ring. A ring that is broken lets nothing more cross; its rank puts in what it
   has, and the vote vetoes the step on all ranks of the group. `_broken` stays false: `_ring_broken` says it.
 - Nobody waits for another rank in a hook, and nobody waits for a ring before all shards have crossed.
+- In shared memory: a rank reads another's bucket between the exchange and its own gather, another's shard between the
+  gather and its next exchange; so who has gathered may write to its bucket, who has exchanged to its shard.
 - A replica that leaves needs nobody of its group for its last fence.
 - A failure inside the group is for good (a rank that is lost ends its group): it breaks the attempt, so that the peers
   do not wait, and leaves backward.
@@ -38,7 +44,7 @@ from ft_core.reduction.flat_buckets import Bucket, FlatGradients
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from torch import nn
+    from torch import Tensor, nn
 
     from ft_core.reduction.bucket_reducer import Allocated
     from ft_core.reduction.buffer_sync import Owners
@@ -65,13 +71,28 @@ class GroupReducer(BucketReducer):
         super().__init__(manager, module, parameters, plan, devices, buffer_owners)
 
     def _allocate(self, parameters: Sequence[nn.Parameter], devices: Sequence[torch.device]) -> Allocated:
-        plans, ranks = self._plans, self._inside.ranks
-        memory = FlatGradients(plans.summed, parameters, devices)
-        self._shards = [Bucket(planned, devices[planned.device]) for planned in plans.crossing.buckets]
+        plans, inside = self._plans, self._inside
+        count, planned, shared = len(plans.summed.buckets), (*plans.summed.buckets, *plans.crossing.buckets), None
+        if all(device.type == "cpu" for device in devices):
+            with torch.inference_mode(False):
+                shared = inside.share([(bucket.numel, getattr(torch, bucket.dtype)) for bucket in planned])
+        self._shared = shared is not None
+        own = [None] * len(planned) if shared is None else shared[inside.rank]
+        memory = FlatGradients(plans.summed, parameters, devices, own[:count])
+        crossing = zip(plans.crossing.buckets, own[count:], strict=True)
+        self._shards = [Bucket(bucket, devices[bucket.device], flat) for bucket, flat in crossing]
         """What crosses; `gradients` is the shard alone."""
         tail, last, summed = plans.crossing.tail, self._shards[-1].flat, plans.summed.tail
         with torch.inference_mode(False):
-            self._received = [torch.zeros_like(bucket.flat).view(ranks, -1) for bucket in memory.buckets]
+            self._inboxes = [torch.empty_like(bucket.flat) for bucket in memory.buckets if not self._shared]
+            self._received = [list(inbox.view(inside.ranks, -1)) for inbox in self._inboxes]
+            """Per bucket the parts of all ranks that are to be summed here."""
+            self._others: list[list[Tensor]] = []
+            """Per bucket the shards of all ranks, where they are seen."""
+            for index, bucket in enumerate(plans.crossing.buckets if shared else ()):
+                assert shared is not None
+                self._received.append([mine[index].view(inside.ranks, -1)[inside.rank] for mine in shared])
+                self._others.append([mine[count + index][: bucket.gradients] for mine in shared])
             self._fence = last[tail.fence : tail.fence + tail.fence_slots]
             self._weights = memory.buckets[-1].flat[summed.pieces : summed.end]
         return memory, plans.crossing, last
@@ -112,7 +133,10 @@ class GroupReducer(BucketReducer):
             digits = [self._weight // WEIGHT_DIGIT**place % WEIGHT_DIGIT for place in range(WEIGHT_DIGITS)]
             self._weights.copy_(torch.tensor(digits, dtype=torch.float32))
         try:
-            self._exchanges.append(self._inside.exchange(self._received[index].view(-1), self._buckets[index].flat))
+            if self._shared:
+                self._exchanges.append(self._inside.meet())
+            else:
+                self._exchanges.append(self._inside.exchange(self._inboxes[index], self._buckets[index].flat))
         except Exception as error:
             attempt.fail(error)
             raise
@@ -126,10 +150,9 @@ class GroupReducer(BucketReducer):
         self._exchanges[index].wait()
         received, shard = self._received[index], self._shards[index]
         with torch.no_grad():
-            if len(received) == 2:
-                torch.add(received[0], received[1], out=shard.gradients)
-            else:
-                torch.sum(received, 0, out=shard.gradients)
+            torch.add(received[0], received[1], out=shard.gradients)
+            for part in received[2:]:
+                shard.gradients.add_(part)
         self._send(attempt, index)
 
     def _send(self, attempt: ReductionAttempt, index: int) -> None:
@@ -157,10 +180,15 @@ class GroupReducer(BucketReducer):
                 self._cross(attempt)
             for bucket, shard, work in zip(self._buckets, self._shards, self._crossings, strict=True):
                 self._wait_for(work, attempt)
-                gathers.append(self._inside.gather(bucket.flat, shard.gradients))
+                gathers.append(
+                    self._inside.meet() if self._shared else self._inside.gather(bucket.flat, shard.gradients)
+                )
             self._fence_arrived(attempt)
-            for gather in gathers:
+            for index, gather in enumerate(gathers):
                 gather.wait()
+                if self._shared:
+                    parts = list(self._buckets[index].flat.view(self._inside.ranks, -1))
+                    torch._foreach_copy_(parts, self._others[index])
         except Exception as error:
             attempt.fail(error)  # first, so that what crosses ends
             for work in self._crossings:

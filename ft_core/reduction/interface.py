@@ -30,7 +30,7 @@ from ft_core.protocol.rank.ballot import FENCE_SLOTS
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from torch import Tensor
+    from torch import Tensor, dtype
 
     from ft_core.reduction.bucket_plan import BucketPlan
 
@@ -137,6 +137,19 @@ class InsideCollectives(Protocol):
     @property
     def ranks(self) -> int:
         """Processes of the replica group."""
+        ...
+
+    @property
+    def rank(self) -> int:
+        """Of this process in its group."""
+        ...
+
+    def share(self, shapes: Sequence[tuple[int, dtype]]) -> list[list[Tensor]] | None:
+        """Flat CPU tensors of zeros of each rank, by elements and dtype, which all ranks see; None if they cannot."""
+        ...
+
+    def meet(self) -> InsideWork:
+        """Ends when all ranks have called it: what they wrote into shared tensors before is to be seen."""
         ...
 
     def exchange(self, received: Tensor, sent: Tensor) -> InsideWork:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import socket
 import struct
 from concurrent.futures import ThreadPoolExecutor
@@ -78,6 +79,10 @@ class RingAttempt:
         self.fail(RuntimeError("connection closed by peer"))
 
 
+def _alone(_: object) -> None:
+    """The ranks are on different machines."""
+
+
 class Member(FakeHost):
     """One rank: the Manager as its reducers see it, its ring, and the way to the other ranks of its group."""
 
@@ -95,6 +100,8 @@ class Member(FakeHost):
         if self.ranks > 1:
             group: Any = open_group(self.rank, self.ranks, PrefixStore(f"{self.group}", self.world.inside))
             self.inside._group = group
+            if not self.world.shared:
+                self.inside.share = _alone  # type: ignore[method-assign,assignment]
         self.form()
 
     def form(self) -> None:
@@ -123,7 +130,9 @@ class Member(FakeHost):
 
 
 class World:
-    """All ranks of all groups."""
+    """All ranks of all groups. `shared`: they see each other's memory; else they send messages."""
+
+    shared = True
 
     def __init__(self, groups: int, ranks: int) -> None:
         self.groups, self.ranks = groups, ranks
@@ -143,6 +152,7 @@ class World:
             member.ring.shutdown()
             member.inside._group = None
         self._threads.shutdown()
+        gc.collect()  # works, which hold connections, are in cycles
 
     def run(self, target: Callable[[Member], Any]) -> list[Any]:
         """Call `target` with each member, all at once. Who is left waiting is an error."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 import pytest
 import torch
@@ -20,6 +21,12 @@ pytestmark = pytest.mark.timeout(60)
 
 SMALL_BUCKETS = 1e-4
 """MB: several buckets."""
+
+
+@pytest.fixture(autouse=True, params=["shared", "messages"])
+def _way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """How the ranks of a group reach each other."""
+    monkeypatch.setattr(World, "shared", request.param == "shared")
 
 
 def net(wide: int = 7) -> nn.Sequential:
@@ -173,7 +180,14 @@ def test_a_failure_inside_breaks_the_attempt_and_leaves_backward(stage: str) -> 
     with World(2, 2) as world:
         held = models(world, bucket_cap_mb=SMALL_BUCKETS)
         for member in world.members[:2]:
-            setattr(member.inside, stage, _lost)
+            if not world.shared:
+                setattr(member.inside, stage, _lost)
+            elif stage == "exchange":
+                member.inside.meet = _lost  # type: ignore[method-assign]
+            else:
+                buckets = len(held[member].gradient_reducer.plan.buckets)
+                meet: Any = mock.Mock(wraps=member.inside.meet, side_effect=[mock.DEFAULT] * buckets + [_LOST])
+                member.inside.meet = meet  # type: ignore[method-assign]
 
         def one(member: Member) -> Any:
             attempt = member.start_quorum()
@@ -187,8 +201,11 @@ def test_a_failure_inside_breaks_the_attempt_and_leaves_backward(stage: str) -> 
         assert stage == "gather" or all(attempt.errors for attempt in attempts[2:])
 
 
+_LOST = RuntimeError("a rank was lost")
+
+
 def _lost(*_: object) -> Any:
-    raise RuntimeError("a rank was lost")
+    raise _LOST
 
 
 def test_parameters_that_some_ranks_do_not_use() -> None:
