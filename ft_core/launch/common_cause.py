@@ -44,16 +44,14 @@ OTHERS = re.compile(r"^[\w.]*\b(LighthouseError|QuorumTimeoutError|RefusedError|
 FILES = re.compile(r"^[\w.]*Error: \[Errno \d+\] [^:]+: ['\"]")
 """What Python says if the system refuses something about a file that it names."""
 LOOK_S = 0.5
-"""A group that failed before the first commit waits at least so long before it starts again,"""
 LOOK_MAX_S = 10.0
-"""at most so long,"""
-SLOWER = 0.5
-"""and in between this part of the time that it lived: others may be slower."""
+"""A group that failed before the first commit waits at most so long before it starts again."""
 FILES_LOOK_S = 15.0
 """After an error about a file before the first commit: whoever writes it next has waited for this group (`join_s`, 10 s
 at most) and then for nobody."""
 OUTLIVED = 2.0
-"""A group that lives so many times longer than the run that failed (and LOOK_S more) has got over its error."""
+"""A group that lives so many times longer than a run that failed (and LOOK_S more) has got over the error. Who failed
+before the first commit waits so long to see it: others that fail like it may be slower."""
 
 
 @dataclass(frozen=True)
@@ -109,7 +107,7 @@ def patience_s(death: Death, job_committed: bool, groups: int) -> float:
         return 0.0
     if death.file and groups > 1:
         return FILES_LOOK_S
-    return min(LOOK_MAX_S, max(LOOK_S, SLOWER * death.lived_s))
+    return min(LOOK_MAX_S, (OUTLIVED - 1) * death.lived_s + LOOK_S)
 
 
 class CommonCause:

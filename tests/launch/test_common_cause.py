@@ -129,9 +129,9 @@ def test_one_group_of_a_bigger_job_is_its_policys_business() -> None:
 
 def test_how_long_the_others_are_waited_for() -> None:
     assert patience_s(Death("a", 1, lived_s=0.0), job_committed=False, groups=2) == LOOK_S
-    assert patience_s(Death("a", 1, lived_s=6.0), job_committed=False, groups=2) == 3.0
+    assert patience_s(Death("a", 1, lived_s=6.0), job_committed=False, groups=2) == 6.5
     assert patience_s(Death("a", 1, lived_s=600.0), job_committed=False, groups=2) == LOOK_MAX_S
     assert patience_s(Death("a", 1, lived_s=6.0), job_committed=True, groups=2) == 0.0
     assert patience_s(Death("a", -9, lived_s=6.0), job_committed=False, groups=2) == 0.0
-    for groups, wait_s in (2, FILES_LOOK_S), (1, 1.5):
+    for groups, wait_s in (2, FILES_LOOK_S), (1, 3.5):
         assert patience_s(Death("a", 1, DENIED_TEXT, lived_s=3.0), job_committed=False, groups=groups) == wait_s
