@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
     from ft_accelerate.sharing import Sharing
-    from ft_accelerate.uneven import UnevenEnd
+    from ft_accelerate.uneven import GroupUnevenEnd
     from ft_core.loop.window import StepWindow
 
 log = logging.getLogger("ft_accelerate")
@@ -55,7 +55,7 @@ class LoaderParts:
     """The parts of a run that a prepared loader asks."""
 
     window: StepWindow
-    uneven: UnevenEnd
+    uneven: GroupUnevenEnd
     sharing: Sharing | None
     """None: each group evaluates all of the data."""
 
@@ -264,7 +264,7 @@ def _rebuild(kind: type, kept: dict[str, Any]) -> Any:
 class _Source:
     """Batches, one of them read ahead: the last one must be known as such when it is handed out."""
 
-    def __init__(self, iterator: Iterator[Any], uneven: UnevenEnd) -> None:
+    def __init__(self, iterator: Iterator[Any], uneven: GroupUnevenEnd) -> None:
         self._iterator = iterator
         self._uneven = uneven
         self._read()

@@ -20,7 +20,7 @@ from ft_accelerate.kept import Kept
 from ft_accelerate.loader import LoaderParts
 from ft_accelerate.model import WrappedModel
 from ft_accelerate.sharing import Sharing
-from ft_accelerate.uneven import UnevenEnd
+from ft_accelerate.uneven import GroupUnevenEnd
 from ft_core.errors import UsageError
 from ft_core.loop.division import Division
 from ft_core.loop.replica_group import ReplicaGroup
@@ -69,7 +69,7 @@ class Run(TrainingRun):
             place, plugin.for_manager(), load, save, division=division, changed=changed, ended=ENDED,
         )  # fmt: skip
         self.plugin, self._owner = plugin, owner
-        self.uneven = UnevenEnd(self.window, plugin.on_exhausted, self.leave_others)
+        self.uneven = GroupUnevenEnd(self.window, plugin.on_exhausted, self.leave_others)
         self.sharing = Sharing(self.window) if plugin.share_evaluation else None
         self.elastic = TrainedFeed()
         self._begin()
@@ -80,7 +80,7 @@ class Run(TrainingRun):
         self.owners_known = False
         """It was looked whether prepared optimizers have the parameters that get gradients."""
         self.window.begin()
-        self.uneven.begin()
+        self.uneven.begin_run()
         self.elastic.feed = None
         if self.sharing is not None:
             self.sharing.end()

@@ -1,29 +1,25 @@
-"""`UnevenEnd`: what a replica does whose training data ends before the others': `on_exhausted`, `join_uneven_inputs`.
+"""`GroupUnevenEnd`: a replica's training data ends before the others': `on_exhausted` and `join_uneven_inputs`.
 
-How it works. After the last batch of an epoch, between two windows, `run_out` lets ft_core's policy have its way.
-"shadow": this replica takes part in the others' steps with weight zero until all are out of data. What a step does is
-known to the script's loop alone (clipping, several schedulers, averages of its own), so nothing is applied here: the
-replica trails, and is healed by the others before the epoch ends, with everything that `healed_state` knows.
-"stop_all": it takes part in one more attempt, which nobody commits and after which all loops end. "leave": it leaves
-the job, and its loops end here.
+How it works. It is the kit's `UnevenEnd` for loaders. What a step does is known to the script's loop alone (clipping,
+several schedulers, averages of its own), so nothing is applied here: a replica without data trails, and is healed by
+the others before the epoch ends, with everything that `healed_state` knows.
 
 Prepared loaders call `run_out` at the end of their loops; for a loader of the script's own the context of
 `join_uneven_inputs` does. The processes of a group end together, with the first of them: prepared loaders ask each
 other after each batch that they read ahead (`ends`).
 
-Invariants: a replica is out of data between two windows only. Positions of replicas in one epoch are compared by
-their batches, also where their numbers of batches differ. Threads: the training thread.
+Invariant: positions of replicas in one epoch are compared by their batches, also where their numbers of batches differ.
+Threads: the training thread.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
-import logging
 from typing import TYPE_CHECKING, Any
 
 from ft_accelerate import _compat
 from ft_core.errors import ConfigError
+from ft_core.loop.uneven import UnevenEnd
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -32,10 +28,8 @@ if TYPE_CHECKING:
     from ft_core.loop.position import Position
     from ft_core.loop.window import StepWindow
 
-log = logging.getLogger("ft_accelerate")
 
-
-class UnevenEnd:
+class GroupUnevenEnd(UnevenEnd):
     """The end of this replica's data, epoch by epoch, in one run after the other.
 
     Args:
@@ -45,27 +39,18 @@ class UnevenEnd:
     """
 
     def __init__(self, window: StepWindow, policy: str | None, leave_others: Callable[[str], None]) -> None:
-        self._window = window
+        super().__init__(window, leave_others)
         self._given = policy
-        self._leave_others = leave_others
         window.on_unread, window.on_vote = self._unread, self._voted
-        self.begin()
+        self.begin_run()
 
-    def begin(self) -> None:
+    def begin_run(self) -> None:
         """Forget the last run: another one begins."""
-        self.policy = self._given
-        """`on_exhausted`, or "shadow" in the context of join_uneven_inputs; None: nothing of this."""
-        self.over = False
-        """Another replica has ended this epoch for all."""
-        self.done = False
-        """This replica ran out, and has trained on nothing since."""
+        self.begin(self._given)
         self.joined = False
-        """In the context of join_uneven_inputs: loaders that were not prepared count."""
+        """In the context of join_uneven_inputs: loaders that were not prepared count, and the policy is "shadow"."""
         self.optimizers = 1
         """How many optimizers were prepared."""
-
-    def __repr__(self) -> str:
-        return f"UnevenEnd({self.policy}, done={self.done})"
 
     def check(self) -> None:
         """Refuse what does not go with a policy.
@@ -104,10 +89,8 @@ class UnevenEnd:
                 "others; prepare it"
             )
 
-    def _voted(self, manager: Manager, _: bool) -> None:
-        """There was a vote: this replica trained, and another one may have ended the epoch."""
-        self.done = False
-        self.over = self.policy is not None and manager.all_exhausted
+    def _voted(self, _: Manager, __: bool) -> None:
+        self.voted()
 
     def ends(self, here: bool) -> bool:
         """Whether the data ends for this group: with it `here`, or on another of its processes."""
@@ -115,49 +98,23 @@ class UnevenEnd:
             return here
         return self._window.inside.any(here, self._window.device)
 
-    def run_out(self, position: Position | None) -> None:
-        """This replica has no data left in this epoch: do what the policy says. Between two batches.
-
-        Args:
-            position: of the loader that has ended; moved to the others'. None: of a loader that was not prepared.
-
-        Raises:
-            ConfigError: as `check`.
-            QuorumTimeoutError, RefusedError: no quorum could be had.
-            SystemExit: (0) the others have finished, or this replica was asked to drain.
-        """
-        window, manager = self._window, self._window.manager
-        if self.policy is None or manager is None or window.stopped or window.ended:
+    def run_out(self, position: Position | None = None) -> None:
+        """As the kit's, if there is a policy, with gradients that were accumulated dropped. Raises ConfigError, too."""
+        window = self._window
+        if self.policy is None or window.manager is None or window.stopped or window.ended:
             return
         self.check()
-        self.done = True
         window.close()
         window.drop_gradients()
-        if self.policy == "leave":
-            self._leave(manager)
-            return
-        while not self._shadow(manager, position):
-            pass
+        super().run_out(position)
         window.drop_gradients()
-
-    def _shadow(self, manager: Manager, position: Position | None) -> bool:
-        """One attempt; whether it was the last."""
-        window = self._window
-        opened = functools.partial(window.entered, position)
-        over = window.wait_for(lambda: manager.hooks.shadow_step(None, ends=self.policy == "stop_all", opened=opened))
-        window.concluded(manager)
-        return over or window.stopped
-
-    def _leave(self, manager: Manager) -> None:
-        if len(manager.members) > 1:  # else it is the last one, and ends the job
-            log.info("%s: out of data: leaves with step %d", manager.replica_id, manager.current_step())
-            self._leave_others("this replica ran out of data (on_exhausted='leave')")
-        self._window.stopped = True
+        if self.policy == "leave":
+            window.stopped = True
 
 
 @contextlib.contextmanager
 def joined(
-    accelerator: Any, out: UnevenEnd, joinables: Any, even_batches: bool | None, elastic: Callable[[], bool]
+    accelerator: Any, out: GroupUnevenEnd, joinables: Any, even_batches: bool | None, elastic: Callable[[], bool]
 ) -> Iterator[None]:
     """Train inside on loaders of different lengths (`join_uneven_inputs`).
 

@@ -19,8 +19,9 @@ import json
 import os
 from typing import TYPE_CHECKING, Any
 
-from ft_core.data import ElasticDataLoader, elastic_loader
+from ft_core.data import ElasticDataLoader
 from ft_core.errors import ConfigError, FaultToleranceError, UsageError
+from ft_core.loop.elastic import Elasticity, Words
 from ft_core.loop.position import Position
 
 if TYPE_CHECKING:
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
 
 FILE = "ft_data.json"
 """In a folder of `save_state`: the position in the data."""
+WORDS = Words("gradient_accumulation_steps", "accelerator.process_index", "accelerator.num_processes")
 
 
 class Ended(FaultToleranceError):
@@ -307,19 +309,10 @@ def converted(accelerator: Any, loader: Any, window: StepWindow, trained: Traine
     Raises:
         ConfigError: settings that exclude each other.
     """
-    plugin = accelerator.fault_tolerance_plugin
-    check(accelerator, plugin.global_batch_size)
-    steps = 1 if plugin.global_batch_size is not None else accelerator.gradient_accumulation_steps
-    settings = accelerator.dataloader_config  # not the accelerator, which keeps what is made here
-
-    def make() -> ElasticDataLoader:
-        return elastic_loader(
-            loader, seed=settings.data_seed or 0, global_batch_size=plugin.global_batch_size,
-            accumulation_steps=steps, max_micro_steps=plugin.max_micro_steps,
-            min_readers=(plugin.min_replicas or 1) * window.ranks, group_rank=window.rank, num_replicas=window.ranks,
-        )  # fmt: skip
-
-    return ElasticFeed(window, trained, make)
+    plugin, elasticity = accelerator.fault_tolerance_plugin, _elasticity(accelerator, window)
+    elasticity.check(plugin.global_batch_size)
+    check(accelerator)
+    return ElasticFeed(window, trained, lambda: elasticity.make(loader))
 
 
 def made_by_user(accelerator: Any, loader: ElasticDataLoader, window: StepWindow, trained: TrainedFeed) -> ElasticFeed:
@@ -328,38 +321,29 @@ def made_by_user(accelerator: Any, loader: ElasticDataLoader, window: StepWindow
     Raises:
         ConfigError: it has a Manager already, or its arguments do not fit this group or the Accelerator.
     """
-    sampler = loader.sampler
-    batching, steps = sampler.batching, accelerator.gradient_accumulation_steps
-    check(accelerator, batching.global_batch_size)
-    if batching.global_batch_size is None and steps not in (1, batching.accumulation_steps):
-        raise ConfigError(
-            f"Accelerator(gradient_accumulation_steps={steps}), but ElasticDataLoader(accumulation_steps="
-            f"{batching.accumulation_steps}): the loader decides; leave the first one out, or make them equal"
-        )
-    if (sampler.group_rank, sampler.num_replicas) != (window.rank, window.ranks):
-        raise ConfigError(
-            f"ElasticDataLoader(group_rank={sampler.group_rank}, num_replicas={sampler.num_replicas}) in process "
-            f"{window.rank} of a group of {window.ranks}: pass group_rank=accelerator.process_index, "
-            "num_replicas=accelerator.num_processes"
-        )
+    check(accelerator)
+    _elasticity(accelerator, window).check_own(loader)
     feed = ElasticFeed(window, trained, lambda: loader)
     feed.always = True
     assert feed.loader is loader  # attached, or an error now
     return feed
 
 
-def check(accelerator: Any, global_batch_size: int | None) -> None:
+def _elasticity(accelerator: Any, window: StepWindow) -> Elasticity:
+    """The settings; not the Accelerator, which keeps what is made here."""
+    plugin = accelerator.fault_tolerance_plugin
+    return Elasticity(
+        WORDS, window.rank, window.ranks, accelerator.gradient_accumulation_steps, plugin.global_batch_size,
+        plugin.max_micro_steps, plugin.min_replicas, accelerator.dataloader_config.data_seed or 0,
+    )  # fmt: skip
+
+
+def check(accelerator: Any) -> None:
     """Refuse settings of the Accelerator that contradict elastic data.
 
     Raises:
         ConfigError: names the setting and what to do.
     """
-    steps = accelerator.gradient_accumulation_steps
-    if global_batch_size is not None and steps != 1:
-        raise ConfigError(
-            f"gradient_accumulation_steps={steps} with global_batch_size={global_batch_size}: the number of "
-            "micro-batches per step follows from the global batch; leave gradient_accumulation_steps out"
-        )
     why = {
         "dispatch_batches": (accelerator.dispatch_batches, "one process would read for others"),
         "split_batches": (accelerator.split_batches, "say global_batch_size= for a batch that all share"),

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from ft_core import Manager, default_process_group
 from ft_core.errors import JobFinishedError, UsageError
+from ft_core.loop.garbage import collect_once
 from ft_core.loop.leadership import Leadership
 from ft_core.loop.model import WindowedModel
 from ft_core.loop.publishing import PlacedFile, Publisher
@@ -92,6 +93,7 @@ class TrainingRun:
             if window.ended:
                 raise UsageError(f"{window.ended}: this run is over")
             RUNS.begin(self.superseded)
+            collect_once()
             options = {
                 **self._options, **self._place_of_store(), "rank": window.rank, "world_size": window.ranks,
                 "room_id": RUNS.room(self._options.get("room_id") or DEFAULT_ROOM),

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
     from ft_core.loop.window import StepWindow
     from ft_lightning.trainer.elastic import ElasticData
-    from ft_lightning.trainer.uneven import UnevenEnd
+    from ft_lightning.trainer.uneven import TrainerUnevenEnd
 
 log = logging.getLogger("ft_lightning")
 
@@ -48,7 +48,8 @@ class Checkpoints:
     _takeover: Any
     window: StepWindow | None
     elastic: ElasticData
-    uneven: UnevenEnd
+    uneven: TrainerUnevenEnd
+    """The end of this replica's loader, which may come before the others'; while `fit` runs."""
     _leadership: LeaderFiles | None = None
     _resume: Resume | None = None
     first_step = 0

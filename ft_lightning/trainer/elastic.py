@@ -27,8 +27,9 @@ from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import DataLoader
 
-from ft_core.data import ElasticDataLoader, elastic_loader
+from ft_core.data import ElasticDataLoader
 from ft_core.errors import ConfigError, FaultToleranceError
+from ft_core.loop.elastic import Elasticity, Words
 from ft_lightning._compat import callbacks as _callbacks
 from ft_lightning._compat import position as _position
 from ft_lightning.trainer.sharding import TRAIN
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("ft_lightning")
 KEY = "ft_data"
 """The key of the cursor in a checkpoint."""
+WORDS = Words("accumulate_grad_batches", "trainer.global_rank", "trainer.world_size")
 
 
 class LeftEpoch(FaultToleranceError):
@@ -54,10 +56,11 @@ class ElasticData:
     Args:
         arguments: the strategy's.
         seed_worker: Lightning's function for worker processes, called with (worker id, rank).
+        min_replicas: the smallest quorum; None: FT_MIN_REPLICAS, else 1.
     """
 
-    def __init__(self, arguments: DataArguments, seed_worker: Callable[..., None]) -> None:
-        self._arguments = arguments
+    def __init__(self, arguments: DataArguments, seed_worker: Callable[..., None], min_replicas: int | None) -> None:
+        self._arguments, self._min_replicas = arguments, min_replicas
         self._seed_worker = seed_worker
         self.loader: ElasticDataLoader | None = None
         """None: the training data is not elastic."""
@@ -110,9 +113,14 @@ class ElasticData:
             return loader
         self._check(trainer)
         ranks, rank = trainer.world_size, trainer.global_rank
+        wanted = self._arguments
+        elasticity = Elasticity(
+            WORDS, rank, ranks, trainer.accumulate_grad_batches, wanted.global_batch_size, wanted.max_micro_steps,
+            self._min_replicas, int(os.environ.get("PL_GLOBAL_SEED", "0")),
+        )  # fmt: skip
         if not own:
-            loader = self._convert(trainer, loader, group * ranks + rank, rank, ranks)
-        self._check_own(trainer, loader, rank, ranks)
+            loader = self._convert(loader, elasticity, group * ranks + rank)
+        elasticity.check_own(loader)
         loader.sampler.equal_micro_steps = True
         loader.sampler.expect(groups)
         self.loader, self._trainer, self._accumulate = loader, trainer, trainer.accumulate_grad_batches
@@ -122,17 +130,11 @@ class ElasticData:
             loader.attach(manager)
         return loader
 
-    def _convert(self, trainer: Any, loader: Any, number: int, rank: int, ranks: int) -> ElasticDataLoader:
-        wanted = self._arguments
+    def _convert(self, loader: Any, elasticity: Elasticity, number: int) -> ElasticDataLoader:
         seeds = bool(int(os.environ.get("PL_SEED_WORKERS", "0")))
         if isinstance(loader, DataLoader) and loader.num_workers and seeds and loader.worker_init_fn is None:
             loader.worker_init_fn = partial(self._seed_worker, rank=number)
-        constant = wanted.global_batch_size is not None
-        return elastic_loader(
-            loader, seed=int(os.environ.get("PL_GLOBAL_SEED", "0")), global_batch_size=wanted.global_batch_size,
-            accumulation_steps=1 if constant else trainer.accumulate_grad_batches,
-            max_micro_steps=wanted.max_micro_steps, group_rank=rank, num_replicas=ranks,
-        )  # fmt: skip
+        return elasticity.make(loader)
 
     def _check(self, trainer: Any) -> None:
         """Refuse settings of the Trainer that elastic data does not go with. Raises ConfigError."""
@@ -150,27 +152,6 @@ class ElasticData:
             raise ConfigError(
                 "elastic data: GradientAccumulationScheduler would change a step's micro-batches; pass "
                 "Trainer(accumulate_grad_batches=) or global_batch_size= instead"
-            )
-        if self._arguments.global_batch_size is not None and trainer.accumulate_grad_batches != 1:
-            raise ConfigError(
-                f"accumulate_grad_batches={trainer.accumulate_grad_batches} with global_batch_size="
-                f"{self._arguments.global_batch_size}: the number of micro-steps follows from the global batch; leave "
-                "accumulate_grad_batches out"
-            )
-
-    def _check_own(self, trainer: Any, loader: ElasticDataLoader, rank: int, ranks: int) -> None:
-        """Whether it reads what the Trainer means. Raises ConfigError."""
-        sampler, batching = loader.sampler, loader.sampler.batching
-        if (sampler.group_rank, sampler.num_replicas) != (rank, ranks):
-            raise ConfigError(
-                f"ElasticDataLoader(group_rank={sampler.group_rank}, num_replicas={sampler.num_replicas}) on rank "
-                f"{rank} of a replica group of {ranks}: pass group_rank=trainer.global_rank, "
-                "num_replicas=trainer.world_size"
-            )
-        if trainer.accumulate_grad_batches not in (1, batching.accumulation_steps):
-            raise ConfigError(
-                f"accumulate_grad_batches={trainer.accumulate_grad_batches}, but the ElasticDataLoader has "
-                f"accumulation_steps={batching.accumulation_steps}: it decides; leave accumulate_grad_batches out"
             )
 
     def found(self, checkpoint: Mapping[str, Any]) -> None:

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 from ft_core import DistributedDataParallel, Manager, default_process_group
 from ft_core.errors import ConfigError, LighthouseError, QuorumTimeoutError
 from ft_core.loop.division import Division
+from ft_core.loop.garbage import collect_once
 from ft_core.loop.group_model import GroupModel
 from ft_core.loop.inside_group import InsideGroup
 from ft_core.loop.replica_group import ReplicaGroup
@@ -38,7 +39,7 @@ from ft_lightning.trainer.optimizer_steps import OptimizerSteps
 from ft_lightning.trainer.sharding import Sharding
 from ft_lightning.trainer.shared_evaluation import SharedEvaluation
 from ft_lightning.trainer.takeover import Takeover
-from ft_lightning.trainer.uneven import UnevenEnd
+from ft_lightning.trainer.uneven import TrainerUnevenEnd
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -132,10 +133,9 @@ class FaultTolerance(OptimizerSteps, Checkpoints, StartsGroups):
         self._trainer: Any = None
         seeder = _position.worker_seeder(self._tree)
         self._sharding = Sharding(self.replica_group, self.num_replica_groups, seeder)
-        self.elastic = ElasticData(self._data_arguments, seeder)
+        self.elastic = ElasticData(self._data_arguments, seeder, min_replicas)
         """The training data, if it is elastic."""
-        self.uneven = UnevenEnd(self, on_exhausted)
-        """The end of this replica's loader, which may come before the others'."""
+        self._on_exhausted = on_exhausted
         self._shared: SharedEvaluation | None = None
         self._takeover: Takeover | None = None
         """Position in the run that all replicas share, while `fit` runs."""
@@ -178,6 +178,7 @@ class FaultTolerance(OptimizerSteps, Checkpoints, StartsGroups):
         self._trainer = trainer
         if self._trains:
             self._takeover = Takeover(trainer, self._sharding, self.elastic)
+            collect_once()
             self.manager = self._new_manager(
                 pg=default_process_group(),
                 load_state_dict=self._load_state,
@@ -189,6 +190,7 @@ class FaultTolerance(OptimizerSteps, Checkpoints, StartsGroups):
             )
             if self.manager is not None:
                 self.window = self._new_window(self.manager)
+                self.uneven = TrainerUnevenEnd(self, self.window, self._on_exhausted)
                 self._begin(self.manager)
         if self._data_arguments.share_evaluation:
             self._shared = SharedEvaluation(trainer, self.world_size, self._evaluation_quorum)  # type: ignore[attr-defined]

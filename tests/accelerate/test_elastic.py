@@ -350,7 +350,7 @@ def test_a_loader_of_the_users_own_that_does_not_fit_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"gradient_accumulation_steps=2.*accumulation_steps=1"):
         Setup(ElasticDataLoader(data(), 2), {}, gradient_accumulation_steps=2)
     forget()
-    with pytest.raises(ConfigError, match=r"group_rank=1, num_replicas=2.*in process 0 of a group of 1"):
+    with pytest.raises(ConfigError, match=r"group_rank=1, num_replicas=2.*on rank 0 of a replica group of 1"):
         Setup(ElasticDataLoader(data(), 2, group_rank=1, num_replicas=2), {})
 
 

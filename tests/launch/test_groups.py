@@ -130,10 +130,7 @@ def test_a_group_that_fails_once_is_restarted_and_nobody_else(write: Any, states
     assert states["replica-0"] == ["INIT", "HEALTHY", "SUCCEEDED"]
     assert running.count(r"^\[replica-1/0\] run 1 \w{16}$") == 1
     assert running.count(r"^\[replica-0/0\] run 0 ") == 1
-    assert (
-        running.count(r"^ftrun: \[replica-1\] rank 0 .* code 1: RuntimeError: the first try; starting again in")
-        == 1
-    )
+    assert running.count(r"^ftrun: \[replica-1\] rank 0 .* code 1: RuntimeError: the first try; starting again in") == 1
     assert "1 restart" in running.lines.all[-1]
 
 

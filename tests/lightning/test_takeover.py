@@ -203,7 +203,7 @@ class Run:
             enable_model_summary=False, callbacks=callbacks, **options,
         )  # fmt: skip
         self.sharding = Sharding(0, 1, lambda *_: None)
-        self.adoption = Takeover(self.trainer, self.sharding, ElasticData(DataArguments(), lambda *_: None))
+        self.adoption = Takeover(self.trainer, self.sharding, ElasticData(DataArguments(), lambda *_: None, None))
 
     def fit(self, **kwargs: Any) -> None:
         def open_quorum() -> Manager:
