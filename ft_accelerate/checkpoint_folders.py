@@ -21,6 +21,8 @@ import shutil
 from collections import deque
 from typing import TYPE_CHECKING, Any
 
+from ft_core.loop.publishing import PlacedFolder
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -78,41 +80,49 @@ def _step_of(folder: str) -> int | None:
         return None
 
 
-def partial_folder(target: str) -> str:
-    """Where it is written first: on the same file system, and not among the checkpoints."""
-    parent, name = os.path.split(os.path.abspath(target))
-    if os.path.basename(parent) == "checkpoints":
-        parent = os.path.dirname(parent)
-    return os.path.join(parent, f".{name}.partial")
-
-
-def write(target: str, save: Callable[[str], Any], manager_state: dict[str, int], first: bool, wait: Any) -> None:
-    """Write a folder, beside its place.
+def placed(target: str, step: int, group: int) -> PlacedFolder:
+    """The folder for `target` before it is in its place.
 
     Args:
         target: its place.
+        step: of the state that is written.
+        group: which writes.
+    """
+    parent, name = os.path.split(os.path.abspath(target))
+    if os.path.basename(parent) == "checkpoints":
+        parent = os.path.dirname(parent)
+    return PlacedFolder(parent, name, step, group)
+
+
+def write(
+    folder: PlacedFolder, save: Callable[[str], Any], manager_state: dict[str, int], first: bool, wait: Any
+) -> None:
+    """Write a folder, beside its place.
+
+    Args:
+        folder: which.
         save: writes Accelerate's part into a folder.
         manager_state: of the Manager.
         first: this is the group's first rank.
         wait: a barrier of the group.
     """
-    partial = partial_folder(target)
     if first:
-        shutil.rmtree(partial, ignore_errors=True)
+        folder.begin()
     wait()
-    save(partial)
+    save(folder.writing)
     wait()
     if first:
-        with open(os.path.join(partial, MANAGER), "w", encoding="utf-8") as file:
+        with open(os.path.join(folder.writing, MANAGER), "w", encoding="utf-8") as file:
             json.dump(manager_state, file)
+        folder.complete()
 
 
-def place(target: str) -> None:
+def place(folder: PlacedFolder, target: str) -> None:
     """Put what `write` wrote in its place, where files that are there are replaced one by one. On the first rank.
 
     Nothing, if that was done.
     """
-    partial = partial_folder(target)
+    partial = folder.beside
     if not os.path.isdir(partial):
         return
     if not os.path.exists(target):

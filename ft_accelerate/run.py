@@ -25,6 +25,7 @@ from ft_core.errors import UsageError
 from ft_core.loop.division import Division
 from ft_core.loop.replica_group import ReplicaGroup
 from ft_core.loop.run import TrainingRun
+from ft_core.loop.window import PassedOverError
 
 if TYPE_CHECKING:
     import weakref
@@ -76,7 +77,7 @@ class Run(TrainingRun):
 
     def _begin(self) -> None:
         self._kept = Kept()
-        self.first_step = 0
+        self.first_step, self.passed_over = 0, False
         self.owners_known = False
         """It was looked whether prepared optimizers have the parameters that get gradients."""
         self.window.begin()
@@ -118,7 +119,10 @@ class Run(TrainingRun):
 
     def load_manager_state(self, state: dict[str, int]) -> None:
         """Give the Manager what `manager_state` returned, before training."""
-        manager = self.start_manager()
+        try:
+            manager = self.start_manager()
+        except PassedOverError:
+            return
         if not manager.quorum_id:
             manager.load_state_dict({**state, "step": state["step"] + self.first_step})
 
@@ -132,10 +136,6 @@ class Run(TrainingRun):
         if self.manager is not None and self.manager.quorum_id and not self.window.ended:
             log.warning("a model is prepared after training began: the run of the models before it ends here")
             self.begin_anew()
-        if self.window.ranks > 1:  # as torch's DDP does at its start
-            with torch.no_grad():
-                for tensor in (*module.parameters(), *module.buffers()):
-                    torch.distributed.broadcast(tensor.data, 0)
         wrapped: WrappedModel = self.wrap(module, arguments, WrappedModel)
         return wrapped
 

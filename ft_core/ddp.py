@@ -75,7 +75,8 @@ class DistributedDataParallel(JoinMember, TorchDistributedDataParallel):
     """Averages gradients over the participants of each step while backward runs; survives their failure.
 
     Args:
-        manager: the Manager whose steps these gradients belong to. `start_quorum` must run before `backward`.
+        manager: the Manager whose steps these gradients belong to. `start_quorum` must run before `backward`. None: the
+            wrapper is inert, as a copy is.
         module: the module; its parameters decide the bucket plan, so they may not be frozen, unfrozen, cast or replaced
             afterwards (`unwrap()` and wrap again). With `find_unused_parameters=True` they may be frozen, for any time.
         kwargs: torch's arguments. Honoured: device_ids, output_device, bucket_cap_mb, bucket_cap_mb_list,
@@ -87,7 +88,7 @@ class DistributedDataParallel(JoinMember, TorchDistributedDataParallel):
         ConfigError: an argument or a parameter (lazy, meta, sparse, integer) that cannot work, by name.
     """
 
-    def __init__(self, manager: ReducerManager, module: nn.Module, **kwargs: object) -> None:
+    def __init__(self, manager: ReducerManager | None, module: nn.Module, **kwargs: object) -> None:
         options = check_arguments(kwargs)
         # Not super().__init__(): it would need a default process group and build the C++ reducer.
         nn.Module.__init__(self)
@@ -96,17 +97,21 @@ class DistributedDataParallel(JoinMember, TorchDistributedDataParallel):
         inventory = take_inventory(module, options)
         device_ids = check_devices(options, inventory)
         _define_torch_attributes(self, module, options, inventory, device_ids)
-        hooks = manager.hooks
-        reducer = self._new_reducer(hooks, module, inventory, sync_buffers=options.sync_buffers)
+        self._manager: ReducerManager | None = manager
+        self._reducer: BucketReducer | None = None
+        self._trained = inventory.trained
+        self._frozen = inventory.frozen
+        if manager is not None:
+            self._register(manager.hooks, inventory, sync_buffers=options.sync_buffers)
+
+    def _register(self, hooks: ReducerHost, inventory: Inventory, *, sync_buffers: bool) -> None:
+        reducer = self._new_reducer(hooks, cast("nn.Module", self.module), inventory, sync_buffers=sync_buffers)
         try:
             hooks.register_reducer(reducer)
         except BaseException:
             reducer.remove_hooks()
             raise
-        self._manager: ReducerManager | None = manager
-        self._reducer: BucketReducer | None = reducer
-        self._trained = inventory.trained
-        self._frozen = inventory.frozen
+        self._reducer = reducer
         if self.device_type != "cpu":
             _warn_about_host_copies(hooks, inventory.trained)
 

@@ -16,18 +16,15 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, Any
 
-from ft_core.errors import FaultToleranceError, JobFinishedError
+from ft_core.loop.runs import RunLostError
 from ft_core.loop.tools import Sigterm
 from ft_lightning._compat import writers
 
 if TYPE_CHECKING:
     from ft_core import Manager
+    from ft_core.errors import JobFinishedError
 
 log = logging.getLogger("ft_lightning")
-
-
-class RunLostError(FaultToleranceError):
-    """All replicas of a later call of `fit` have died, and with them what the calls before it had trained."""
 
 
 def stop_as_agreed(manager: Manager, trainer: Any) -> None:

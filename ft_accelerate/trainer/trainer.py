@@ -42,6 +42,7 @@ from ft_accelerate.trainer import elastic_epochs
 from ft_accelerate.trainer.elastic_epochs import ElasticEpochs
 from ft_accelerate.trainer.progress import Progress
 from ft_core.errors import ConfigError, FaultToleranceError
+from ft_core.loop.publishing import PlacedFolder
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -323,6 +324,7 @@ class FaultTolerantTrainerMixin(ElasticEpochs):
             os.path.join(folder, name),
             functools.partial(self._ft_write, model, trial, folder, name),
             functools.partial(self._ft_place, folder, name, best),
+            functools.partial(self._ft_discard, folder, name),
             collective=True,
         )
         if best and self.args.save_strategy != "no":
@@ -330,9 +332,10 @@ class FaultTolerantTrainerMixin(ElasticEpochs):
 
     def _ft_write(self, model: Any, trial: Any, folder: str, name: str) -> None:
         """Trainer's own checkpoint, beside its place. On all processes of this group."""
-        first, stage = self.args.process_index == 0, os.path.join(folder, f".{name}.partial")
+        first, placed = self.args.process_index == 0, self._ft_placed(folder, name)
+        stage = placed.writing
         if first:
-            shutil.rmtree(stage, ignore_errors=True)
+            placed.begin()
         self.accelerator.wait_for_everyone()
         self._ft_stage = stage
         try:
@@ -347,10 +350,20 @@ class FaultTolerantTrainerMixin(ElasticEpochs):
         if first and state.best_model_checkpoint and state.best_model_checkpoint.startswith(stage):
             state.best_model_checkpoint = os.path.join(folder, name)
             state.save_to_json(os.path.join(stage, name, STATE))
+        if first:
+            placed.complete()
+
+    def _ft_placed(self, folder: str, name: str) -> PlacedFolder:
+        """It has the step in its name, so the step of the state tells no more."""
+        return PlacedFolder(folder, name, 0, self.accelerator.replica_group)
+
+    def _ft_discard(self, folder: str, name: str) -> None:
+        if self.args.process_index == 0:
+            self._ft_placed(folder, name).discard()
 
     def _ft_place(self, folder: str, name: str, best: int | None) -> None:
         """Move what was written to its place, unless that was done; the oldest that are over the limit go."""
-        stage, place = os.path.join(folder, f".{name}.partial"), os.path.join(folder, name)
+        stage, place = self._ft_placed(folder, name).beside, os.path.join(folder, name)
         if self.args.process_index != 0 or not os.path.isdir(stage):
             return
         shutil.rmtree(place, ignore_errors=True)

@@ -27,13 +27,13 @@ class GroupModel(DistributedDataParallel):
     """Averages gradients over all ranks of all groups.
 
     Args:
-        manager: of this rank.
+        manager: of this rank; None: as DistributedDataParallel.
         inside: the ranks of this group. All of them wrap the same models in the same order.
         module: the model.
         kwargs: of torch's DistributedDataParallel.
     """
 
-    def __init__(self, manager: Manager, inside: InsideGroup, module: nn.Module, **kwargs: Any) -> None:
+    def __init__(self, manager: Manager | None, inside: InsideGroup, module: nn.Module, **kwargs: Any) -> None:
         self._inside: InsideGroup | None = inside  # the base class makes the reducer
         super().__init__(manager, module, **kwargs)
 

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
     from ft_core.ddp import DistributedDataParallel
-    from ft_core.reduction.interface import InsideWork, PendingWork
+    from ft_core.reduction.interface import InsideWork, PendingWork, RoundMember
     from ft_core.runtime.step_attempt import StepAttempt
 
 _opened: list[weakref.ref[ProcessGroup]] = []
@@ -62,6 +62,8 @@ class InsideGroup:
     def __init__(self, ranks: int) -> None:
         self.ranks = ranks
         self._group: ProcessGroup | None = None
+        self.reducers: list[RoundMember] = []
+        """Those of all models, in the order in which they were wrapped, the same on all ranks."""
         self._tag = 0
         """Of the last gather's messages: the same on all ranks."""
         self._nothing = torch.zeros(ranks), torch.zeros(ranks)
@@ -109,6 +111,13 @@ class InsideGroup:
             return rows
 
         return share(shapes, self.ranks, gather)
+
+    def begun_anywhere(self) -> list[bool]:
+        """Of which of `reducers` any rank has begun a reduction. All ranks ask at the same time."""
+        mine = torch.tensor([reducer.begun for reducer in self.reducers], dtype=torch.int64)
+        everybodys = mine.new_zeros(self.ranks * len(mine))
+        self.gather(everybodys, mine).wait()
+        return [bool(flag) for flag in everybodys.view(self.ranks, -1).any(0)]
 
     def meet(self) -> InsideWork:
         """Ends when all ranks have called it: what they wrote into shared tensors before is to be seen."""

@@ -47,6 +47,8 @@ class Write:
     """Writes it beside its place, or in it."""
     place: Callable[[], Any] | None
     """Puts it in its place, if it is still beside it."""
+    discard: Callable[[], Any]
+    """Removes it, if it is still beside its place."""
     step: int
     """Of the state that is written."""
     collective: bool
@@ -143,13 +145,23 @@ class Leadership:
             names = ", ".join(item.name for item in missed)
             log.info("%s has made sure of what the former leader may not have written: %s", manager.replica_id, names)
 
+    def step_aside(self) -> None:
+        """This run is passed over: the others have written what is of it."""
+        self._leads = False
+
     def forget(self) -> None:
         """The others' state is taken over: what was to be written was of another one."""
         self._missed = []
         self.publisher.forget()
 
     def writing(
-        self, name: str, write: Callable[[], Any], place: Callable[[], Any] | None = None, *, collective: bool = False
+        self,
+        name: str,
+        write: Callable[[], Any],
+        place: Callable[[], Any] | None = None,
+        discard: Callable[[], Any] = lambda: None,
+        *,
+        collective: bool = False,
     ) -> Any:
         """Write if this group leads; otherwise remember how, in case that the leader dies.
 
@@ -158,12 +170,13 @@ class Leadership:
             write: writes it, over what is there.
             place: puts it in its place, once all replicas are known to hold the step, unless that was done; None:
                 `write` does.
+            discard: removes what is beside its place.
             collective: all ranks of the group take part in `write`, so an error ends this replica in any case.
 
         Returns:
             What `write` returns; None where nothing was written.
         """
-        item = Write(name, write, place, self._step, collective and self._window.ranks > 1)
+        item = Write(name, write, place, discard, self._step, collective and self._window.ranks > 1)
         if self.leads:
             with self._window.pause(f"saving {name}"):
                 return self._make(item, mine=True)
@@ -179,7 +192,7 @@ class Leadership:
         def write() -> None:
             written[0] = item.write()
             if item.place is not None:
-                self.publisher.hold(item.name, item.place)
+                self.publisher.hold(item.name, item.place, item.discard)
 
         if item.collective or (mine and not self._alone(self._window.manager)):
             write()

@@ -24,6 +24,7 @@ class ForwardWindow(Protocol):
     """The window that a forward belongs to (`window.StepWindow`), as far as it asks it."""
 
     aside: bool
+    stopped: bool
     inside: InsideGroup
 
     @property
@@ -43,13 +44,13 @@ class WindowedModel(GroupModel):
     """Opens the quorum if nobody has, and stays silent while there is none.
 
     Args:
-        manager: of the run.
+        manager: of the run; None: it is passed over, and nothing is trained.
         window: of the run whose steps its gradients belong to.
         module: the model.
         kwargs: of torch's DistributedDataParallel.
     """
 
-    def __init__(self, manager: Manager, window: ForwardWindow, module: torch.nn.Module, **kwargs: Any) -> None:
+    def __init__(self, manager: Manager | None, window: ForwardWindow, module: torch.nn.Module, **kwargs: Any) -> None:
         super().__init__(manager, window.inside, module, **kwargs)
         self._window: ForwardWindow | None = window
         self._switched = False
@@ -75,6 +76,8 @@ class WindowedModel(GroupModel):
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the model, in a window that is open, or silently."""
         window = self._window
+        if self._reducer is None and window is not None and window.stopped:
+            return self.module(*inputs, **kwargs)  # the run is passed over, or over
         if window is not None and window.aside:
             with self.no_sync():  # a loss may need gradients also where it is only evaluated
                 return super().forward(*inputs, **kwargs)

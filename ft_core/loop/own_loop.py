@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from ft_core.manager import Manager
 
 ENDED = "loop.end() was called"
+POSITION_MAX = 1 << 62
 
 
 class Stateful(Protocol):
@@ -86,6 +87,7 @@ class TrainingLoop:
             if name in manager:
                 raise ConfigError(f"TrainingLoop({name}=...) cannot be given: the loop sets it")
         self._state = dict(state)
+        self._wrapped: list[DistributedDataParallel] = []
         place = place or ReplicaGroup.of()
         self._run = TrainingRun(
             place, manager, self._load, self._save, division=Division(place.total, lambda _: False),
@@ -132,11 +134,13 @@ class TrainingLoop:
             options: of torch's DistributedDataParallel.
 
         Raises:
-            ConfigError: an option cannot work here.
+            ConfigError: an option cannot work here, or the model is wrapped already.
             SystemExit: (0) the others have finished.
+            RunLostError: the others were in a later run of this script, and all of them have died.
         """
         check_arguments(options)
         wrapped: DistributedDataParallel = self._run.wrap(model, options)
+        self._wrapped.append(wrapped)  # the window keeps none alive
         return wrapped
 
     def open(self, position: int = 0) -> int | None:
@@ -149,15 +153,15 @@ class TrainingLoop:
             The furthest position of all replicas: the batch to train on. None: all have agreed to end.
 
         Raises:
-            ConfigError: `position` is no whole number from 0 on.
+            ConfigError: `position` is no whole number from 0 to 2^62.
             UsageError: before `wrap`, or after `end`.
             QuorumTimeoutError, RefusedError: no quorum could be had.
             SystemExit: (0) this replica was asked to drain and has left, or the others have finished.
         """
         given: object = position
         window = self._run.window
-        if isinstance(given, bool) or not isinstance(given, int) or given < 0:
-            raise ConfigError(f"open({position!r}): the position must be a whole number, 0 or more")
+        if isinstance(given, bool) or not isinstance(given, int) or not 0 <= given <= POSITION_MAX:
+            raise ConfigError(f"open({position!r}): the position must be a whole number from 0 to 2^62")
         if not window.models:
             raise UsageError("loop.open() before loop.wrap(model)")
         if window.ended:
@@ -165,7 +169,7 @@ class TrainingLoop:
         window.opened_by_hand = True
         mine = Position(0, position)
         window.before_batch(mine)
-        return None if window.stopped else mine.batch
+        return None if window.stopped else mine.code
 
     def vote(self) -> bool:
         """Whether the optimizer step is everybody's; after backward (and clipping, of `settled` gradients).
@@ -196,8 +200,8 @@ class TrainingLoop:
         once where there is one replica. A new leader writes what the former one may not have written.
 
         Args:
-            path: of the file, on a local or shared file system.
-            write: writes it to the path that it is given.
+            path: of the file, on a local or shared file system; its folder is made.
+            write: writes it to the path that it is given; called on the first rank of the leading group.
         """
         self._run.save_file(path, write)
 

@@ -13,8 +13,11 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import itertools
 import logging
 import os
+import shutil
+import socket
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -26,23 +29,89 @@ if TYPE_CHECKING:
 log = logging.getLogger("ft_core")
 
 
+_number = itertools.count()
+
+
 @dataclass(frozen=True)
 class PlacedFile:
-    """A file that is written beside its place first."""
+    """A file that is written beside its place first: under a name of the writer's own, then under that of its step.
+
+    So a former leader that was frozen in the middle of a write cannot touch what its successor writes, nor can half a
+    file be put in its place.
+    """
 
     target: str
     """Its place, on a local file system."""
+    step: int
+    """Of the state in it."""
 
     @property
     def beside(self) -> str:
-        """Where it is written: on the same file system, and not among the checkpoints."""
+        """Where it is, complete, before it is in its place: on the same file system, and not among the checkpoints."""
+        return self._hidden(f"{self.step}.partial")
+
+    def _hidden(self, end: str) -> str:
         folder, name = os.path.split(os.path.abspath(self.target))
-        return os.path.join(folder, f".{name}.partial")
+        return os.path.join(folder, f".{name}.{end}")
+
+    def write(self, write: Callable[[str], object]) -> None:
+        """Write it beside its place. `write`: writes it to the path that it is given."""
+        mine = self._hidden(f"{socket.gethostname()}-{os.getpid()}-{next(_number)}.writing")
+        os.makedirs(os.path.dirname(mine), exist_ok=True)
+        try:
+            write(mine)
+            os.replace(mine, self.beside)
+        except BaseException:
+            with contextlib.suppress(FileNotFoundError):
+                os.remove(mine)
+            raise
 
     def place(self) -> None:
         """Put it in its place; nothing if that was done."""
         with contextlib.suppress(FileNotFoundError):
             os.replace(self.beside, self.target)
+
+    def discard(self) -> None:
+        """Remove it, if it is still beside its place."""
+        with contextlib.suppress(FileNotFoundError):
+            os.remove(self.beside)
+
+
+@dataclass(frozen=True)
+class PlacedFolder:
+    """A folder that all ranks of a group write, beside its place first; as `PlacedFile`."""
+
+    parent: str
+    """Where it is before it is in its place: on the same file system, and not among the checkpoints."""
+    name: str
+    step: int
+    """Of the state in it."""
+    group: int
+    """Number of the replica group that writes."""
+
+    @property
+    def writing(self) -> str:
+        """Where this group writes. Another start of it, under ftrun, has another folder."""
+        attempt = os.environ.get("FT_GROUP_ATTEMPT", "")
+        return os.path.join(self.parent, f".{self.name}.{self.group}{attempt and '-'}{attempt}.writing")
+
+    @property
+    def beside(self) -> str:
+        """Where it is when it is complete."""
+        return os.path.join(self.parent, f".{self.name}.{self.step}.partial")
+
+    def begin(self) -> None:
+        """Before it is written. On the first rank."""
+        shutil.rmtree(self.writing, ignore_errors=True)
+
+    def complete(self) -> None:
+        """It is written. On the first rank."""
+        shutil.rmtree(self.beside, ignore_errors=True)
+        os.rename(self.writing, self.beside)
+
+    def discard(self) -> None:
+        """Remove it, if it is still beside its place."""
+        shutil.rmtree(self.beside, ignore_errors=True)
 
 
 @dataclass(frozen=True)
@@ -53,6 +122,8 @@ class Held:
     """Puts it there."""
     step: int
     """Has to be stable first."""
+    discard: Callable[[], object]
+    """Removes it."""
 
 
 class Publisher:
@@ -75,27 +146,29 @@ class Publisher:
         """That name is not in its place yet."""
         return name in self._held
 
-    def hold(self, name: str, place: Callable[[], object]) -> None:
+    def hold(self, name: str, place: Callable[[], object], discard: Callable[[], object]) -> None:
         """Something of the present step was written: put it in its place when it may be there, perhaps at once."""
         manager = self._window.manager
         self._held.pop(name, None)
-        self._held[name] = Held(place, -1 if manager is None else manager.current_step())
+        self._held[name] = Held(place, -1 if manager is None else manager.current_step(), discard)
         self._window.after_vote = self.publish
         atexit.register(self._at_exit)
         self.publish()
 
     def drop(self, name: str) -> None:
         """It is written anew, or removed."""
-        self._held.pop(name, None)
+        if (held := self._held.pop(name, None)) is not None:
+            held.discard()
 
     def drop_step(self, step: int) -> None:
-        """Somebody else writes again what is of this step."""
+        """Somebody else writes again what is of this step, under the same name."""
         self._held = {name: held for name, held in self._held.items() if held.step != step}
 
     def forget(self) -> None:
         """The others' state is taken over. What they have not lost they have written; the rest is not theirs."""
-        for name in self._held:
+        for name, held in self._held.items():
             log.info("%s is not put in its place: others have trained on without this replica, and write it", name)
+            held.discard()
         self._held = {}
 
     def publish(self) -> None:

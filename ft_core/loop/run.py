@@ -4,6 +4,10 @@ How it works. `window` opens quorums and votes, `leadership` says who writes, `p
 written. The Manager is made with the first model, in the room of the process's nth run, and counts on from the step at
 which the run before ended (`runs`). A run ends when all have agreed to (`end`), or for this replica alone (`leave`).
 
+A replica that comes back may find that the others have finished this run. If they are in a later one, as after two
+trainings in one script, it passes over this one: nothing is trained, loops end at once, and it joins the later one. If
+that one is lost with all who were in it, that is an error; else all is done, and the replica ends with status 0.
+
 Invariant: a run ends once; afterwards nothing is communicated. Threads: the training thread.
 """
 
@@ -14,15 +18,17 @@ import os
 import weakref
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from ft_core import Manager, default_process_group
-from ft_core.errors import JobFinishedError, UsageError
+from ft_core.errors import ConfigError, JobFinishedError, UsageError
 from ft_core.loop.garbage import collect_once
 from ft_core.loop.leadership import Leadership
 from ft_core.loop.model import WindowedModel
 from ft_core.loop.publishing import PlacedFile, Publisher
-from ft_core.loop.runs import RUNS
+from ft_core.loop.runs import RUNS, RunLostError
 from ft_core.loop.stopping import stop_together
-from ft_core.loop.window import StepWindow, nothing_left
+from ft_core.loop.window import PassedOverError, StepWindow, nothing_left
 from ft_core.settings import DEFAULT_ROOM
 
 if TYPE_CHECKING:
@@ -68,8 +74,11 @@ class TrainingRun:
         self.window = StepWindow(place, self.start_manager, self._opened, division)
         self.publisher = Publisher(self.window, self.leave)
         self.leadership = Leadership(self.window, self.publisher, changed or _nothing)
+        self.window.on_finished = self._finished
         self.first_step = 0
         """The Manager's step when this run began, on all replicas alike."""
+        self.passed_over = False
+        """The others have finished this run, and are in a later one."""
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.window!r})"
@@ -86,31 +95,64 @@ class TrainingRun:
 
         Raises:
             SystemExit: (0) the others have finished.
+            PassedOverError: this run, and they are in a later one.
+            RunLostError: they were in a later one, and all of them have died.
             UsageError: training has ended.
         """
         window = self.window
         if window.manager is None:
+            if self.passed_over:
+                raise PassedOverError("this run is passed over")
             if window.ended:
                 raise UsageError(f"{window.ended}: this run is over")
             RUNS.begin(self.superseded)
             collect_once()
             options = {
                 **self._options, **self._place_of_store(), "rank": window.rank, "world_size": window.ranks,
-                "room_id": RUNS.room(self._options.get("room_id") or DEFAULT_ROOM),
+                "room_id": RUNS.room(self._first_room),
                 "use_async_quorum": False,  # what a replica that is behind reads depends on the others' state
                 "warm_up": False,  # a newcomer takes over the others' position before its first batch
             }  # fmt: skip
             try:
                 window.manager = manager = Manager(pg=default_process_group(), **options)
             except JobFinishedError as error:
-                window.ended = self._ended
-                raise nothing_left(error) from error
+                self._finished(error)
+                raise PassedOverError(str(error)) from error
             carried = RUNS.carried(window.group)
             if carried:
                 manager.load_state_dict(carried)
             self.first_step = carried.get("step", 0)
+            manager.register_state_dict_fn("run", self._take_over, self._facts)
             self._started(manager)
         return window.manager
+
+    @property
+    def _first_room(self) -> str:
+        return str(self._options.get("room_id") or DEFAULT_ROOM)
+
+    def _finished(self, error: JobFinishedError) -> None:
+        """The others have finished this run: end, or pass over it. Raises as `start_manager`."""
+        window, first = self.window, self._first_room
+        if RUNS.later(window.address, first):
+            log.warning(
+                "this training run is passed over, as the others are in a later one: %s", str(error).partition(";")[0]
+            )
+            self.passed_over = window.stopped = True
+            self.leadership.step_aside()
+            return
+        window.ended = self._ended
+        if RUNS.lost(window.address, first):
+            raise RunLostError(
+                "every replica has died in a later training run than this one, so nobody is left who has the model "
+                f"that this run trained ({error}): start the job again, and load a checkpoint"
+            ) from None
+        raise nothing_left(error) from error
+
+    def _facts(self) -> dict[str, int]:
+        return {"first_step": self.first_step}
+
+    def _take_over(self, facts: Mapping[str, int]) -> None:
+        self.first_step = facts["first_step"]  # who passed over the run before does not know where this one began
 
     def _place_of_store(self) -> Mapping[str, Any]:
         """`store_addr` and `store_port`, where the Manager's own defaults are not right."""
@@ -130,10 +172,21 @@ class TrainingRun:
             kind: of the wrapper.
 
         Raises:
-            ConfigError: one of the options cannot work here.
+            ConfigError: one of the options cannot work here, or the model is wrapped already.
+            SystemExit, RunLostError: as `start_manager`.
             UsageError: training has ended.
         """
-        wrapped = kind(self.start_manager(), self.window, module, **options)
+        if any(known.module is module for known in self.window.models):
+            raise ConfigError(f"this {type(module).__name__} is wrapped already: use what the first call returned")
+        try:
+            manager: Manager | None = self.start_manager()
+        except PassedOverError:
+            manager = None
+        if manager is not None and self.window.ranks > 1:  # as torch's DDP does: a rank heals from its like only
+            with torch.no_grad():
+                for tensor in (*module.parameters(), *module.buffers()):
+                    torch.distributed.broadcast(tensor.data, 0)
+        wrapped = kind(manager, self.window, module, **options)
         self.window.trains(weakref.ref(wrapped))
         return wrapped
 
@@ -155,15 +208,18 @@ class TrainingRun:
         if not beside:
             self.leadership.writing(str(path), lambda: write(path))
             return
-        file = PlacedFile(os.path.abspath(os.fspath(path)))
-        first = self.window.rank == 0
-        self.leadership.writing(file.target, lambda: write(file.beside), lambda: file.place() if first else None)
+        if self.window.rank == 0:
+            step = 0 if self.manager is None else self.manager.current_step()
+            file = PlacedFile(os.path.abspath(os.fspath(path)), step)
+            self.leadership.writing(file.target, lambda: file.write(write), file.place, file.discard)
 
     # ------------------------------------------------------------ the end
 
     def superseded(self) -> None:
         """Another run of this process begins."""
-        if self.manager is not None and not self.window.ended:
+        if self.passed_over:
+            self._end_passed_over()
+        elif self.manager is not None and not self.window.ended:
             log.warning("another training run begins in this process: the one before it ends here")
             self._leave("another run begins", why="another run of this process has begun")
 
@@ -171,6 +227,9 @@ class TrainingRun:
         """All replicas stop after the same step, then this one leaves. A replica that wanted to go on stops, too."""
         manager, window = self.manager, self.window
         if window.ended:
+            return
+        if self.passed_over:
+            self._end_passed_over()
             return
         if manager is None:
             window.ended = self._ended
@@ -184,8 +243,15 @@ class TrainingRun:
 
     def leave(self) -> None:
         """The script ends without a call of `end`."""
-        if self.manager is not None and not self.window.ended:
+        if self.passed_over:
+            self._end_passed_over()
+        elif self.manager is not None and not self.window.ended:
             self._leave("the script ends", why=self._ended)
+
+    def _end_passed_over(self) -> None:
+        if not self.window.ended:
+            self.window.ended = self._ended
+            RUNS.over({})
 
     def _leave(self, reason: str, *, why: str, finished: bool = False) -> None:
         manager, window = self.manager, self.window
@@ -197,6 +263,8 @@ class TrainingRun:
         if window.after_vote is not None:
             window.after_vote()
         manager.shutdown()
+        for model in window.models:  # autograd keeps hooks, and what they know, where nothing can collect it
+            model.gradient_reducer.remove_hooks()
 
 
 def _nothing(_: bool) -> None:

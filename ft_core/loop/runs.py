@@ -16,11 +16,12 @@ import weakref
 from typing import TYPE_CHECKING, Any
 
 from ft_core.control.lighthouse.client import rooms
+from ft_core.errors import FaultToleranceError
 from ft_core.protocol.lineage import fold_lineage
 from ft_core.settings import DEFAULT_ROOM, room_of_run
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Collection, Mapping
 
     from ft_core.rpc.codec import pb
 
@@ -39,6 +40,10 @@ def carried_over(state: Mapping[str, int], group: int) -> dict[str, int]:
     """
     step = state.get("step", 0)
     return {**state, "lineage": fold_lineage(step, group, 0, ())} if step else {}
+
+
+class RunLostError(FaultToleranceError):
+    """All replicas of a later run have died, and with them what the runs before it had trained."""
 
 
 class Runs:
@@ -115,15 +120,21 @@ class Runs:
         again = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
         deadline = time.monotonic() + (BETWEEN_S if again else 0.0)
         while not (found := self._under_way(address, first)) and time.monotonic() < deadline:
-            if self.lost(address, first):
+            if self._nobody_is_left(address, first, {"gone"}):
                 break
             time.sleep(LOOK_S)
         return found
 
     def lost(self, address: str, first: str = DEFAULT_ROOM) -> bool:
-        """A later run than this one had begun at the lighthouse and did not end, and nobody of it is left."""
+        """A later run than this one had begun at the lighthouse and did not end, and nobody of it is left.
+
+        Whose connection ended without a word may come back for a while (`life` "lost"): ask after `later`, which waits.
+        """
+        return self._nobody_is_left(address, first, {"gone", "lost"})
+
+    def _nobody_is_left(self, address: str, first: str, away: Collection[str]) -> bool:
         begun = [room for room in self._later(rooms(address) or [], first) if not room.closed and room.replicas]
-        return bool(begun) and all(member.life == "gone" for room in begun for member in room.replicas)
+        return bool(begun) and all(member.life in away for room in begun for member in room.replicas)
 
     def _under_way(self, address: str, first: str) -> bool:
         later = self._later(rooms(address) or [], first)

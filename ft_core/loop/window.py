@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, TypeVar
 import torch
 from torch.distributed import ReduceOp
 
-from ft_core.errors import JobFinishedError, UsageError
+from ft_core.errors import FaultToleranceError, JobFinishedError, UsageError
 from ft_core.loop.inside_group import InsideGroup
 from ft_core.loop.model import in_training_mode
 from ft_core.loop.quorum_wait import patiently
@@ -48,6 +48,10 @@ PAUSE_S = 3600.0
 """Announced to the peers for what one replica does for itself: saving, reading through a stream, ending an epoch."""
 VOTES_PER_BATCH = 64
 """After so many, a loader that is open but not read (one batch is trained on again and again) opens no windows."""
+
+
+class PassedOverError(FaultToleranceError):
+    """This run has ended, and the others are in a later one."""
 
 
 def nothing_left(error: JobFinishedError) -> SystemExit:
@@ -77,6 +81,8 @@ class StepWindow:
         self._pauses = contextlib.ExitStack()
         self.on_unread: Callable[[], None] = _nothing
         """Called before a window opens outside of the loops over prepared loaders."""
+        self.on_finished: Callable[[JobFinishedError], None] = _end
+        """Called if the others have finished this run: raises what ends this replica, or nothing: it passes over it."""
         self.on_vote: Callable[[Manager, bool], None] = _ignore
         """Called after each vote that all took part in, with what it said."""
         self.after_vote: Callable[[], None] | None = None
@@ -190,8 +196,12 @@ class StepWindow:
     def _start(self, position: Position | None) -> None:
         manager = self.start_manager()
         self.end_pauses()
-        self.wait_for(manager.start_quorum)
-        self.entered(position)
+        try:
+            self.wait_for(manager.start_quorum)
+        except PassedOverError:
+            self.stopped = True
+        else:
+            self.entered(position)
 
     def wait_for(self, start: Callable[[], T]) -> T:
         """Call what starts a quorum, for as long as the others are paused. Returns what it returns.
@@ -199,13 +209,15 @@ class StepWindow:
         Raises:
             QuorumTimeoutError: and nobody is paused.
             SystemExit: (0) the others have finished, or this replica was asked to drain.
+            PassedOverError: they have finished this run, and are in a later one.
         """
         manager = self.start_manager()
         try:
             return patiently(manager, self.address, start)
         except JobFinishedError as error:
             manager.shutdown(wait=False)
-            raise nothing_left(error) from error
+            self.on_finished(error)
+            raise PassedOverError(str(error)) from error
 
     def entered(self, position: Position | None) -> None:
         """The quorum is there: a window begins. `position`: of the loader that is read, or was."""
@@ -309,7 +321,7 @@ class StepWindow:
         """
         manager = self.manager
         if manager is None or not self.models:
-            return True  # nothing that was prepared is trained across groups
+            return not self.stopped  # nothing that was prepared is trained across groups; or the run is passed over
         if self.ended:
             raise UsageError(f"optimizer.step(), but {self.ended}: the replicas would part here")
         if self._verdict is None and not self._open and not self.stopped:
@@ -374,6 +386,10 @@ class StepWindow:
         count = torch.tensor([int(here)], dtype=torch.int64)
         manager.allreduce(count, reduce_op=ReduceOp.SUM).wait()
         return None if manager.errored() is not None else bool(int(count))
+
+
+def _end(error: JobFinishedError) -> None:
+    raise nothing_left(error) from error
 
 
 def _nothing() -> None:

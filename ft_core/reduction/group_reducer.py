@@ -6,7 +6,9 @@ this rank's ring; then the ranks *gather* the shards of all. So a group sends it
 per rank. The ballot of each ring, and this rank's buffers, follow the shard of the last bucket (`plan_inside`). Hooks
 begin exchanges; the rest is done at the end of backward, but for shards that could cross earlier: where this is the
 only model that is reduced, a shard crosses once its exchange is seen to have ended. With several models the order of
-what crosses would then depend on who was faster.
+what crosses would then depend on who was faster. With several, nothing is exchanged in hooks either: which gradients
+arrive, and when, may differ between the ranks. At the end of a backward the ranks tell each other which models it had
+gradients of on any of them (a *round*), and reduce these, one after the other, in the order in which they were wrapped.
 
 Ranks on one machine see each other's buckets and shards (`InsideCollectives.share`): they sum and copy them where they
 lie, and only meet instead of sending. With messages inside, two groups of two on two cores need 1.1 to 1.4 times what
@@ -18,8 +20,9 @@ as one more summand. If their sum is not members times ranks, the gathered gradi
 
 Invariants, besides those of the base class:
 - All ranks of a group exchange all buckets in plan order, then gather all in plan order, in every reduction that is
-  armed: whatever became of this rank's ring. A ring that is broken lets nothing more cross; its rank puts in what it
-  has, and the vote vetoes the step on all ranks of the group. `_broken` stays false: `_ring_broken` says it.
+  armed, model after model: whatever became of this rank's ring. A ring that is broken lets nothing more cross; its rank
+  puts in what it has, and the vote vetoes the step on all ranks of the group. `_broken` stays false: `_ring_broken`
+  says it.
 - Nobody waits for another rank in a hook, and nobody waits for a ring before all shards have crossed.
 - In shared memory: a rank reads another's bucket between the exchange and its own gather, another's shard between the
   gather and its next exchange; so who has gathered may write to its bucket, who has exchanged to its shard.
@@ -66,6 +69,7 @@ class GroupReducer(BucketReducer):
         self._divisor = 1
         self._weight = 0
         """Of this member's whole step in this reduction."""
+        inside.reducers.append(self)
         plan = ShardedPlan(plan.parameters, plan.buffers, plan.settings, plan.buckets, plan.tail, inside.ranks)
         self._plans = plan_inside(plan)
         super().__init__(manager, module, parameters, plan, devices, buffer_owners)
@@ -111,6 +115,12 @@ class GroupReducer(BucketReducer):
         self._open_with(weight / self._divisor)
         return True
 
+    def remove_hooks(self) -> None:
+        """As the base class; the other models' rounds go on without it."""
+        super().remove_hooks()
+        if self in self._inside.reducers:
+            self._inside.reducers.remove(self)
+
     def _reset_all(self, attempt: ReductionAttempt) -> None:
         self._reset(attempt)
         self._exchanges.clear()
@@ -132,6 +142,17 @@ class GroupReducer(BucketReducer):
             self._memory.pack_used(self._arrived_tensor if self._scale_value else None)
             digits = [self._weight // WEIGHT_DIGIT**place % WEIGHT_DIGIT for place in range(WEIGHT_DIGITS)]
             self._weights.copy_(torch.tensor(digits, dtype=torch.float32))
+        self._next = index + 1
+        if len(self._inside.reducers) == 1:
+            self._exchange(index)
+            while (
+                attempt.rides and len(self._crossings) < index and self._exchanges[len(self._crossings)].is_completed()
+            ):
+                self._cross(attempt)
+
+    def _exchange(self, index: int) -> None:
+        attempt = self._attempt
+        assert attempt is not None
         try:
             if self._shared:
                 self._exchanges.append(self._inside.meet())
@@ -140,9 +161,6 @@ class GroupReducer(BucketReducer):
         except Exception as error:
             attempt.fail(error)
             raise
-        self._next = index + 1
-        while attempt.rides and len(self._crossings) < index and self._exchanges[len(self._crossings)].is_completed():
-            self._cross(attempt)
 
     def _cross(self, attempt: ReductionAttempt) -> None:
         """Sum the next shard over the group, and let it cross."""
@@ -171,6 +189,34 @@ class GroupReducer(BucketReducer):
         self._crossings.append(work)
 
     def _finish(self) -> None:
+        """The reduction is complete here: end it; with several models, all that the ranks have begun."""
+        reducers = self._inside.reducers
+        if len(reducers) == 1:
+            self._reduce()
+            return
+        with torch.no_grad():
+            for reducer, begun in zip(reducers, self._inside.begun_anywhere(), strict=True):
+                if begun:
+                    reducer.reduce_in_round()
+
+    @property
+    def begun(self) -> bool:
+        """It has a part in the round that comes next."""
+        return self._open
+
+    def reduce_in_round(self) -> None:
+        """Complete this model's reduction with what there is, and make it with the other ranks of the group."""
+        attempt = self._manager.current_attempt()
+        assert attempt is not None
+        if self._open or self._start(attempt):
+            self.buffers.gone_through(self._arrived)
+            self._fill(with_accumulated=True)
+            for index in range(self._bucket_count):
+                self._exchange(index)
+            self._reduce()
+            self._consumed = True
+
+    def _reduce(self) -> None:
         """Let what is left cross, wait for all of it, gather, and close the reduction."""
         attempt = self._attempt
         assert attempt is not None

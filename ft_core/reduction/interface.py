@@ -128,11 +128,31 @@ class InsideWork(PendingWork, Protocol):
         ...
 
 
+class RoundMember(Protocol):
+    """A reducer of one of several models in a group of several ranks."""
+
+    @property
+    def begun(self) -> bool:
+        """It has a part in the round that comes next."""
+        ...
+
+    def reduce_in_round(self) -> None:
+        """Make its reduction with the other ranks of the group, now."""
+        ...
+
+
 class InsideCollectives(Protocol):
     """How the ranks of a replica group reach each other. Every rank makes the same calls in the same order.
 
     A rank that is lost ends its whole group, so a failure is for good: the calls, or waiting, raise.
     """
+
+    reducers: list[RoundMember]
+    """Those of all models, in the order in which they were wrapped, the same on all ranks."""
+
+    def begun_anywhere(self) -> list[bool]:
+        """Of which of `reducers` any rank has begun a reduction. All ranks ask at the same time."""
+        ...
 
     @property
     def ranks(self) -> int:

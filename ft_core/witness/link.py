@@ -131,6 +131,7 @@ class DeathNotice:
         if page is not None:
             page.mutex.mark_regular()
             _link.remove(page)
+            page.connections = tuple  # the thread that holds it may keep the page for long, and not what knows these
         for held in [held for held in _pages.held if held.mutex.regular]:
             _pages.held.remove(held)
             held.let_go()

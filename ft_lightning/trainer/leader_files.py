@@ -281,8 +281,11 @@ class LeaderFiles:
                 write(path)
             return
         beside = writers.writes_one_file(self._strategy.checkpoint_io, path) and not writers.interrupted(self._trainer)
-        file = PlacedFile(os.fspath(path)) if beside else None  # type: ignore[call-overload]
-        self._writing(path, partial(write, path if file is None else file.beside), None if file is None else file.place)
+        if not beside:
+            self._writing(path, partial(write, path), None)
+            return
+        file = PlacedFile(os.fspath(path), self._strategy.manager.current_step())  # type: ignore[call-overload]
+        self._writing(path, partial(file.write, write), file.place, file.discard)
 
     def removing(self, path: object, remove: Callable[[], None]) -> None:
         """Remove a checkpoint likewise, once what was saved before is in its place."""
@@ -299,10 +302,13 @@ class LeaderFiles:
             self._writing(at, _nothing, partial(writers.link, target, at))
         trainer.strategy.barrier()
 
-    def _writing(self, path: object, write: Callable[[], None], place: Callable[[], None] | None) -> None:
+    def _writing(
+        self, path: object, write: Callable[[], None], place: Callable[[], None] | None,
+        discard: Callable[[], None] = lambda: None,
+    ) -> None:  # fmt: skip
         assert self._leadership is not None
         if self._strategy.global_rank == 0 and (self._fits or self.leads):
-            self._leadership.writing(str(path), write, place)
+            self._leadership.writing(str(path), write, place, discard)
 
     def _not_there(self, path: str) -> None:
         if self._existing is not None:

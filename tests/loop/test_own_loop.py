@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import pathlib
 import re
 import signal
+import weakref
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+from ft_core.coordination import LighthouseServer
 from ft_core.errors import ConfigError, UsageError
 from ft_core.loop import TrainingLoop
+from ft_core.loop.replica_group import ReplicaGroup
+from ft_core.loop.runs import Runs
 from tests.launch.job import job
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 EXAMPLE = ROOT / "examples/own_loop/train.py"
+JOB = ROOT / "tests/loop/runs_job.py"
 
 
 @pytest.mark.process
@@ -51,6 +57,62 @@ def leader(text: str, line: str) -> str:
     return str(found[-1])
 
 
+@pytest.fixture
+def job_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> pathlib.Path:
+    for name, value in {"OMP_NUM_THREADS": "1", "FOLDER": str(tmp_path), "PYTHONPATH": str(ROOT)}.items():
+        monkeypatch.setenv(name, value)
+    return tmp_path
+
+
+def check_files(folder: pathlib.Path) -> None:
+    """All checkpoints of both trainings are whole, and nothing else is left."""
+    for run in range(2):
+        found = {path.name: torch.load(path)["batch"] for path in (folder / f"run_{run}").iterdir()}
+        assert found == {f"{n}.pt": n for n in range(10, 61, 10)}
+
+
+@pytest.mark.process
+@pytest.mark.usefixtures("forged_workers")
+def test_a_replica_that_comes_back_joins_the_run_that_the_others_are_in(
+    monkeypatch: pytest.MonkeyPatch, job_folder: pathlib.Path
+) -> None:
+    """It passes over the first of two trainings, which is finished, and ends the second one like the others."""
+    monkeypatch.setenv("FATAL", "1:5")
+    with job(JOB, "--replicas", "2") as running:
+        assert running.run() == 0, running.text
+    ends = re.findall(r"\] (run 1: .*)", running.text)
+    assert ends == [ends[0]] * 2, running.text
+    assert ends[0].startswith("run 1: 60 batches, 60 steps")
+    assert running.count("this training run is passed over, as the others are in a later one: training in room") == 1
+    check_files(job_folder)
+
+
+@pytest.mark.process
+@pytest.mark.usefixtures("forged_workers")
+def test_a_later_run_that_is_lost_with_all_who_were_in_it_is_an_error(
+    monkeypatch: pytest.MonkeyPatch, job_folder: pathlib.Path
+) -> None:
+    """They died within a moment: who comes back finds the first training finished, and nobody in the second."""
+    monkeypatch.setenv("FATAL", "0:5 1:5")
+    with job(JOB, "--replicas", "2", "--max-restarts", "1") as running:
+        assert running.run() == 1, running.text
+    assert running.count("RunLostError: every replica has died in a later training run than this one") >= 1
+    assert job_folder.exists()
+
+
+@pytest.mark.process
+@pytest.mark.usefixtures("job_folder")
+def test_groups_of_two_ranks(job_folder: pathlib.Path) -> None:
+    """Each process draws another model, and has more to write than the one before: one model, and whole files."""
+    with job(JOB, "--replicas", "2", "--nproc-per-replica", "2") as running:
+        assert running.run() == 0, running.text
+    for run in range(2):
+        ends = re.findall(rf"\] (run {run}: .*)", running.text)
+        assert len(ends) == 4, running.text
+        assert len(set(ends)) == 1, running.text
+    check_files(job_folder)
+
+
 def test_what_has_no_state_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"state\['step'\]=int has no state_dict\(\)"):
         TrainingLoop({"step": 3})  # type: ignore[dict-item]
@@ -61,10 +123,35 @@ def test_arguments_that_are_the_loops_own_are_refused() -> None:
         TrainingLoop({}, rank=3)
 
 
-@pytest.mark.parametrize("position", [-1, True, 1.5, "3"])
+@pytest.mark.parametrize("position", [-1, True, 1.5, "3", 2**63])
 def test_positions(position: Any) -> None:
-    with pytest.raises(ConfigError, match="the position must be a whole number, 0 or more"):
+    with pytest.raises(ConfigError, match=r"the position must be a whole number from 0 to 2\^62"):
         TrainingLoop({}).open(position)
+
+
+def one_run(address: str) -> list[weakref.ref[Any]]:
+    model = nn.Linear(2, 1)
+    loop = TrainingLoop({"model": model}, lighthouse_addr=address, replica_id="one", place=ReplicaGroup())
+    ddp = loop.wrap(model)
+    with pytest.raises(ConfigError, match="this Linear is wrapped already"):
+        loop.wrap(model)
+    loop.open()
+    ddp(torch.ones(1, 2)).sum().backward()
+    assert loop.vote()
+    loop.end()
+    return [weakref.ref(loop), weakref.ref(model)]
+
+
+def test_a_run_that_has_ended_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Autograd keeps hooks where nothing collects them: whatever they know would stay with the model."""
+    monkeypatch.setattr("ft_core.loop.run.RUNS", Runs())
+    server = LighthouseServer("127.0.0.1:0", boot_window_ms=0, token="")
+    try:
+        kept = [ref for _ in range(2) for ref in one_run(server.address())]
+        gc.collect()
+        assert [ref() for ref in kept] == [None] * 4
+    finally:
+        server.shutdown()
 
 
 def test_it_is_opened_after_a_model_is_wrapped() -> None:

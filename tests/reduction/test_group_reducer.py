@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
@@ -253,6 +254,56 @@ def test_accumulation_several_models_and_dtypes() -> None:
         expected = [2 * gradient for gradient in alone(range(4), [1] * 4)]
         found = world.run(one)
         assert_equal_and_close(found, [*expected, *expected])
+
+
+@pytest.mark.parametrize("unused", ["a layer of the first", "the second", "the first", "one each"])
+def test_several_models_of_which_the_ranks_use_different_parts(unused: str) -> None:
+    """Gradients arrive in another order on each rank, or not at all; what the ranks send must not depend on it."""
+
+    def loss(member: Member, first: Any, second: Any) -> Tensor:
+        x, odd = batch(member.number), member.rank == 1
+        skips_layer = odd and unused == "a layer of the first"
+        skips_first = (odd and unused == "the first") or (not odd and unused == "one each")
+        skips_second = odd and unused in ("the second", "one each")
+        zero = torch.zeros((), requires_grad=True)
+        one = zero if skips_first else first(x, not skips_layer).square().mean()
+        return one + (zero if skips_second else 3 * second(x, True).square().mean())
+
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.wide, self.deep = nn.Linear(5, 3), nn.Linear(5, 3)
+
+        def forward(self, x: Tensor, both: bool) -> Tensor:
+            found: Tensor = self.wide(x) + self.deep(x) if both else self.wide(x)
+            return found
+
+    made = Two(), Two()
+    expected = [torch.zeros_like(p) for model in made for p in model.parameters()]
+    with World(2, 2) as world:
+        for member in world.members:
+            models = copy.deepcopy(made)
+            loss(member, *models).backward()
+            for total, parameter in zip(expected, [p for m in models for p in m.parameters()], strict=True):
+                total += 0 if parameter.grad is None else parameter.grad / 4
+
+        def one(member: Member) -> list[Any]:
+            first, second = (member.wrap(copy.deepcopy(model), bucket_cap_mb=SMALL_BUCKETS) for model in made)
+            found: list[Any] = []
+            for _ in range(3):
+                member.start_quorum(rides=False)
+                for model in (first, second):
+                    model.zero_grad()
+                loss(member, first, second).backward()
+                for model in (first, second):  # as the vote does
+                    if not model.gradient_reducer.unsettled:
+                        model.gradient_reducer.flush(with_accumulated=True)
+                found = [*grads(first), *grads(second)]
+                for model in (first, second):
+                    model.gradient_reducer.committed()
+            return found
+
+        assert_equal_and_close(world.run(one), expected)
 
 
 def test_buffers_follow_the_first_group_on_each_ring() -> None:
