@@ -143,7 +143,9 @@ class Run(TrainingRun):
 
     def begin_anew(self) -> None:
         """Another run begins in this process: the models so far are trained no more."""
-        if self.manager is not None and not self.window.ended:
+        if self.passed_over:
+            self._end_passed_over()
+        elif self.manager is not None and not self.window.ended:
             self._leave("another run begins", why=ENDED)
         for model in self.window.models:
             model.unwrap()
@@ -151,7 +153,9 @@ class Run(TrainingRun):
 
     def superseded(self) -> None:
         """Another Accelerator of this process begins a run."""
-        if self.manager is not None and not self.window.ended:
+        if self.passed_over:
+            self._end_passed_over()
+        elif self.manager is not None and not self.window.ended:
             log.warning("another Accelerator prepares a model: the run of the one before it ends here")
             self._leave("another run begins", why="another Accelerator of this process has begun another run")
 

@@ -106,6 +106,9 @@ class TrainingRun:
             if window.ended:
                 raise UsageError(f"{window.ended}: this run is over")
             RUNS.begin(self.superseded)
+            if RUNS.left_for_a_later_one(window.address, self._first_room):
+                self._pass_over("nobody is in this one any more")
+                raise PassedOverError("this run is passed over")
             collect_once()
             options = {
                 **self._options, **self._place_of_store(), "rank": window.rank, "world_size": window.ranks,
@@ -134,11 +137,7 @@ class TrainingRun:
         """The others have finished this run: end, or pass over it. Raises as `start_manager`."""
         window, first = self.window, self._first_room
         if RUNS.later(window.address, first):
-            log.warning(
-                "this training run is passed over, as the others are in a later one: %s", str(error).partition(";")[0]
-            )
-            self.passed_over = window.stopped = True
-            self.leadership.step_aside()
+            self._pass_over(str(error).partition(";")[0])
             return
         window.ended = self._ended
         if RUNS.lost(window.address, first):
@@ -153,6 +152,11 @@ class TrainingRun:
 
     def _take_over(self, facts: Mapping[str, int]) -> None:
         self.first_step = facts["first_step"]  # who passed over the run before does not know where this one began
+
+    def _pass_over(self, why: str) -> None:
+        log.warning("this training run is passed over, as the others are in a later one: %s", why)
+        self.passed_over = self.window.stopped = True
+        self.leadership.step_aside()
 
     def _place_of_store(self) -> Mapping[str, Any]:
         """`store_addr` and `store_port`, where the Manager's own defaults are not right."""

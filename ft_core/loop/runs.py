@@ -42,6 +42,10 @@ def carried_over(state: Mapping[str, int], group: int) -> dict[str, int]:
     return {**state, "lineage": fold_lineage(step, group, 0, ())} if step else {}
 
 
+def _again() -> bool:
+    return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+
+
 class RunLostError(FaultToleranceError):
     """All replicas of a later run have died, and with them what the runs before it had trained."""
 
@@ -117,13 +121,20 @@ class Runs:
 
         A process that was started again waits BETWEEN_S for one: the others may be between two runs.
         """
-        again = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
-        deadline = time.monotonic() + (BETWEEN_S if again else 0.0)
+        deadline = time.monotonic() + (BETWEEN_S if _again() else 0.0)
         while not (found := self._under_way(address, first)) and time.monotonic() < deadline:
             if self._nobody_is_left(address, first, {"gone"}):
                 break
             time.sleep(LOOK_S)
         return found
+
+    def left_for_a_later_one(self, address: str, first: str = DEFAULT_ROOM) -> bool:
+        """This process was started again, nobody is in this run, and somebody in a later one. `first`: as in `room`."""
+        if not _again():
+            return False
+        known = rooms(address) or []
+        here = next((room.replicas for room in known if room.room == self.room(first)), [])
+        return self._up(self._later(known, first)) and not any(member.life == "up" for member in here)
 
     def lost(self, address: str, first: str = DEFAULT_ROOM) -> bool:
         """A later run than this one had begun at the lighthouse and did not end, and nobody of it is left.
@@ -137,7 +148,10 @@ class Runs:
         return bool(begun) and all(member.life in away for room in begun for member in room.replicas)
 
     def _under_way(self, address: str, first: str) -> bool:
-        later = self._later(rooms(address) or [], first)
+        return self._up(self._later(rooms(address) or [], first))
+
+    @staticmethod
+    def _up(later: list[pb.RoomStatus]) -> bool:
         return any(member.life == "up" for room in later for member in room.replicas)
 
     def _later(self, known: list[pb.RoomStatus], first: str) -> list[pb.RoomStatus]:
