@@ -133,8 +133,8 @@ class Runs:
         if not _again():
             return False
         known = rooms(address) or []
-        here = next((room.replicas for room in known if room.room == self.room(first)), [])
-        return self._up(self._later(known, first)) and not any(member.life == "up" for member in here)
+        here = [room for room in known if room.room == self.room(first)]
+        return self._up(self._later(known, first)) and not self._up(here)
 
     def lost(self, address: str, first: str = DEFAULT_ROOM) -> bool:
         """A later run than this one had begun at the lighthouse and did not end, and nobody of it is left.
@@ -151,8 +151,8 @@ class Runs:
         return self._up(self._later(rooms(address) or [], first))
 
     @staticmethod
-    def _up(later: list[pb.RoomStatus]) -> bool:
-        return any(member.life == "up" for room in later for member in room.replicas)
+    def _up(some: list[pb.RoomStatus]) -> bool:
+        return any(member.life == "up" for room in some for member in room.replicas)
 
     def _later(self, known: list[pb.RoomStatus], first: str) -> list[pb.RoomStatus]:
         """Rooms of later runs than this one."""
