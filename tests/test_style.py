@@ -15,6 +15,7 @@ MAX_LINES = 450
 MAX_FUNCTION_LINES = 60
 """From `def` to the end, without the docstring."""
 SLEEPS: dict[str, str] = {
+    "tests/loop/runs_job.py": "the length of a step: the others have to be in the run when a killed replica is back",
     "tests/process_group/ranks.py": "polls for what only /proc shows; bounded",
     "tests/process_group/test_gloo.py": "spreads the moment of an abort over the life of a collective",
 }

@@ -244,6 +244,7 @@ class FaultTolerance(OptimizerSteps, Checkpoints, StartsGroups):
         self.end_voting()
         self.elastic.end()
         manager, self.manager, self.window = self.manager, None, None
+        self.__dict__.pop("uneven", None)  # it knows the window, and a Trainer may be pickled after `fit`
         if manager is not None:
             manager.shutdown()
             self.leader.end()

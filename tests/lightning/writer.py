@@ -85,7 +85,7 @@ class Disk(TorchCheckpointIO):
     """Full while some files are written."""
 
     def save_checkpoint(self, checkpoint: Any, path: Any, *args: Any, **kwargs: Any) -> None:
-        if os.path.basename(path).removeprefix(".").removesuffix(".partial") in WISHES.get("full", ()):
+        if any(f".{name}." in os.path.basename(path) for name in WISHES.get("full", ())):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
         super().save_checkpoint(checkpoint, path, *args, **kwargs)
 
