@@ -373,28 +373,24 @@ class FaultTolerantAccelerator(ElasticSteps, SharedResults, _compat.Accelerator)
                 settings.automatic_checkpoint_naming, settings.iteration = automatic, now
 
         doubtful = self._names.asked(target) and not automatic
-        places, step, group = [target], self.committed_steps, run.window.group
-        there = lambda: checkpoint_folders.placed(places[0], step, group)  # noqa: E731
+        beside = functools.partial(checkpoint_folders.placed, step=self.committed_steps, group=run.window.group)
+        places = [target]
 
         def write() -> str:
             first = super(FaultTolerantAccelerator, self).is_main_process
             if doubtful:
                 places[:] = [self._names.place_of(target, self.committed_steps) if first else target]
                 broadcast_object_list(places)
-            checkpoint_folders.write(there(), named, run.manager_state(), first, self.wait_for_everyone)
+            checkpoint_folders.write(beside(places[0]), named, run.manager_state(), first, self.wait_for_everyone)
             return places[0]
 
         def place() -> None:
             if super(FaultTolerantAccelerator, self).is_main_process:
-                checkpoint_folders.place(there(), places[0])
+                checkpoint_folders.place(beside(places[0]), places[0])
                 if automatic and os.path.isdir(os.path.dirname(target)):
                     checkpoint_folders.prune(os.path.dirname(target), settings.total_limit)
 
-        def discard() -> None:
-            if super(FaultTolerantAccelerator, self).is_main_process:
-                there().discard()
-
-        written = self._leadership.writing(target, write, place, discard, collective=True)
+        written = self._leadership.writing(target, write, place, lambda: beside(places[0]).discard(), collective=True)
         settings.iteration = iteration + 1
         return written
 

@@ -125,15 +125,7 @@ def test_the_digest_sees_settings_and_buffers() -> None:
 
 
 DIGEST_SCRIPT = """
-from ft_core.reduction.bucket_plan import (
-    SHARD_ALIGNMENT,
-    WEIGHT_DIGITS,
-    BucketSettings,
-    ShardedPlan,
-    TensorSpec,
-    plan_buckets,
-    plan_inside,
-)
+from ft_core.reduction.bucket_plan import BucketSettings, TensorSpec, plan_buckets
 parameters = [TensorSpec("a", "float32", (2, 3), 4), TensorSpec("b", "bfloat16", (2,), 2, device=1)]
 buffers = [TensorSpec("mean", "float32", (2,), 4)]
 plan = plan_buckets(parameters, buffers, BucketSettings(), 16)
