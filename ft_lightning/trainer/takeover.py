@@ -66,7 +66,6 @@ class Takeover:
         elastic: of its strategy.
     """
 
-    _run_out: Callable[[], None]
     _uneven = False
 
     def __init__(self, trainer: Any, sharding: Sharding, elastic: ElasticData) -> None:
@@ -74,6 +73,7 @@ class Takeover:
         self._sharding = sharding
         self._elastic = elastic
         self._open_quorum: Callable[[], Manager] | None = None
+        self._run_out: Callable[[], None] | None = None
         self._first = False
         """First of all ranks in the quorum of this batch."""
         self._opening = False
@@ -156,7 +156,7 @@ class Takeover:
     def stop(self) -> None:
         """The run is over: no quorum is opened before a batch any more."""
         _position.no_longer_around_batches(self._trainer)
-        self._open_quorum = None
+        self._open_quorum = self._run_out = None
 
     # ------------------------------------------------------------ state
 
@@ -258,6 +258,7 @@ class Takeover:
 
     def _after_batch(self) -> None:
         self._remember_loaders()
+        assert self._run_out is not None
         self._run_out()
         if _position.epoch_is_over(self._trainer):
             self._report_unseen()
