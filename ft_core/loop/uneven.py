@@ -16,6 +16,8 @@ import functools
 import logging
 from typing import TYPE_CHECKING
 
+from ft_core.loop.window import PassedOverError
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -94,7 +96,10 @@ class UnevenEnd:
         self._applied = False
         apply = None if self._apply is None else self._step
         opened = functools.partial(window.entered, position)
-        over = window.wait_for(lambda: manager.hooks.shadow_step(apply, ends=ends, opened=opened))
+        try:
+            over = window.wait_for(lambda: manager.hooks.shadow_step(apply, ends=ends, opened=opened))
+        except PassedOverError:
+            return True  # the others have this run behind them
         window.concluded(manager)
         return over or window.stopped
 

@@ -196,11 +196,8 @@ class StepWindow:
     def _start(self, position: Position | None) -> None:
         manager = self.start_manager()
         self.end_pauses()
-        try:
+        with contextlib.suppress(PassedOverError):  # then `stopped` says what there is to know
             self.wait_for(manager.start_quorum)
-        except PassedOverError:
-            self.stopped = True
-        else:
             self.entered(position)
 
     def wait_for(self, start: Callable[[], T]) -> T:
@@ -217,6 +214,7 @@ class StepWindow:
         except JobFinishedError as error:
             manager.shutdown(wait=False)
             self.on_finished(error)
+            self.stopped = True
             raise PassedOverError(str(error)) from error
 
     def entered(self, position: Position | None) -> None:
