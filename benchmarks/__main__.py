@@ -32,8 +32,11 @@ FIGURES = (
     "lightning_kill",
     "accelerate",
     "accelerate_groups",
+    "fsdp",
+    "fsdp_kill",
     "elastic_data",
     "same_trajectory",
+    "events",
 )
 RESULTS = pathlib.Path(__file__).parent / "results.json"
 

@@ -25,16 +25,19 @@ from typing import TYPE_CHECKING, Any
 
 from accelerate.utils import broadcast_object_list
 
-from ft_accelerate import _compat, checkpoint_folders, dispatcher, healed_state, loader, refusals, uneven
+from ft_accelerate import _compat, checkpoint_folders, dispatcher, fsdp, healed_state, loader, refusals
 from ft_accelerate.elastic import loader as elastic_loader
 from ft_accelerate.elastic.feed import is_elastic, load_positions, save_positions
 from ft_accelerate.elastic.steps import ElasticSteps
+from ft_accelerate.fsdp import ShardedPreparation
+from ft_accelerate.gradients import SettledGradients
 from ft_accelerate.kept import weakly
 from ft_accelerate.model import WrappedModel
 from ft_accelerate.optimizer import GroupScheduler, VotedOptimizer
 from ft_accelerate.plugin import FaultTolerancePlugin, plugin_or_none
 from ft_accelerate.run import Run
 from ft_accelerate.sharing import SharedResults
+from ft_core.loop.job_checkpoint import keeping_none
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -48,7 +51,13 @@ if TYPE_CHECKING:
     from ft_core.loop.window import StepWindow
 
 
-class FaultTolerantAccelerator(ElasticSteps, SharedResults, _compat.Accelerator):  # type: ignore[misc]
+class FaultTolerantAccelerator(
+    SettledGradients,
+    ElasticSteps,
+    ShardedPreparation,
+    SharedResults,
+    _compat.Accelerator,  # type: ignore[misc]
+):
     """An Accelerator whose models train in step with those of other replica groups, any of which may fail.
 
     Args:
@@ -57,8 +66,8 @@ class FaultTolerantAccelerator(ElasticSteps, SharedResults, _compat.Accelerator)
         kwargs: of Accelerator.
 
     Raises:
-        ConfigError: settings that cannot work, or DeepSpeed, Megatron, a TPU, communication hooks.
-        NotAvailableError: FSDP, tensor or context parallelism inside a group.
+        ConfigError: settings that cannot work, or DeepSpeed, Megatron, FSDP1, a TPU, communication hooks.
+        NotAvailableError: tensor or context parallelism inside a group.
     """
 
     trackers: list[Any]
@@ -71,14 +80,20 @@ class FaultTolerantAccelerator(ElasticSteps, SharedResults, _compat.Accelerator)
         self._run: Run | None = None
         self._tracking: tuple[Any, ...] | None = None
         self._names = checkpoint_folders.Names()
-        if self.fault_tolerance_plugin is not None:
-            given = inspect.signature(_compat.Accelerator.__init__).bind(self, *args, **kwargs)
-            refusals.check_arguments(given.arguments)
-        super().__init__(*args, **kwargs)
-        if self.fault_tolerance_plugin is not None:
-            refusals.check_state(self.state)
-            refusals.check_sharing(self.fault_tolerance_plugin.share_evaluation, self.dispatch_batches)
-            self._begin(self.fault_tolerance_plugin)
+        plugin = self.fault_tolerance_plugin
+        if plugin is None:
+            super().__init__(*args, **kwargs)
+            return
+        given = inspect.signature(_compat.Accelerator.__init__).bind(self, *args, **kwargs).arguments
+        sharding = fsdp.plugin_in_force(given)
+        refusals.check_arguments(given, sharding)
+        with _compat.later_checked_parallelism():
+            super().__init__(*args, **kwargs)
+        fsdp.shard_on_cpus(self, sharding)
+        _compat.check_parallelism(self)
+        refusals.check_state(self.state)
+        refusals.check_sharing(plugin.share_evaluation, self.dispatch_batches)
+        self._begin(plugin)
 
     def _begin(self, plugin: FaultTolerancePlugin) -> None:
         kind, owner = type(self), weakref.ref(self)
@@ -147,12 +162,12 @@ class FaultTolerantAccelerator(ElasticSteps, SharedResults, _compat.Accelerator)
         """Prepare a model; one with parameters to train is wrapped in ours instead of torch's DDP.
 
         Raises:
-            ConfigError: an argument of DistributedDataParallelKwargs cannot work here.
+            ConfigError: an argument of DistributedDataParallelKwargs cannot work here, or the model is sharded.
             UsageError: training has begun.
         """
         run = self._run
-        known = [wrapped for wrapped in run.window.models if model is wrapped or model is wrapped.module] if run else []
-        if run is None or evaluation_mode or known:
+        known = [wrapped for wrapped in run.window.models if model in (wrapped, *wrapped.roots)] if run else []
+        if run is None or evaluation_mode or known or self.is_fsdp2:
             return known[0] if known else super().prepare_model(model, device_placement, evaluation_mode)
         # It may have been prepared before: for evaluation, or for another run.
         vars(model).pop("_is_accelerate_prepared", None)
@@ -160,6 +175,7 @@ class FaultTolerantAccelerator(ElasticSteps, SharedResults, _compat.Accelerator)
         model = super().prepare_model(model, device_placement, evaluation_mode=True)
         if not any(parameter.requires_grad for parameter in model.parameters()):
             return model
+        refusals.check_whole(model)
         wrapped = run.prepare(model, _compat.ddp_arguments(self.ddp_handler))
         self._models = [wrapped if other is model else other for other in self._models]
         vars(wrapped)["_is_accelerate_prepared"] = True
@@ -222,70 +238,13 @@ class FaultTolerantAccelerator(ElasticSteps, SharedResults, _compat.Accelerator)
             return dataloader.starting_at(num_batches)
         return super().skip_first_batches(dataloader, num_batches)
 
-    # ------------------------------------------------------------ gradients
-
-    @contextlib.contextmanager
-    def no_sync(self, model: Any) -> Iterator[None]:
-        """Accumulate gradients locally inside, also in a group of one process."""
-        with model.no_sync() if isinstance(model, WrappedModel) else super().no_sync(model):
-            yield
-
-    @staticmethod
-    @contextlib.contextmanager
-    def trigger_sync_in_backward(model: Any) -> Iterator[None]:
-        """Synchronize in the next backward, inside `no_sync`."""
-        if isinstance(model, WrappedModel) and not model.stays_silent:
-            model.gradient_reducer.before_backward(sync=True)
-        with _compat.Accelerator.trigger_sync_in_backward(model):
-            yield
-
-    def join_uneven_inputs(self, joinables: Any, even_batches: bool | None = None) -> Any:
-        """Train inside on loaders of different lengths, in all groups, also of one process.
-
-        Raises:
-            ConfigError: several models or optimizers, or others than were prepared.
-        """
-        run = self._run
-        if run is None:
-            return super().join_uneven_inputs(joinables, even_batches)
-        return uneven.joined(self, run.uneven, joinables, even_batches, lambda: run.elastic.feed is not None)
-
-    def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
-        """Run backward; afterwards gradients are averaged over all groups if they are synchronized."""
-        super().backward(loss, **kwargs)
-        run = self._run
-        if run is not None:
-            models = run.window.models
-            if not (run.owners_known or run.window.aside):
-                run.owners_known = refusals.check_owners(models, self._optimizers)
-            run.window.settle_gradients()
-
-    def unscale_gradients(self, optimizer: Any = None) -> None:
-        """Unscale the gradients, which are final then."""
-        self._settle_gradients()
-        super().unscale_gradients(optimizer)
-
-    def clip_grad_norm_(self, parameters: Any, max_norm: Any, norm_type: Any = 2) -> Any:
-        """Clip the norm of the gradients, which are final then."""
-        self._settle_gradients()
-        return super().clip_grad_norm_(parameters, max_norm, norm_type)
-
-    def clip_grad_value_(self, parameters: Any, clip_value: Any) -> None:
-        """Clip the values of the gradients, which are final then."""
-        self._settle_gradients()
-        super().clip_grad_value_(parameters, clip_value)
-
-    def _settle_gradients(self) -> None:
-        if self._window is not None:
-            self._window.settle_gradients()
-
     # ------------------------------------------------------------ who writes
 
     @property
     def is_main_process(self) -> bool:
         """This is the first process of the leading group. It may change when the members of the quorum do."""
         first = bool(super().is_main_process)
-        return first and (self._leadership is None or self._leadership.leads)
+        return first and (self._within > 0 or self._leadership is None or self._leadership.leads)
 
     def on_main_process(self, function: Callable[..., Any] | None = None) -> Any:
         """Decorate a function for the main process, which is looked up at each call."""
@@ -365,7 +324,8 @@ class FaultTolerantAccelerator(ElasticSteps, SharedResults, _compat.Accelerator)
         def named(folder: str) -> None:
             settings.automatic_checkpoint_naming, now = False, settings.iteration  # later than `iteration` if redone
             try:
-                with self._bare_models():
+                optimizers = map(_compat.inner_optimizer, self._optimizers)
+                with self._bare_models(), self.within_group(), keeping_none(optimizers):
                     save(folder)
                 if super(FaultTolerantAccelerator, self).is_main_process:
                     save_positions(elastic_loader.feeds(self), folder)
@@ -373,7 +333,7 @@ class FaultTolerantAccelerator(ElasticSteps, SharedResults, _compat.Accelerator)
                 settings.automatic_checkpoint_naming, settings.iteration = automatic, now
 
         doubtful = self._names.asked(target) and not automatic
-        beside = functools.partial(checkpoint_folders.placed, step=self.committed_steps, group=run.window.group)
+        beside = functools.partial(checkpoint_folders.placed, step=self.committed_steps)
         places = [target]
 
         def write() -> str:
@@ -414,7 +374,7 @@ class FaultTolerantAccelerator(ElasticSteps, SharedResults, _compat.Accelerator)
             self.wait_for_everyone()
         if input_dir is None and self.project_configuration.automatic_checkpoint_naming:
             input_dir = checkpoint_folders.newest(self.project_dir)
-        with self._bare_models():
+        with self._bare_models(), self.within_group():
             super().load_state(input_dir, load_kwargs, **kwargs)
         load_positions(elastic_loader.feeds(self), str(input_dir))
         state = checkpoint_folders.manager_state(str(input_dir))

@@ -21,6 +21,8 @@ import shutil
 from collections import deque
 from typing import TYPE_CHECKING, Any
 
+from accelerate.utils import broadcast_object_list
+
 from ft_core.loop.publishing import PlacedFolder
 
 if TYPE_CHECKING:
@@ -80,18 +82,24 @@ def _step_of(folder: str) -> int | None:
         return None
 
 
-def placed(target: str, step: int, group: int) -> PlacedFolder:
+def placed(target: str, step: int) -> PlacedFolder:
     """The folder for `target` before it is in its place.
 
     Args:
         target: its place.
         step: of the state that is written.
-        group: which writes.
     """
     parent, name = os.path.split(os.path.abspath(target))
     if os.path.basename(parent) == "checkpoints":
         parent = os.path.dirname(parent)
-    return PlacedFolder(parent, name, step, group)
+    return PlacedFolder(parent, name, step)
+
+
+def from_first(path: str) -> str:
+    """What the first rank of this group calls it with; all ranks call it."""
+    shared = [path]
+    broadcast_object_list(shared)
+    return shared[0]
 
 
 def write(
@@ -106,15 +114,13 @@ def write(
         first: this is the group's first rank.
         wait: a barrier of the group.
     """
-    if first:
-        folder.begin()
-    wait()
-    save(folder.writing)
+    stage = folder.begin(from_first, first=first)
+    save(stage)
     wait()
     if first:
-        with open(os.path.join(folder.writing, MANAGER), "w", encoding="utf-8") as file:
+        with open(os.path.join(stage, MANAGER), "w", encoding="utf-8") as file:
             json.dump(manager_state, file)
-        folder.complete()
+        folder.complete(stage)
 
 
 def place(folder: PlacedFolder, target: str) -> None:

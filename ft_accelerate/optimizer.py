@@ -52,6 +52,8 @@ class VotedOptimizer(_compat.AcceleratedOptimizer):  # type: ignore[misc]
         self._trained = trained
         self._scaling = scaling
         self._vetoed = False
+        self.makes_state = False
+        """Its steps only make torch's optimizer create its state: neither voted on nor counted."""
 
     def step(self, closure: Callable[[], Any] | None = None) -> None:
         """Step if gradients are synchronized and all replicas commit.
@@ -60,6 +62,9 @@ class VotedOptimizer(_compat.AcceleratedOptimizer):  # type: ignore[misc]
             ConfigError: a closure was given; it may evaluate the model any number of times.
         """
         window, feed = self._window, self._trained.feed
+        if self.makes_state:
+            self.optimizer.step(closure)
+            return
         if window is None or not window.models or not self.gradient_state.sync_gradients:
             super().step(closure)
             return

@@ -25,7 +25,6 @@ from ft_core.errors import UsageError
 from ft_core.loop.division import Division
 from ft_core.loop.replica_group import ReplicaGroup
 from ft_core.loop.run import TrainingRun
-from ft_core.loop.window import PassedOverError
 
 if TYPE_CHECKING:
     import weakref
@@ -112,20 +111,6 @@ class Run(TrainingRun):
         if self.sharing is not None:
             self.sharing.begin(manager)
 
-    def manager_state(self) -> dict[str, int]:
-        """The Manager's state for a checkpoint, with steps counted from the beginning of this run; {} without one."""
-        state = self.manager.state_dict() if self.manager is not None else {}
-        return {**state, "step": state["step"] - self.first_step} if state else {}
-
-    def load_manager_state(self, state: dict[str, int]) -> None:
-        """Give the Manager what `manager_state` returned, before training."""
-        try:
-            manager = self.start_manager()
-        except PassedOverError:
-            return
-        if not manager.quorum_id:
-            manager.load_state_dict({**state, "step": state["step"] + self.first_step})
-
     def prepare(self, module: torch.nn.Module, arguments: dict[str, Any]) -> WrappedModel:
         """A model to be trained. After training has begun this begins another run, for the models from here on.
 
@@ -133,11 +118,27 @@ class Run(TrainingRun):
             ConfigError: an argument of DistributedDataParallel cannot work here.
             UsageError: training has ended.
         """
+        self._may_begin_anew()
+        wrapped: WrappedModel = self.wrap(module, arguments, WrappedModel)
+        return wrapped
+
+    def prepare_sharded(self, module: torch.nn.Module) -> None:
+        """A model that FSDP2 has sharded in this group, to be trained; it stays as it is. Otherwise as `prepare`.
+
+        Raises:
+            ConfigError: parameters that are trained and not sharded.
+            UsageError: training has ended.
+        """
+        if any(module is root for model in self.window.models for root in model.roots):
+            return  # given to Accelerator.prepare again
+        self._may_begin_anew()
+        if any(parameter.requires_grad for parameter in module.parameters()):
+            self.wrap_sharded((module,))
+
+    def _may_begin_anew(self) -> None:
         if self.manager is not None and self.manager.quorum_id and not self.window.ended:
             log.warning("a model is prepared after training began: the run of the models before it ends here")
             self.begin_anew()
-        wrapped: WrappedModel = self.wrap(module, arguments, WrappedModel)
-        return wrapped
 
     # ------------------------------------------------------------ the end
 

@@ -129,7 +129,8 @@ def joined(
         ConfigError: other joinables, or what `UnevenEnd.check` refuses.
     """
     window, before, policy = out._window, accelerator.even_batches, out.policy
-    ours = [*window.models, *accelerator._optimizers, *(optimizer.optimizer for optimizer in accelerator._optimizers)]
+    models = [one for model in window.models for one in (model, *(model.roots if model.sharded else ()))]
+    ours = [*models, *accelerator._optimizers, *(optimizer.optimizer for optimizer in accelerator._optimizers)]
     for item in joinables:
         if not any(item is mine for mine in ours):
             raise ConfigError(

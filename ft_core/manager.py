@@ -286,13 +286,13 @@ class Manager:
 
         Call it once per micro-batch, or never, between `start_quorum` and the forward; the weights of a step add up.
         Committed is then the gradient of the mean over all samples of all replicas. A replica that sets no weight
-        counts as 1. In a group of several ranks a weight counts on the ring of its rank.
+        counts as 1. In a group of several ranks a weight counts on its rank's ring; with FSDP2 all set the same.
 
         Raises:
             ConfigError: it is not an integer from 0 on, or the step's sum is more than 2**32 - 1.
             UsageError: `allreduce` averaged something in this step, which was weighted with the sum so far; or a
                 backward of this step was reduced in which this replica's weight was 0; or an elastic loader is
-                attached, which weighs its micro-batches itself.
+                attached, which weighs its micro-batches itself. In the vote: the ranks of a sharded model differ.
         """
         self._runtime.steps.weigh_batch(weight)
 

@@ -179,7 +179,7 @@ KNOWN_ENVIRONMENT = (
     "FT_MANAGER_PORT", "FT_HOSTNAME", "FT_INTERFACE", "FT_TOKEN", "FT_TLS_CERT", "FT_TLS_KEY", "FT_TLS_CA",
     "FT_WITNESS", "FT_LIVENESS_S", "FT_GRACE_S", "FT_JOIN_S", "FT_CONNECT_S", "FT_QUORUM_S", "FT_HEAL_S",
     "FT_TRANSFER_IDLE_S", "FT_AUTONOMY_S", "FT_ORPHAN_S", "FT_PROGRESS_S", "FT_RECONNECT_S", "FT_GROUP_ATTEMPT",
-    "FT_PREDECESSORS", "FT_FROM_SCRATCH", "FT_LOG",
+    "FT_PREDECESSORS", "FT_FROM_SCRATCH", "FT_LOG", "FT_EVENTS",
 )  # fmt: skip
 _OVERRIDES = {
     f"FT_{name.upper()}": name
@@ -210,6 +210,8 @@ class Environment:
     token: str
     from_scratch: bool
     """A job that has committed, and whose state is lost, may begin again at step 0 (R21)."""
+    events: str
+    """Folder of the job's event files; '': none are written."""
     overrides: Mapping[str, float]
 
     @staticmethod
@@ -265,6 +267,7 @@ class Environment:
             interface=string("FT_INTERFACE"),
             token=env.get("FT_TOKEN", ""),
             from_scratch=_switch(env, "FT_FROM_SCRATCH"),
+            events=env.get("FT_EVENTS", ""),
             overrides=overrides,
         )
 

@@ -18,9 +18,10 @@ from ft_core.data import LearningRateScaling
 from ft_core.errors import ConfigError
 from ft_core.loop.tools import known_arguments
 from ft_core.settings import parse_address
+from ft_lightning.names import NAME
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Collection, Sequence
 
 OURS = {
     "min_replica_size": "use min_replicas=",
@@ -235,24 +236,39 @@ def check_kwargs(kwargs: Mapping[str, Any], strategy: type) -> None:
     Raises:
         ConfigError: there is one; says why, or which name was meant.
     """
-    ours = set(inspect.signature(strategy).parameters)
     bases = (base for base in strategy.__mro__ if "__init__" in vars(base))
-    known = known_arguments() | ours.union(*(inspect.signature(vars(base)["__init__"]).parameters for base in bases))
-    for name in kwargs:
-        if name not in known and name not in DDP_ONLY:
-            near = difflib.get_close_matches(name, ours - {"kwargs"}, 1) or difflib.get_close_matches(name, known, 1)
-            hint = f"; did you mean {near[0]}=?" if near else f" (it has {', '.join(sorted(ours - {'kwargs'}))})"
-            raise ConfigError(f"{strategy.__name__} has no argument {name}{hint}")
+    known = known_arguments().union(*(inspect.signature(vars(base)["__init__"]).parameters for base in bases))
+    check_known(kwargs, strategy, known | set(DDP_ONLY))
     for name, why in DDP_ONLY.items():
         if kwargs.get(name) not in (None, "popen"):
             raise ConfigError(f"{name}={kwargs[name]!r} cannot be used with strategy='fault_tolerant': {why}")
 
 
-def check_surroundings(*parts: object) -> None:
-    """Refuse accelerators and plugins that DDP's kind of training does not go with: Lightning takes most of them.
+def check_known(kwargs: Mapping[str, Any], strategy: type, known: Collection[str]) -> None:
+    """Refuse arguments that nobody knows.
+
+    Args:
+        kwargs: those that are not named in the strategy's signature.
+        strategy: the class.
+        known: names that it takes besides.
+
+    Raises:
+        ConfigError: there is one; says which name was meant.
+    """
+    ours = set(inspect.signature(strategy).parameters) - {"kwargs"}
+    for name in kwargs:
+        if name not in known:
+            near = difflib.get_close_matches(name, ours, 1) or difflib.get_close_matches(name, known, 1)
+            hint = f"; did you mean {near[0]}=?" if near else f" (it has {', '.join(sorted(ours))})"
+            raise ConfigError(f"{strategy.__name__} has no argument {name}{hint}")
+
+
+def check_surroundings(*parts: object, strategy: str = NAME) -> None:
+    """Refuse accelerators and plugins that our kinds of training do not go with: Lightning takes most of them.
 
     Args:
         parts: as Lightning has made them, or the user.
+        strategy: its name.
 
     Raises:
         ConfigError: one cannot work; says why and what to do.
@@ -261,5 +277,5 @@ def check_surroundings(*parts: object) -> None:
         for kind in type(part).__mro__:
             if kind.__name__ in UNSUITED:
                 raise ConfigError(
-                    f"{type(part).__name__} cannot be used with strategy='fault_tolerant': {UNSUITED[kind.__name__]}"
+                    f"{type(part).__name__} cannot be used with strategy={strategy!r}: {UNSUITED[kind.__name__]}"
                 )

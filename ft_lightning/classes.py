@@ -1,4 +1,4 @@
-"""`strategy_class`: the strategy for each of Lightning's class trees.
+"""`strategy_class`, `fsdp2_strategy_class`: the strategies for each of Lightning's class trees.
 
 Lightning exists as `lightning` and as `pytorch_lightning` with `lightning_fabric`, which know nothing of each other.
 """
@@ -24,3 +24,18 @@ def strategy_class(tree: str = "lightning.pytorch") -> type:
     if tree not in _compat.TREES:
         raise ConfigError(f"strategy_class({tree!r}): known are {', '.join((*_compat.TREES, *_compat.FABRICS))}")
     return _trainer.strategy_class(tree)
+
+
+def fsdp2_strategy_class(tree: str = "lightning.pytorch") -> type:
+    """FaultTolerantFSDP2Strategy for `lightning.pytorch` or `pytorch_lightning`.
+
+    Raises:
+        ConfigError: there is no such tree of the Trainer.
+    """
+    if tree == "lightning":
+        tree = "lightning.pytorch"
+    if tree not in _compat.TREES:
+        raise ConfigError(f"fsdp2_strategy_class({tree!r}): known are {', '.join(_compat.TREES)}")
+    from ft_lightning.trainer import sharded_strategy  # half a second, which is only for those who shard
+
+    return sharded_strategy.strategy_class(tree)

@@ -41,7 +41,7 @@ PARTS = ("FT_REPLICA_GROUP", "FT_NUM_REPLICA_GROUPS", "FT_REPLICA_ID")
 class GroupLauncher:
     """The launcher, to be mixed with Lightning's class of one tree."""
 
-    def __init__(self, strategy: Placed) -> None:
+    def __init__(self, strategy: StartsGroups) -> None:
         super().__init__()
         self._strategy = strategy
 
@@ -56,7 +56,8 @@ class GroupLauncher:
         if trainer is not None and (trainer.state.fn != "fit" or _compat.tunes(trainer)):
             return function(*args, **kwargs)
         strategy = self._strategy
-        check(os.environ, strategy.wanted_devices, strategy._num_nodes)  # type: ignore[attr-defined]
+        strategy.check_start()
+        check(os.environ, strategy.wanted_devices, strategy.num_nodes)  # type: ignore[attr-defined]
         check_quorum(strategy._arguments.min_replicas, strategy.wanted_devices)
         command = own_command()
         if trainer is not None:
@@ -67,7 +68,7 @@ class GroupLauncher:
         """There are no processes while Lightning is at work."""
 
 
-def launcher(tree: str, strategy: Placed) -> Any:
+def launcher(tree: str, strategy: StartsGroups) -> Any:
     """A GroupLauncher that is a launcher of `tree`."""
     return type("GroupLauncher", (GroupLauncher, _compat.launcher_base(tree)), {"__module__": __name__})(strategy)
 
@@ -75,12 +76,17 @@ def launcher(tree: str, strategy: Placed) -> Any:
 class StartsGroups(Placed):
     """The part of a strategy of either kind that starts replica groups, where nobody has launched this process."""
 
+    def check_start(self) -> None:
+        """See that this process may start the groups. Raises ConfigError."""
+
     def _configure_launcher(self) -> None:
         """Called by Lightning once devices and nodes are known."""
         host = "Fabric" if self._tree in _compat.FABRICS else "Trainer"
         this: Any = self
-        check_surroundings(this.accelerator, this.precision if host == "Fabric" else this.precision_plugin)
-        _placement.check(self.place, self.wanted_devices, this._num_nodes, host)
+        check_surroundings(
+            this.accelerator, this.precision if host == "Fabric" else this.precision_plugin, strategy=self._name
+        )
+        _placement.check(self.place, self.wanted_devices, this.num_nodes, host)
         self._launcher = None if self.place.launched else launcher(self._tree, self)
 
 

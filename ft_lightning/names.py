@@ -1,4 +1,4 @@
-"""The name under which Lightning knows the strategy, and what was noted when `import torch` ran.
+"""The names under which Lightning knows the strategies, and what was noted when `import torch` ran.
 
 Invariant: only the standard library is imported here.
 """
@@ -9,7 +9,9 @@ import contextlib
 import os
 
 NAME = "fault_tolerant"
+FSDP2 = "fault_tolerant_fsdp2"
 DESCRIPTION = "Data parallel over replica groups, any of which may fail and come back (ft_lightning)"
+FSDP2_DESCRIPTION = "As fault_tolerant, with the model sharded inside each replica group (FSDP2, tensor parallelism)"
 
 
 def _working_directory() -> str:

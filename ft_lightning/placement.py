@@ -23,6 +23,7 @@ from ft_core.network import advertised_host
 from ft_core.process_group import open_store
 from ft_core.settings import Environment, parse_address
 from ft_lightning import _compat
+from ft_lightning.names import NAME
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -203,6 +204,8 @@ class Placed:
     """The part of a strategy of either kind that knows its place. Set `_tree` on the class."""
 
     _tree = ""
+    _name = NAME
+    """Lightning's name for the strategy."""
     _arguments: Arguments
     """The constructor's; set before `super().__init__()`."""
     _place: Place | None = None
@@ -252,6 +255,6 @@ class Placed:
     def cluster_environment(self, value: Any) -> None:
         if value is not None and value is not self._environment:
             raise ConfigError(
-                f"cluster_environment={type(value).__name__} cannot be used with strategy='fault_tolerant': a replica "
-                "group's processes are started by ftrun, torchrun or the Trainer itself"
+                f"cluster_environment={type(value).__name__} cannot be used with strategy={self._name!r}: a "
+                "replica group's processes are started by ftrun, torchrun or the Trainer itself"
             )

@@ -16,7 +16,7 @@ import contextlib
 import sys
 from typing import TYPE_CHECKING, Any
 
-from ft_lightning.names import DESCRIPTION, NAME
+from ft_lightning.names import DESCRIPTION, FSDP2, FSDP2_DESCRIPTION, NAME
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -30,6 +30,8 @@ REGISTRIES = {
     "lightning_fabric.strategies": "STRATEGY_REGISTRY",
 }
 """Module -> its attribute that is the registry."""
+OF_TRAINERS = ("lightning.pytorch.strategies", "pytorch_lightning.strategies")
+"""Those of the Trainer, which have the strategy for sharded models, too."""
 
 
 class Finder:
@@ -70,14 +72,17 @@ def register(module: ModuleType) -> None:
     with contextlib.suppress(Exception):
         registry = getattr(module, REGISTRIES[module.__name__])
         if NAME not in registry:
-            registry.register(NAME, _factory(module.__name__.rpartition(".")[0]), description=DESCRIPTION)
+            tree = module.__name__.rpartition(".")[0]
+            registry.register(NAME, _factory("strategy_class", tree), description=DESCRIPTION)
+            if module.__name__ in OF_TRAINERS:
+                registry.register(FSDP2, _factory("fsdp2_strategy_class", tree), description=FSDP2_DESCRIPTION)
 
 
-def _factory(tree: str) -> Callable[..., Any]:
+def _factory(name: str, tree: str) -> Callable[..., Any]:
     def fault_tolerant(**kwargs: Any) -> Any:
-        from ft_lightning.classes import strategy_class
+        from ft_lightning import classes
 
-        return strategy_class(tree)(**kwargs)
+        return getattr(classes, name)(tree)(**kwargs)
 
     return fault_tolerant
 

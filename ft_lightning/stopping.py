@@ -16,13 +16,11 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, Any
 
-from ft_core.loop.runs import RunLostError
 from ft_core.loop.tools import Sigterm
 from ft_lightning._compat import writers
 
 if TYPE_CHECKING:
     from ft_core import Manager
-    from ft_core.errors import JobFinishedError
 
 log = logging.getLogger("ft_lightning")
 
@@ -32,20 +30,6 @@ def stop_as_agreed(manager: Manager, trainer: Any) -> None:
     if manager.stop_agreed and not trainer.should_stop:
         log.info("%s: stops, as another replica has ended its training", manager.replica_id)
         trainer.should_stop = True
-
-
-def finished(error: JobFinishedError) -> SystemExit:
-    """A replica that comes when all is done has nothing to do, and no state with which a script could go on."""
-    log.warning("nothing left to train: %s", error)
-    return SystemExit(0)
-
-
-def lost(error: JobFinishedError) -> RunLostError:
-    """The error of a replica that comes when a later run than this one has died out, and its state is gone."""
-    return RunLostError(
-        f"every replica has died in a later call of fit than this one, so nobody is left who has the model that this "
-        f"call trained ({error}): start the job again, with fit(ckpt_path=...) to go on from a checkpoint"
-    )
 
 
 def drains_alone() -> None:

@@ -2,9 +2,9 @@
 
 Starts a lighthouse and ftrun, which runs three replica groups of examples/ddp/train.py and keeps a standby process.
 Then: SIGKILLs a replica mid-run, SIGKILLs the lighthouse and starts it again two seconds later, and SIGKILLs another
-replica to show that membership changes work again. Starting replicas again is ftrun's business. All that was started is
-ended by its id, whatever happens. Exit code 0 only if ftrun says so, the three digests are equal and every step was
-committed exactly once.
+replica to show that membership changes work again. Starting replicas again is ftrun's business. At the end ft-report
+says where every second went, and draws it into demo-out/. All that was started is ended by its id, whatever happens.
+Exit code 0 only if ftrun says so, the three digests are equal and every step was committed exactly once.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 GROUPS = 3
 KILLS = 2
 LIMIT_S = 300.0
+REPORT_S = 60.0
 
 
 @dataclass(frozen=True)
@@ -71,6 +72,7 @@ class Demo:
         self.processes: list[subprocess.Popen[str]] = []
         self.workers: list[Worker] = []
         self.digests: dict[int, str] = {}
+        self.events = str(folder / "events")
         self.warm = 0
         """Standby processes that were ready."""
         with socket.create_server(("127.0.0.1", 0)) as probe:
@@ -105,7 +107,7 @@ class Demo:
 
     def start_lighthouse(self) -> subprocess.Popen[str]:
         """Start it (again), on the demo's port."""
-        process = self.start("ft_core.lighthouse", "--bind", self.lighthouse_at)
+        process = self.start("ft_core.lighthouse", "--bind", self.lighthouse_at, "--events", self.events)
         self.say(f"lighthouse started on {self.lighthouse_at} (pid {process.pid})")
         return process
 
@@ -114,7 +116,7 @@ class Demo:
         training = ("examples/ddp/train.py", "--steps", str(self.steps))
         log = ("--commit-log", str(self.folder / "commits-{group}-{pid}"))
         options = ("--replicas", str(GROUPS), "--standby", "1", "--lighthouse", self.lighthouse_at)
-        self.ftrun = self.start("ft_core.launch", *options, *training, *log, hear=self.hear)
+        self.ftrun = self.start("ft_core.launch", *options, "--events", self.events, *training, *log, hear=self.hear)
         self.say(f"ftrun {' '.join((*options, *training))}")
 
     def hear(self, line: str) -> None:
@@ -217,6 +219,12 @@ class Demo:
         print(f"\nAll three models are bit-identical, and each of the {self.steps} steps was committed exactly once.")
         return 0
 
+    def report(self) -> None:
+        """Where every second went, as text and as a picture."""
+        print("\nft-report says of it:\n", flush=True)
+        command = [sys.executable, "-m", "ft_core.report.cli", self.events, "--out", str(ROOT / "demo-out")]
+        subprocess.run(command, cwd=ROOT, timeout=REPORT_S, check=True)
+
     def check_commits(self) -> list[str]:
         """Every step of the run was committed, once, with one history; no process repeated a step.
 
@@ -268,6 +276,7 @@ def main() -> int:
         demo.train(args.steps // 20)
         demo.kill_replica(2)
         status = demo.finish()
+        demo.report()
     finally:
         demo.end()
     if status == 0:  # else its logs are wanted

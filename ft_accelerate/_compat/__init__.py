@@ -10,8 +10,9 @@ Threads: the training thread.
 
 from __future__ import annotations
 
+import contextlib
 import os
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from accelerate import Accelerator, DataLoaderConfiguration, DistributedType
 from accelerate.data_loader import (
@@ -23,9 +24,18 @@ from accelerate.data_loader import (
 )
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.scheduler import AcceleratedScheduler
-from accelerate.state import AcceleratorState, GradientState, is_initialized
-from accelerate.utils import DistributedDataParallelKwargs, synchronize_rng_states
+from accelerate.state import AcceleratorState, GradientState, PartialState, is_initialized
+from accelerate.utils import (
+    DistributedDataParallelKwargs,
+    FullyShardedDataParallelPlugin,
+    ParallelismConfig,
+    synchronize_rng_states,
+)
+from torch.amp import GradScaler
 from torch.utils.data import DataLoader, IterableDataset
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
 
 __all__ = [
     "AcceleratedOptimizer",
@@ -37,21 +47,28 @@ __all__ = [
     "DataLoaderShard",
     "DistributedDataParallelKwargs",
     "DistributedType",
+    "FullyShardedDataParallelPlugin",
     "GradientState",
     "IterableDataset",
+    "ParallelismConfig",
     "SeedableRandomSampler",
     "can_skip",
+    "check_parallelism",
     "ddp_arguments",
     "flag",
     "get_sampler",
     "inner_optimizer",
     "is_initialized",
+    "later_checked_parallelism",
     "open_at",
     "order_of",
+    "parallelism_in_force",
     "prepare_data_loader",
     "reading",
     "reset_scaler",
+    "scale_losses_on_cpus",
     "shard_of",
+    "switch_fsdp_on",
     "synchronize_rng_states",
 ]
 
@@ -61,9 +78,65 @@ def flag(name: str) -> bool:
     return os.environ.get(name, "false").lower() == "true"
 
 
+def parallelism_in_force(given: Mapping[str, Any]) -> Any:
+    """The ParallelismConfig that an Accelerator with these arguments uses; None: it has none.
+
+    Relies on Accelerator: it makes one of the environment if ACCELERATE_USE_PARALLELISM_CONFIG says so.
+    """
+    config = given.get("parallelism_config")
+    return ParallelismConfig() if config is None and flag("ACCELERATE_USE_PARALLELISM_CONFIG") else config
+
+
 def ddp_arguments(handler: Any) -> dict[str, Any]:
     """The user's arguments of torch's DDP: the values of a DistributedDataParallelKwargs that are not its defaults."""
     return dict(handler.to_kwargs()) if handler is not None else {}
+
+
+@contextlib.contextmanager
+def later_checked_parallelism() -> Iterator[None]:
+    """While an Accelerator is built, its ParallelismConfig is not compared with where it runs: see `check_parallelism`.
+
+    Relies on ParallelismConfig: Accelerator calls its `_validate_accelerator` once.
+    """
+    check = ParallelismConfig._validate_accelerator
+    ParallelismConfig._validate_accelerator = lambda *_: None
+    try:
+        yield
+    finally:
+        ParallelismConfig._validate_accelerator = check
+
+
+def check_parallelism(accelerator: Any) -> None:
+    """Accelerate's own check, once FSDP may be on. Raises ValueError."""
+    if accelerator.parallelism_config is not None:
+        accelerator.parallelism_config._validate_accelerator(accelerator)
+
+
+def switch_fsdp_on(state: Any, plugin: Any) -> None:
+    """Make Accelerate shard where it would not: on CPUs.
+
+    Relies on AcceleratorState: `distributed_type` there, which the states of a process share with PartialState, and
+    `fsdp_plugin` are all that it sets for FSDP. Parameters that the plugin offloads are in CPU memory already, and
+    cannot be pinned there without an accelerator.
+    """
+    from torch.distributed.fsdp import CPUOffloadPolicy  # which only those who shard pay for
+
+    if state.mixed_precision != "no":
+        plugin.set_mixed_precision(state.mixed_precision)
+    if isinstance(plugin.cpu_offload, CPUOffloadPolicy):
+        plugin.cpu_offload = CPUOffloadPolicy(pin_memory=False)
+    state.fsdp_plugin = plugin
+    state.distributed_type = PartialState._shared_state["distributed_type"] = DistributedType.FSDP
+
+
+def scale_losses_on_cpus(accelerator: Any) -> None:
+    """With fp16, which Accelerate trains on accelerators only: what it does for FSDP2 there.
+
+    Relies on Accelerator: `scaler` is used by backward, clipping and the optimizers that are prepared from then on.
+    """
+    if accelerator.state.mixed_precision == "fp16" and accelerator.scaler is None:
+        handler = accelerator.scaler_handler
+        accelerator.scaler = GradScaler(**{**(handler.to_kwargs() if handler is not None else {}), "device": "cpu"})
 
 
 def inner_optimizer(optimizer: Any) -> Any:

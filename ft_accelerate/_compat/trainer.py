@@ -32,6 +32,7 @@ METHODS = (
     "_finalize_training", "get_batch_samples", "_get_num_items_in_batch", "set_initial_training_values",
     "get_total_train_batch_size", "_save_checkpoint", "_get_output_dir", "evaluation_loop", "_load_rng_state",
     "_maybe_log_save_evaluate", "_wrap_model", "prediction_step",
+    "_load_from_checkpoint", "_load_optimizer_and_scheduler", "_load_best_model", "_save_optimizer_and_scheduler",
 )  # fmt: skip
 """Methods of Trainer that the mixin overrides or calls."""
 

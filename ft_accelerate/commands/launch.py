@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 REFUSED = {
     "use_deepspeed": "DeepSpeed", "use_megatron_lm": "Megatron-LM", "tpu": "TPUs", "tpu_use_cluster": "TPU pods",
-    "mpirun_hostfile": "mpirun", "use_fsdp": "FSDP",
+    "mpirun_hostfile": "mpirun",
 }  # fmt: skip
 """Options of accelerate with which it launches what no replica group can be."""
 FORWARDED = ("tee", "log_dir", "monitor_interval")
@@ -79,7 +79,7 @@ def main(argv: Sequence[str]) -> int:
     _refuse(args)
     one_on_cpus(args, document)
     command = [*ftrun_options(given), *group_options(args, given), *script(args)]
-    environ = {**exported(given, os.environ), **_compat_launch.environment(args)}
+    environ = {**exported(given, os.environ), **_compat_launch.environment(args), **fsdp_on_cpus(args)}
     try:
         parse(command, environ)
     except ConfigError as error:
@@ -153,7 +153,8 @@ def _fill(args: argparse.Namespace, document: Document, given: Mapping[str, Give
         for name, usual in (("num_machines", 1), ("mixed_precision", "no"), ("dynamo_backend", "no")):
             if getattr(args, name) is None:
                 setattr(args, name, usual)
-    if not devices and not (args.multi_gpu or args.tpu or args.use_deepspeed or args.use_fsdp or args.use_megatron_lm):
+    others = args.multi_gpu or args.tpu or args.use_deepspeed or args.use_fsdp or args.use_megatron_lm
+    if not (devices or others or kind_of(document) == "FSDP"):
         args.cpu = True  # else accelerate takes the processes of a group for unrelated ones
 
 
@@ -165,9 +166,7 @@ def one_on_cpus(args: argparse.Namespace, document: Document) -> None:
         document: the config file, which may ask for more by its distributed_type MULTI_CPU.
     """
     machines, processes = args.num_machines or 1, args.num_processes or 1
-    # "DistributedType.MULTI_CPU" where accelerate wrote it.
-    several = str(document.rest.get("distributed_type", "")).rpartition(".")[2] == "MULTI_CPU"
-    if several or processes <= machines or not (args.cpu or getattr(args, "use_cpu", False)):
+    if kind_of(document) == "MULTI_CPU" or processes <= machines or not (args.cpu or getattr(args, "use_cpu", False)):
         return
     args.num_processes = machines
     print(
@@ -176,6 +175,22 @@ def one_on_cpus(args: argparse.Namespace, document: Document) -> None:
         f"{processes} replica groups, which survive each other's loss, {FLAG}replicas {processes}",
         file=sys.stderr,
     )
+
+
+def kind_of(document: Document) -> str:
+    """The distributed_type in the config file, which is "DistributedType.MULTI_CPU" where accelerate wrote it."""
+    return str(document.rest.get("distributed_type", "")).rpartition(".")[2]
+
+
+def fsdp_on_cpus(args: argparse.Namespace) -> dict[str, str]:
+    """Where there are only CPUs Accelerate must be told, or it takes the processes of a group for unrelated ones.
+
+    Args:
+        args: validated.
+    """
+    import torch
+
+    return {"ACCELERATE_USE_CPU": "true"} if args.use_fsdp and not torch.accelerator.is_available() else {}
 
 
 def _counts(given: Mapping[str, Given]) -> bool:
@@ -189,6 +204,17 @@ def _refuse(args: argparse.Namespace) -> None:
             raise ConfigError(
                 f"--{name}: fault tolerance does not work with {what}; leave it out, or train without (--ft_enabled no)"
             )
+    if args.use_fsdp and str(args.fsdp_version) != "2":
+        raise ConfigError(
+            f"fsdp_version {args.fsdp_version}: fault tolerance works with FSDP2 only; write `fsdp_version: 2` into "
+            "the fsdp_config of the config file (`accelerate to-fsdp2` converts one), or --fsdp_version 2"
+        )
+    replicas = getattr(args, "parallelism_config_dp_replicate_size", None)
+    if getattr(args, "use_parallelism_config", False) and int(replicas or 1) > 1:
+        raise ConfigError(
+            f"parallelism_config_dp_replicate_size {replicas}: replicas of the model are the replica groups, which "
+            f"survive each other's loss; leave it out, and start {replicas} times as many groups ({FLAG}replicas)"
+        )
     if args.rdzv_conf:
         raise ConfigError(f"--rdzv_conf {args.rdzv_conf}: leave it out; the processes of a group meet through ftrun")
 

@@ -34,6 +34,7 @@ from transformers import Trainer
 
 from ft_accelerate._compat import trainer as _compat_trainer
 from ft_accelerate.accelerator import FaultTolerantAccelerator
+from ft_accelerate.checkpoint_folders import from_first
 from ft_accelerate.elastic.loader import ElasticGroupLoader
 from ft_accelerate.loader import GroupDataLoader
 from ft_accelerate.model import WrappedModel
@@ -41,6 +42,7 @@ from ft_accelerate.position import EPOCH
 from ft_accelerate.trainer import elastic_epochs
 from ft_accelerate.trainer.elastic_epochs import ElasticEpochs
 from ft_accelerate.trainer.progress import Progress
+from ft_accelerate.trainer.sharded import ShardedTraining, check_arguments
 from ft_core.errors import ConfigError, FaultToleranceError
 from ft_core.loop.publishing import PlacedFolder
 
@@ -73,7 +75,7 @@ class _Continued:
         return self._rest
 
 
-class FaultTolerantTrainerMixin(ElasticEpochs):
+class FaultTolerantTrainerMixin(ShardedTraining, ElasticEpochs):
     """Put in front of Trainer or a subclass of it.
 
     Raises:
@@ -101,6 +103,7 @@ class FaultTolerantTrainerMixin(ElasticEpochs):
         _compat_trainer.check(type(self))
         super().__init__(*args, **kwargs)
         if self._ft_run is not None:
+            self._ft_check_model()
             self.callback_handler = _compat_trainer.follow(
                 self.callback_handler, self.is_world_process_zero, self._ft_stepped, lambda: self._ft_target is not None
             )
@@ -109,6 +112,7 @@ class FaultTolerantTrainerMixin(ElasticEpochs):
 
     def _build_accelerator_args(self, **kwargs: Any) -> dict[str, Any]:
         self._ft_arguments = super()._build_accelerator_args(**kwargs)
+        check_arguments(self._ft_arguments)
         return self._ft_arguments
 
     def create_accelerator_and_postprocess(self) -> None:
@@ -117,6 +121,7 @@ class FaultTolerantTrainerMixin(ElasticEpochs):
         super().create_accelerator_and_postprocess()
         plain = self.accelerator
         self.accelerator = FaultTolerantAccelerator(**self._ft_arguments)
+        self._ft_note_sharding()
         gather = self.gather_function
         bound = gather.func if isinstance(gather, functools.partial) else gather
         if getattr(bound, "__self__", None) is plain:
@@ -292,13 +297,13 @@ class FaultTolerantTrainerMixin(ElasticEpochs):
         window = self._ft_window
         if window is None:
             return super().evaluation_loop(*args, **kwargs)
-        before = [(model, model.module.training) for model in window.models]
+        before = [(root, root.training) for model in window.models for root in model.roots]
         try:
             with window.by_itself("evaluating"):
                 return super().evaluation_loop(*args, **kwargs)
         finally:
-            for model, training in before:
-                model.module.train(training)  # Trainer's loop does so only after it has read the next batches
+            for root, training in before:
+                root.train(training)  # Trainer's loop does so only after it has read the next batches
 
     def prediction_step(self, *args: Any, **kwargs: Any) -> Any:
         """Predict a batch by this group alone, also in an evaluation loop of a subclass's own."""
@@ -333,11 +338,7 @@ class FaultTolerantTrainerMixin(ElasticEpochs):
     def _ft_write(self, model: Any, trial: Any, folder: str, name: str) -> None:
         """Trainer's own checkpoint, beside its place. On all processes of this group."""
         first, placed = self.args.process_index == 0, self._ft_placed(folder, name)
-        stage = placed.writing
-        if first:
-            placed.begin()
-        self.accelerator.wait_for_everyone()
-        self._ft_stage = stage
+        self._ft_stage = stage = placed.begin(from_first, first=first)
         try:
             with self._ft_arguments_as_given():
                 super()._save_checkpoint(model, trial)
@@ -351,11 +352,11 @@ class FaultTolerantTrainerMixin(ElasticEpochs):
             state.best_model_checkpoint = os.path.join(folder, name)
             state.save_to_json(os.path.join(stage, name, STATE))
         if first:
-            placed.complete()
+            placed.complete(stage)
 
     def _ft_placed(self, folder: str, name: str) -> PlacedFolder:
         """It has the step in its name, so the step of the state tells no more."""
-        return PlacedFolder(folder, name, 0, self.accelerator.replica_group)
+        return PlacedFolder(folder, name, 0)
 
     def _ft_discard(self, folder: str, name: str) -> None:
         if self.args.process_index == 0:

@@ -15,7 +15,7 @@ class Version(_message.Message):
     def __init__(self, step: _Optional[int] = ..., quorum_id: _Optional[int] = ...) -> None: ...
 
 class Ask(_message.Message):
-    __slots__ = ("replica_id", "seq", "version", "lineage", "quorum_id", "failed", "reason", "min_replicas", "group_world_size", "heal_addresses", "store_address", "address", "signature", "init_sync", "allow_heal", "shrink_only", "heals_before_forward", "commit_failures", "data", "signature_lines", "heals_late", "unreachable", "reached", "stable", "unbuilt", "unbuilt_here", "from_scratch")
+    __slots__ = ("replica_id", "seq", "version", "lineage", "quorum_id", "failed", "reason", "min_replicas", "group_world_size", "heal_addresses", "store_address", "address", "signature", "init_sync", "allow_heal", "shrink_only", "heals_before_forward", "commit_failures", "data", "signature_lines", "heals_late", "unreachable", "reached", "stable", "unbuilt", "unbuilt_here", "from_scratch", "moves")
     REPLICA_ID_FIELD_NUMBER: _ClassVar[int]
     SEQ_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
@@ -43,6 +43,7 @@ class Ask(_message.Message):
     UNBUILT_FIELD_NUMBER: _ClassVar[int]
     UNBUILT_HERE_FIELD_NUMBER: _ClassVar[int]
     FROM_SCRATCH_FIELD_NUMBER: _ClassVar[int]
+    MOVES_FIELD_NUMBER: _ClassVar[int]
     replica_id: str
     seq: int
     version: Version
@@ -70,7 +71,8 @@ class Ask(_message.Message):
     unbuilt: str
     unbuilt_here: bool
     from_scratch: bool
-    def __init__(self, replica_id: _Optional[str] = ..., seq: _Optional[int] = ..., version: _Optional[_Union[Version, _Mapping]] = ..., lineage: _Optional[int] = ..., quorum_id: _Optional[int] = ..., failed: bool = ..., reason: _Optional[str] = ..., min_replicas: _Optional[int] = ..., group_world_size: _Optional[int] = ..., heal_addresses: _Optional[_Iterable[str]] = ..., store_address: _Optional[str] = ..., address: _Optional[str] = ..., signature: _Optional[int] = ..., init_sync: bool = ..., allow_heal: bool = ..., shrink_only: bool = ..., heals_before_forward: bool = ..., commit_failures: _Optional[int] = ..., data: _Optional[str] = ..., signature_lines: _Optional[_Iterable[str]] = ..., heals_late: bool = ..., unreachable: _Optional[_Iterable[str]] = ..., reached: _Optional[_Iterable[str]] = ..., stable: _Optional[_Union[Version, _Mapping]] = ..., unbuilt: _Optional[str] = ..., unbuilt_here: bool = ..., from_scratch: bool = ...) -> None: ...
+    moves: bool
+    def __init__(self, replica_id: _Optional[str] = ..., seq: _Optional[int] = ..., version: _Optional[_Union[Version, _Mapping]] = ..., lineage: _Optional[int] = ..., quorum_id: _Optional[int] = ..., failed: bool = ..., reason: _Optional[str] = ..., min_replicas: _Optional[int] = ..., group_world_size: _Optional[int] = ..., heal_addresses: _Optional[_Iterable[str]] = ..., store_address: _Optional[str] = ..., address: _Optional[str] = ..., signature: _Optional[int] = ..., init_sync: bool = ..., allow_heal: bool = ..., shrink_only: bool = ..., heals_before_forward: bool = ..., commit_failures: _Optional[int] = ..., data: _Optional[str] = ..., signature_lines: _Optional[_Iterable[str]] = ..., heals_late: bool = ..., unreachable: _Optional[_Iterable[str]] = ..., reached: _Optional[_Iterable[str]] = ..., stable: _Optional[_Union[Version, _Mapping]] = ..., unbuilt: _Optional[str] = ..., unbuilt_here: bool = ..., from_scratch: bool = ..., moves: bool = ...) -> None: ...
 
 class Member(_message.Message):
     __slots__ = ("replica_id", "version", "lineage", "group_world_size", "heal_addresses", "store_address", "address", "init_sync", "allow_heal", "shrink_only", "heals_before_forward", "previous_quorum_id", "commit_failures", "data", "heals_late")
@@ -177,14 +179,18 @@ class ChangePending(_message.Message):
     def __init__(self, quorum_id: _Optional[int] = ..., reason: _Optional[str] = ...) -> None: ...
 
 class MemberLost(_message.Message):
-    __slots__ = ("quorum_id", "lost", "held")
+    __slots__ = ("quorum_id", "lost", "held", "failed", "moves")
     QUORUM_ID_FIELD_NUMBER: _ClassVar[int]
     LOST_FIELD_NUMBER: _ClassVar[int]
     HELD_FIELD_NUMBER: _ClassVar[int]
+    FAILED_FIELD_NUMBER: _ClassVar[int]
+    MOVES_FIELD_NUMBER: _ClassVar[int]
     quorum_id: int
     lost: _containers.RepeatedScalarFieldContainer[str]
     held: Version
-    def __init__(self, quorum_id: _Optional[int] = ..., lost: _Optional[_Iterable[str]] = ..., held: _Optional[_Union[Version, _Mapping]] = ...) -> None: ...
+    failed: bool
+    moves: bool
+    def __init__(self, quorum_id: _Optional[int] = ..., lost: _Optional[_Iterable[str]] = ..., held: _Optional[_Union[Version, _Mapping]] = ..., failed: bool = ..., moves: bool = ...) -> None: ...
 
 class Paused(_message.Message):
     __slots__ = ("quorum_id", "replica_id", "for_ms")
@@ -517,7 +523,7 @@ class JoinRequest(_message.Message):
     def __init__(self, protocol_version: _Optional[int] = ..., release: _Optional[str] = ..., replica_id: _Optional[str] = ..., rank: _Optional[int] = ..., world_size: _Optional[int] = ..., incarnation: _Optional[int] = ...) -> None: ...
 
 class Verdict(_message.Message):
-    __slots__ = ("quorum_id", "attempt", "outcome", "reason", "weight", "contributors", "change", "healed", "exhausted", "stop", "behind", "drain", "missing", "lapsed", "trails")
+    __slots__ = ("quorum_id", "attempt", "outcome", "reason", "weight", "contributors", "change", "healed", "exhausted", "stop", "behind", "drain", "missing", "lapsed", "trails", "own_weight", "own_weights")
     class Outcome(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         OUTCOME_UNSPECIFIED: _ClassVar[Verdict.Outcome]
@@ -543,6 +549,8 @@ class Verdict(_message.Message):
     MISSING_FIELD_NUMBER: _ClassVar[int]
     LAPSED_FIELD_NUMBER: _ClassVar[int]
     TRAILS_FIELD_NUMBER: _ClassVar[int]
+    OWN_WEIGHT_FIELD_NUMBER: _ClassVar[int]
+    OWN_WEIGHTS_FIELD_NUMBER: _ClassVar[int]
     quorum_id: int
     attempt: int
     outcome: Verdict.Outcome
@@ -558,7 +566,9 @@ class Verdict(_message.Message):
     missing: _containers.RepeatedScalarFieldContainer[int]
     lapsed: bool
     trails: bool
-    def __init__(self, quorum_id: _Optional[int] = ..., attempt: _Optional[int] = ..., outcome: _Optional[_Union[Verdict.Outcome, str]] = ..., reason: _Optional[str] = ..., weight: _Optional[int] = ..., contributors: _Optional[int] = ..., change: bool = ..., healed: bool = ..., exhausted: bool = ..., stop: bool = ..., behind: bool = ..., drain: bool = ..., missing: _Optional[_Iterable[int]] = ..., lapsed: bool = ..., trails: bool = ...) -> None: ...
+    own_weight: int
+    own_weights: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, quorum_id: _Optional[int] = ..., attempt: _Optional[int] = ..., outcome: _Optional[_Union[Verdict.Outcome, str]] = ..., reason: _Optional[str] = ..., weight: _Optional[int] = ..., contributors: _Optional[int] = ..., change: bool = ..., healed: bool = ..., exhausted: bool = ..., stop: bool = ..., behind: bool = ..., drain: bool = ..., missing: _Optional[_Iterable[int]] = ..., lapsed: bool = ..., trails: bool = ..., own_weight: _Optional[int] = ..., own_weights: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Break(_message.Message):
     __slots__ = ("quorum_id", "reason")

@@ -35,6 +35,7 @@ from typing import TYPE_CHECKING, Any, Final, NoReturn
 import torch
 
 from ft_core.checkpointing import state_types
+from ft_core.checkpointing.sharded_state import LocalShard, Sharding
 from ft_core.checkpointing.tensor_bytes import byte_view
 from ft_core.checkpointing.tree import MAX_DEPTH, ROOT, is_plain_tensor
 from ft_core.errors import EncodingError, HealError
@@ -58,11 +59,6 @@ _NO_CLASSES: Final[dict[str, type]] = {}
 _PLAIN: Final = (str, float, bool, type(None))
 _INT_LIMIT: Final = 1 << 63
 _NUMPY_DTYPE: Final = re.compile(r"[<>|=][biufcSUmM]\d{1,6}(\[\w{1,8}\])?")
-_FACTORIES: Final[dict[str, Any]] = {
-    "None": None,
-    **{kind.__name__: kind for kind in (list, dict, set, int, float, str, bool, tuple, frozenset, bytes, bytearray)},
-    **{kind.__name__: kind for kind in (deque, Counter, OrderedDict)},
-}
 REGISTER: Final = "or register its class: ft_core.checkpointing.register_state_type"
 
 
@@ -168,6 +164,8 @@ class _Encoder:
             self.refuse(path[:200], value, f"is nested deeper than {MAX_DEPTH} levels, or the state contains itself")
         if isinstance(value, torch.Tensor):
             return ["T", self.tensor(value, path)]
+        if kind is LocalShard:
+            return ["DT", self.tensor(value.tensor, path), *value.sharding.encoded()]
         entry = state_types.registered(kind)
         if entry is not None and entry.encode is not None:
             return self.registered(entry, entry.encode, value, path, depth)
@@ -224,9 +222,10 @@ class _Encoder:
         if kind is Counter:
             return self.pairs(["c"], value, path, depth)
         if kind is defaultdict:
-            name = next((n for n, f in _FACTORIES.items() if f is value.default_factory), None)
+            name = next((n for n, f in state_types.FACTORIES.items() if f is value.default_factory), None)
             if name is None:
-                self.refuse(path, value, f"has default_factory {value.default_factory!r}; only {', '.join(_FACTORIES)}")
+                known = ", ".join(state_types.FACTORIES)
+                self.refuse(path, value, f"has default_factory {value.default_factory!r}; only {known}")
             return self.pairs(["dd", name], value, path, depth)
         if kind is deque:
             return self.items(["dq", value.maxlen], value, path, depth)
@@ -397,7 +396,7 @@ class _Decoder:
         if tag == "c":
             return Counter(dict(self.pairs(rest, depth)))
         if tag == "dd":
-            return defaultdict(_FACTORIES[rest[0]], self.pairs(rest[1:], depth))
+            return defaultdict(state_types.FACTORIES[rest[0]], self.pairs(rest[1:], depth))
         if tag == "dq":
             return deque(self.items(rest[1:], depth), maxlen=rest[0])
         if tag == "s":
@@ -433,6 +432,8 @@ class _Decoder:
             return slice(*self.items(rest, 0))
         if tag in ("n", "N"):
             return self.numpy(tag, rest)
+        if tag == "DT":
+            return LocalShard(self.leaf(rest[0]), Sharding.decoded(*rest[1:]))
         if tag == "E":
             return state_types.build_enum(state_types.resolve(rest[0], self.known), rest[1])
         raise HealError(f"received state skeleton holds an unknown tag {str(tag)[:40]!r}")

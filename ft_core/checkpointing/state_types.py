@@ -22,6 +22,7 @@ import fractions
 import pathlib
 import types
 import uuid
+from collections import Counter, OrderedDict, deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
@@ -36,6 +37,12 @@ T = TypeVar("T")
 
 REGISTERED_MAX: Final = 1024
 """Most classes in the registry."""
+FACTORIES: Final[dict[str, Any]] = {
+    "None": None,
+    **{kind.__name__: kind for kind in (list, dict, set, int, float, str, bool, tuple, frozenset, bytes, bytearray)},
+    **{kind.__name__: kind for kind in (deque, Counter, OrderedDict)},
+}
+"""What a defaultdict may make, by name."""
 _HIDING: Final = (dict, list, tuple, set, frozenset, str, bytes, bytearray, int, float, complex, BaseException)
 """Bases that hold content of their own, which the fields of a dataclass would not show."""
 

@@ -16,9 +16,10 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 
 from ft_core.checkpointing import state_types
+from ft_core.checkpointing.sharded_state import LocalShard, Meshes, is_sharded, local_shard
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator
+    from collections.abc import Callable, Collection, Iterator
 
 MAX_DEPTH: Final = 64
 """Deepest nesting carried; also what ends a state that contains itself."""
@@ -40,7 +41,9 @@ def is_plain_tensor(value: object) -> bool:
 
 def children(value: Any) -> Iterator[tuple[str, Any]]:
     """What a container holds, each with the end of its key path; nothing for other values."""
-    if isinstance(value, dict):
+    if isinstance(value, LocalShard):
+        yield "", value.tensor
+    elif isinstance(value, dict):
         for key, item in value.items():
             yield f"[{key!r}]", item
     elif isinstance(value, tuple) and state_types.is_named_tuple(type(value)):
@@ -81,6 +84,61 @@ def tensors_in(value: Any, depth: int = 0) -> list[torch.Tensor]:
     return [tensor for _, item in children(value) for tensor in tensors_in(item, depth + 1)]
 
 
+def restore_shards(state: Any, own: Callable[[], object]) -> Any:
+    """A received state with DTensors in place of their parts.
+
+    Args:
+        state: whose containers may be changed.
+        own: the receiver's own state, asked for if there are parts.
+
+    Raises:
+        HealError: a tensor is sharded otherwise here.
+    """
+    if not _has_shards(state, 0):
+        return state
+    sharded: dict[str, Any] = {}
+    _collect_sharded(own(), ROOT, 0, sharded)
+    return _restored(state, ROOT, Meshes(sharded))
+
+
+def _has_shards(value: Any, depth: int) -> bool:
+    if isinstance(value, LocalShard):
+        return True
+    if type(value) in PLAIN or isinstance(value, torch.Tensor) or depth > MAX_DEPTH:
+        return False
+    return any(_has_shards(item, depth + 1) for _, item in children(value))
+
+
+def _collect_sharded(value: Any, path: str, depth: int, found: dict[str, Any]) -> None:
+    if is_sharded(value):
+        found[path] = value
+    elif type(value) not in PLAIN and not isinstance(value, torch.Tensor) and depth <= MAX_DEPTH:
+        for suffix, item in children(value):
+            _collect_sharded(item, path + suffix, depth + 1, found)
+
+
+def _restored(value: Any, path: str, meshes: Meshes) -> Any:
+    kind = type(value)
+    if isinstance(value, LocalShard):
+        return meshes.sharded(value, path)
+    if kind in PLAIN or isinstance(value, torch.Tensor):
+        return value
+    if isinstance(value, dict):
+        for key, item in value.items():
+            value[key] = _restored(item, f"{path}[{key!r}]", meshes)
+        return value
+    made = {suffix: _restored(item, path + suffix, meshes) for suffix, item in children(value)}
+    if kind in (list, tuple):
+        return kind(made.values())
+    if isinstance(value, deque):
+        return deque(made.values(), maxlen=value.maxlen)
+    if state_types.is_named_tuple(kind):
+        return state_types.build_named_tuple(kind, list(made.values()))
+    if made and state_types.is_open_dataclass(kind):
+        return state_types.build_dataclass(kind, {suffix.removeprefix("."): item for suffix, item in made.items()})
+    return value
+
+
 def snapshot(state: Any, volatile: Collection[int]) -> Any:
     """A copy of the nest. Its tensors are the same ones, but for those in a `volatile` storage, which are cloned.
 
@@ -102,6 +160,9 @@ class _Snapshot:
         kind = type(value)
         if kind in PLAIN or depth > MAX_DEPTH:
             return value
+        if is_sharded(value):
+            part = local_shard(value)
+            return LocalShard(self.tensor(part.tensor), part.sharding)
         if isinstance(value, torch.Tensor):
             return self.tensor(value)
         depth += 1

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import secrets
 import threading
+import time
 from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol
 
@@ -22,8 +23,9 @@ from ft_core.control.group.tls import group_tls
 from ft_core.control.lighthouse.lease_client import LeaseClient
 from ft_core.errors import RefusedError
 from ft_core.protocol.group import events as ev
+from ft_core.protocol.group.follower import Broken, Follower, FollowerSettings, Unreachable
 from ft_core.protocol.group.ranks import Join
-from ft_core.protocol.pushes import Answer, Lost, Order, Reason
+from ft_core.protocol.pushes import Answer, Order, Reason
 from ft_core.protocol.types import Ask, Verdict, Version
 from ft_core.rpc import codec
 from ft_core.rpc.channel import GROUP, join_host, reachable_host, release
@@ -171,7 +173,10 @@ class LeaderControl:
         self, reason: str, finished: bool, version: Version, agreed: bool, timeout_s: float, over: bool = False
     ) -> bool:
         """The group leaves when its rank 0 does."""
-        return self._group.lease.leave(reason, finished, version, agreed, timeout_s, over)
+        left = self._group.lease.leave(reason, finished, version, agreed, timeout_s, over)
+        if finished:
+            self._group.wait_for_goodbyes(timeout_s)
+        return left
 
     def break_group(self, quorum_id: int, reason: str) -> None:
         """See Control."""
@@ -190,11 +195,12 @@ class LeaderControl:
 class RankControl(ReportingStream[codec.RankAsk, "Verdict | Order"]):
     """Group rank > 0. `settings.address` is the LeaderControl's `address`.
 
-    If the leader cannot be reached within the budget's connect_s after `start`, or its stream is lost for as long,
-    the handler is sent a Refusal.
+    What follows when the leader is away, `protocol.group.follower` says: the handler is sent Lost, an order to end, or
+    a Refusal. A timer's thread asks it.
     """
 
     _method = f"/{GROUP}/Join"
+    _waits_for_a_frozen_server = False
     _other = "group rank 0"
     _me = "this rank"
     _advice = "check that group rank 0 runs, and that its host and port can be reached (FT_HOSTNAME, FT_MANAGER_PORT)"
@@ -203,15 +209,20 @@ class RankControl(ReportingStream[codec.RankAsk, "Verdict | Order"]):
         super().__init__(replace(settings, tls=group_tls(settings)), handler)
         self._join = Join(settings.replica_id, rank, world_size, secrets.randbits(63) | 1)
         self._waiting = Waiting(settings.replica_id, settings.budget.grace_s)
-        self._open_vote: Verdict | None = None
+        budget = settings.budget
+        self._follower = Follower(
+            FollowerSettings(settings.replica_id, rank, budget.grace_s, budget.liveness_s, budget.connect_s)
+        )
         self._drain: Order | None = None
-        self._quorum_id = 0
-        self._deadline: threading.Timer | None = None
+        self._timer: threading.Timer | None = None
 
     def start(self) -> None:
         """See Control."""
         super().start()
-        self._expect_leader(self.settings.budget.connect_s)
+        with self._changed:
+            if not self.connected:
+                self._follower.started(time.monotonic())
+            self._set_timer()
 
     def ask(self, ask: Ask, room: str | None = None) -> None:
         """See Control."""
@@ -221,6 +232,7 @@ class RankControl(ReportingStream[codec.RankAsk, "Verdict | Order"]):
             if self._fatal is not None:
                 raise self._fatal
             self._open_ask = message
+            self._follower.asks(ask.seq)
             self._send(data)
 
     def vote(self, verdict: Verdict, timeout_s: float) -> Verdict:
@@ -231,7 +243,7 @@ class RankControl(ReportingStream[codec.RankAsk, "Verdict | Order"]):
     def _vote(self, vote: Verdict) -> None:
         data = self._encode(vote)
         with self._changed:
-            self._open_vote = vote
+            self._follower.votes(vote)
             self._send(data)
 
     def break_group(self, quorum_id: int, reason: str) -> None:
@@ -253,8 +265,8 @@ class RankControl(ReportingStream[codec.RankAsk, "Verdict | Order"]):
     def shutdown(self, timeout_s: float = 5.0) -> None:
         """See Control."""
         with self._changed:
-            if self._deadline is not None:
-                self._deadline.cancel()
+            if self._timer is not None:
+                self._timer.cancel()
         super().shutdown(timeout_s)
 
     # ------------------------------------------------------------ the stream
@@ -266,61 +278,59 @@ class RankControl(ReportingStream[codec.RankAsk, "Verdict | Order"]):
         return codec.encode_rank(message)
 
     def _still_open(self) -> tuple[codec.RankAsk | Verdict | Order | None, ...]:
-        return self._drain, self._open_ask, self._open_vote
+        return self._drain, self._open_ask, self._follower.vote
 
     def _can_part(self) -> bool:
         return self.connected
 
     def _on_open(self, welcome: Welcome) -> None:  # noqa: ARG002
         with self._changed:
-            if self._deadline is not None:
-                self._deadline.cancel()
-                self._deadline = None
+            self._follower.opened()
+            self._set_timer()
 
     def _on_down(self) -> None:
-        """The leader may only have blinked; past the grace, this rank cannot be told anything any more: broken."""
-        self._expect_leader(self.settings.budget.grace_s, then_for_good=True)
+        with self._changed:
+            self._follower.ended(time.monotonic())
+            self._set_timer()
 
-    def _expect_leader(self, within_s: float, *, then_for_good: bool = False) -> None:
-        def late() -> None:
+    def _set_timer(self) -> None:
+        """Called with the lock held."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        at = self._follower.next_at
+        if at is not None and not self._stopping:
+            self._timer = threading.Timer(max(0.0, at - time.monotonic()), self._look)
+            self._timer.daemon = True
+            self._timer.start()
+
+    def _look(self) -> None:
+        """What follows from the leader's absence, if it is still away."""
+        while True:
             with self._changed:
                 if self.connected or self._stopping or not self._wanted or self._fatal is not None:
                     return
-                quorum_id = self._quorum_id
-            if then_for_good:
-                reason = f"group rank 0 of {self.settings.replica_id} is gone (the connection to it ended)"
-                if self._waiting.broke(quorum_id, reason):
-                    self._handler.on_push(Lost(quorum_id, (self.settings.replica_id,)))
-                self._expect_leader(self.settings.budget.connect_s)
-            else:
-                self._refuse(RefusedError(self._unreachable(f"within {within_s:g} s")))
-
-        with self._changed:
-            if self._stopping:
-                return
-            self._deadline = threading.Timer(within_s, late)
-            self._deadline.daemon = True
-            self._deadline.start()
+                said = self._follower.due(time.monotonic())
+                if said is None:
+                    self._set_timer()
+                    return
+            match said:
+                case Broken():
+                    if self._waiting.broke(said.quorum_id, said.reason):
+                        self._handler.on_push(said.told(self.settings.replica_id))
+                case Order():
+                    self._handler.on_push(said)
+                case Unreachable():
+                    self._refuse(RefusedError(self._unreachable(f"within {said.for_s:g} s")))
 
     def _on_push(self, push: Push) -> None:
-        match push:
-            case Answer():
-                with self._changed:
-                    if self._open_ask is None or self._open_ask.ask.seq != push.seq:
-                        return
-                    self._open_ask = None
-                    if self._quorum_id != push.quorum.quorum_id:  # else the same answer, once more
-                        self._open_vote, self._quorum_id = None, push.quorum.quorum_id
-                    self.last_reason = ""
-            case Verdict():
-                with self._changed:
-                    vote = self._open_vote
-                    if vote is not None and (vote.quorum_id, vote.attempt) == (push.quorum_id, push.attempt):
-                        self._open_vote = None
-            case Reason():
+        with self._changed:
+            if not self._follower.took(push):
+                return
+            if isinstance(push, Answer):
+                self._open_ask, self.last_reason = None, ""
+            elif isinstance(push, Reason):
                 self.last_reason = push.text
-            case _:
-                pass
         self._waiting.take(push)
         if not isinstance(push, Verdict):
             self._handler.on_push(push)

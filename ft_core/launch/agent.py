@@ -347,9 +347,9 @@ class GroupAgent(LocalElasticAgent):
         run = self._run
         self.tools.output.settle(SETTLE_S, run.streams)  # its last words belong into the report
         rank, pid, code, at = run.first or (0, run.pids.get(0, 0), -signal.SIGKILL, time.time())
-        tail = tuple(run.tails.get(rank, ()))
+        tail, why = tuple(run.tails.get(rank, ())), self._excused or reason
         self.failure = Failure(
-            self.name, rank, pid, code, at, time.monotonic() - run.started_at, last_error(tail), tail
+            self.name, rank, pid, code, at, time.monotonic() - run.started_at, last_error(tail), tail, why
         )
         facts = self.tools.facts(self.name)
         death = Death.of(self.failure, facts)
@@ -366,7 +366,7 @@ class GroupAgent(LocalElasticAgent):
         decision = self._policy.failed(
             time.monotonic(), committed=facts.committed, excused=bool(self._excused) or not facts.reachable
         )
-        why = self._excused or reason or str(self.failure)
+        why = why or str(self.failure)
         if not facts.reachable:
             why += "; the lighthouse does not answer"
         match decision:

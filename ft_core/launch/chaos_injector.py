@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from ft_core.launch.group import Group
 
 EXCUSE = "killed by --chaos"
+CHAOS = "--chaos"
 
 
 class Monkey:
@@ -33,17 +34,19 @@ class Monkey:
             all groups, and performs those that hit its own; 0: one local group must be left to train on.
         say: (group name, text) for the user.
         drain: begins to drain a group.
+        ordered: (group name, what, why): an act, for the log.
     """
 
     def __init__(
         self, settings: ChaosSettings | None, elsewhere: int, say: Callable[[str, str], None],
-        drain: Callable[[Group, str], None],
+        drain: Callable[[Group, str], None], ordered: Callable[[str, str, str], None],
     ) -> None:  # fmt: skip
         self._acts: Iterator[Act] = schedule(settings) if settings else iter(())
         self._act = next(self._acts, None)
         self._elsewhere = elsewhere
         self._say = say
         self._drain = drain
+        self._ordered = ordered
         self._began: float | None = None
 
     def __repr__(self) -> str:
@@ -69,11 +72,11 @@ class Monkey:
                 self._perform(self._act, groups)
             self._act = next(self._acts, None)
 
-    @staticmethod
-    def thaw(group: Group) -> None:
+    def thaw(self, group: Group) -> None:
         """End a freeze."""
         if group.frozen_until:
             group.frozen_until = 0.0
+            self._ordered(group.name, "thaw", CHAOS)
             group.agent.send(signal.SIGCONT)
 
     def _perform(self, act: Act, groups: list[Group]) -> None:
@@ -88,6 +91,8 @@ class Monkey:
             group = able[victim(act, list(able))] if len(able) > 1 else None
         if group is None:
             return
+        if act.kind != "drain":  # which is an order like any other
+            self._ordered(group.name, {"stop": "freeze"}.get(act.kind, act.kind), CHAOS)
         match act.kind:
             case "kill":
                 pids = sorted(group.agent.pids().values())
@@ -104,4 +109,4 @@ class Monkey:
             case "drain":
                 group.again = True
                 self._say(group.name, "chaos: drained, then started again")
-                self._drain(group, "chaos")
+                self._drain(group, CHAOS)

@@ -273,7 +273,8 @@ class Watch:
                 room.closed,
             )  # fmt: skip
         with self._condition:
-            self._came |= self._names & dict(picture.groups).keys()
+            everybody = {r.replica_id.rpartition(":")[0] for one in status.rooms for r in one.replicas}
+            self._came |= self._names & everybody  # in whatever room: a Manager may name its own
             self._picture = picture
             self._job_committed |= any(seen.committed for _, runs in picture.groups for seen in runs)
             untold = {n: why for n, why in self._given_up.items() if room is None or n not in room.given_up}

@@ -25,6 +25,7 @@ from ft_core.launch.argument_parser import read
 from ft_core.launch.chaos_schedule import ChaosSettings
 from ft_core.launch.gpus import divide
 from ft_core.launch.restart_policy import RestartSettings
+from ft_core.launch.run_events import folder_for
 from ft_core.launch.spec import JobSpec, Script, Streams
 from ft_core.network import advertised_host
 from ft_core.rpc.channel import split_bind
@@ -64,10 +65,10 @@ def parse(argv: Sequence[str], environ: Mapping[str, str]) -> JobSpec:
     _check_times(a, env, settings)
     nproc = _nproc(a.nproc_per_replica)
     tee, redirects = _streams(a.tee, "--tee", nproc), _streams(a.redirects, "--redirects", nproc)
-    bind = a.lighthouse_bind or "127.0.0.1:0"
+    bind, run_id = a.lighthouse_bind or "127.0.0.1:0", _run_id(a.run_id)
     towards = parse_address(lighthouse, "--lighthouse")[0] if lighthouse else split_bind(bind, "--lighthouse-bind")[0]
     return JobSpec(
-        script=script, run_id=_run_id(a.run_id), name=_name(a.name), first=first, groups=groups, max_groups=most,
+        script=script, run_id=run_id, name=_name(a.name), first=first, groups=groups, max_groups=most,
         total=total, whole_job=whole, min_replicas=min_replicas, success=a.success, nproc=nproc, lighthouse=lighthouse,
         from_scratch=a.from_scratch or env.from_scratch,
         lighthouse_bind=bind, token=env.token or ("" if lighthouse else secrets.token_hex(16)),
@@ -77,7 +78,8 @@ def parse(argv: Sequence[str], environ: Mapping[str, str]) -> JobSpec:
         restarts=settings, monitor_s=a.monitor_interval, tee=tee, redirects=redirects,
         gpus=tuple(_gpus(a.gpus, most, nproc, environ)), standby=a.standby, drain_s=a.drain_timeout,
         chaos=_chaos(a, whole, total),
-        log_dir=_log_dir(a.log_dir, any(s.default or s.ranks for s in (tee, redirects))),  # last: it creates one
+        log_dir=(log_dir := _log_dir(a.log_dir, any(s.default or s.ranks for s in (tee, redirects)))),  # it creates one
+        events=folder_for(a.events, log_dir, run_id, environ),
     )  # fmt: skip
 
 

@@ -18,6 +18,11 @@ OUT, ERR = 1, 2
 CONNECT_S, QUORUM_S = "300", "900"
 """How long a worker waits for the lighthouse, and for a quorum: as long as groups with trained state may be missing."""
 
+ALONE = (
+    "one replica group: nothing survives its loss but the script's own checkpoints. Two or more survive (ftrun "
+    "--replicas 2, Lightning: devices=2, ft-accelerate launch --ft_replicas 2)"
+)
+
 
 @dataclass(frozen=True)
 class Script:
@@ -98,6 +103,18 @@ class JobSpec:
     standby: int = 0
     drain_s: float = 30.0
     chaos: ChaosSettings | None = None
+    events: str = ""
+    """Folder of the event files; '': none are written."""
+
+    def announcement(self, lighthouse: str) -> list[str]:
+        """What is about to run, in a line or two."""
+        count = f"{self.groups} replica group{'s' if self.groups > 1 else ''}"
+        workers = f" of {self.nproc} workers" if self.nproc > 1 else ""
+        where = lighthouse if self.lighthouse else f"{lighthouse} (embedded)"
+        logs = f", logs in {self.log_dir}/{self.run_id}" if self.log_dir else ""
+        events = f", events in {self.events}" if self.events else ""
+        first = f"{self.script}: {count}{workers}, lighthouse {where}, run id {self.run_id}{logs}{events}"
+        return [first, ALONE] if self.whole_job and self.max_groups == 1 else [first]
 
     def group_name(self, number: int) -> str:
         """FT_REPLICA_ID of a group."""
@@ -135,6 +152,7 @@ class JobSpec:
             "FT_MIN_REPLICAS": str(self.min_replicas),
             "FT_HOSTNAME": self.host,
             "TORCHELASTIC_MAX_RESTARTS": str(self.restarts.max_restarts),
+            "FT_EVENTS": self.events,
         }
         if total:
             env["FT_NUM_REPLICA_GROUPS"] = env["NUM_REPLICA_GROUPS"] = str(total)

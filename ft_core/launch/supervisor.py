@@ -21,8 +21,9 @@ import queue
 import signal
 import threading
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ft_core.control.lighthouse.server import LighthouseServer
@@ -38,6 +39,7 @@ from ft_core.launch.lighthouse_watch import Watch
 from ft_core.launch.output.streams import Output
 from ft_core.launch.processes.exits import Exits
 from ft_core.launch.rendezvous import Stopped
+from ft_core.launch.run_events import RunEvents
 from ft_core.launch.standby.pool import Pool
 
 if TYPE_CHECKING:
@@ -60,10 +62,6 @@ JOIN_S = 10.0
 STATUS_S = 1.0
 """How often the status lines are renewed."""
 DRAIN_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-ALONE = (
-    "one replica group: nothing survives its loss but the script's own checkpoints. Two or more survive (ftrun "
-    "--replicas 2, Lightning: devices=2, ft-accelerate launch --ft_replicas 2)"
-)
 GONE_FOR_GOOD = ("quarantined", "drained", "stopped")
 """How a group ends that comes no more, while the others train on (`exit_status.KINDS`)."""
 
@@ -100,8 +98,8 @@ class Supervisor:
         spec = self.spec
         self._wanted = spec.groups
         self._common = CommonCause(str(spec.script), whole_job=spec.whole_job)
-        self._monkey = Monkey(spec.chaos, 0 if spec.whole_job else spec.total, self._say_about, self._drain)
         with contextlib.ExitStack() as stack:
+            spec = self._open_log(stack)
             lighthouse = spec.lighthouse
             if not lighthouse:
                 server = self._embed()
@@ -141,7 +139,9 @@ class Supervisor:
             self._install_signals(stack)
             self.screen.start()
             stack.callback(self.screen.close)
-            self._announce(lighthouse)
+            for line in spec.announcement(lighthouse):
+                self.screen.say(line)
+            self._log.run_started(lighthouse, self._total())
             for number in range(spec.first, spec.first + spec.groups):
                 self._start(number)
             if pool is not None:
@@ -158,22 +158,25 @@ class Supervisor:
 
         return self._watch.another_run(alone, stop)
 
+    def _open_log(self, stack: contextlib.ExitStack) -> JobSpec:
+        """Begin to write events, what --chaos does among them. Returns the spec, which says where they go."""
+        spec = self.spec
+        self._log = RunEvents(spec, self.screen.say)
+        self._log.start()
+        stack.callback(lambda: self._log.close(self._status, self._restarts()))
+        elsewhere, ordered = 0 if spec.whole_job else spec.total, partial(self._log.order, chaos=True)
+        self._monkey = Monkey(spec.chaos, elsewhere, self._say_about, self._drain, ordered)
+        self.spec = replace(spec, events=self._log.folder)
+        return self.spec
+
     def _embed(self) -> LighthouseServer:
         spec = self.spec
         try:
-            return LighthouseServer(spec.lighthouse_bind, spec.min_replicas, token=spec.token, one_job=True)
+            return LighthouseServer(
+                spec.lighthouse_bind, spec.min_replicas, token=spec.token, one_job=True, events=spec.events
+            )
         except ConfigError as error:
             raise ConfigError(str(error).replace("bind=", "--lighthouse-bind ")) from None
-
-    def _announce(self, lighthouse: str) -> None:
-        spec = self.spec
-        count = f"{spec.groups} replica group{'s' if spec.groups > 1 else ''}"
-        workers = f" of {spec.nproc} workers" if spec.nproc > 1 else ""
-        where = lighthouse if spec.lighthouse else f"{lighthouse} (embedded)"
-        logs = f", logs in {os.path.join(spec.log_dir, spec.run_id)}" if spec.log_dir else ""
-        self.screen.say(f"{spec.script}: {count}{workers}, lighthouse {where}, run id {spec.run_id}{logs}")
-        if spec.whole_job and spec.max_groups == 1:
-            self.screen.say(ALONE)
 
     def _loop(self) -> None:
         while any(not group.ended for group in self._groups.values()):
@@ -247,11 +250,13 @@ class Supervisor:
         group = self._named(name)
         if group is not None:
             group.started(time.monotonic())
+            self._log.started(name, pids, group.agent.restarts, warm=warm)
         which = ", ".join(str(pid) for pid in pids.values())
         self._say_about(name, f"started{' from a warm standby' if warm else ''} (pid {which})")
 
     def _on_failed(self, failure: Failure, death: Death, job_committed: bool) -> None:
         """A group has failed: does that end the job?"""
+        self._log.failed(failure)
         now = time.monotonic()
         ages = {g.name: now - g.started_at if g.agent.pids() else 0.0 for g in self._groups.values() if not g.ended}
         if failure.name not in ages or self._why:
@@ -269,12 +274,13 @@ class Supervisor:
         group.thread.join()
         failure = agent.failure
         group.end(result, error, stopping=bool(self._why), hopeless=self._status == 1)
+        self._log.ended(group.name, group.ended)
         if error is not None:
             self._say_about(group.name, f"its agent failed: {type(error).__name__}: {error}")
         elif group.ended in ("drained", "stopped", "finished"):
             self._say_about(group.name, group.ended)
         if group.ended == "quarantined" and failure is not None:
-            self._report(failure)
+            self.screen.say(failure.report())
         if group.again and not self._why and group.ended in ("drained", "stopped"):
             self._start(group.number)
             return
@@ -293,12 +299,6 @@ class Supervisor:
             self._stop_all(
                 f"only {len(able)} groups are left, min_replicas is {self.spec.min_replicas} (lost: {names})"
             )
-
-    def _report(self, failure: Failure) -> None:
-        """How a group ended for good: who was first, with its last lines."""
-        when = time.strftime("%H:%M:%S", time.localtime(failure.at))
-        head = f"{failure.name} failed for good at {when}, {failure.lived_s:.1f} s after its start: {failure}"
-        self.screen.say("\n".join([head, "its last lines:", *(f"    {line}" for line in failure.tail[-25:])]))
 
     # ------------------------------------------------------------ pictures
 
@@ -347,6 +347,7 @@ class Supervisor:
         group.draining = time.monotonic() + self.spec.drain_s
         group.agent.retire()
         self._monkey.thaw(group)
+        self._log.order(group.name, "drain", reason)
         self._watch.drain(group.name, reason)
 
     def _on_undrained(self, name: str) -> None:
@@ -357,6 +358,7 @@ class Supervisor:
 
     def _stop_all(self, why: str, reason: str = "", more: str = "") -> None:
         self._why = why
+        self._log.stopping(why)
         running = any(not group.ended for group in self._groups.values())
         self.screen.say(f"{why}: draining what runs{more}" if running else why)
         for group in self._groups.values():
@@ -397,6 +399,7 @@ class Supervisor:
             if group is not None:
                 group.again = False
                 self._drain(group, f"scaled down to {wanted} groups")
+        self._log.resized(before, wanted)
         self.screen.say(f"resized from {before} to {wanted} groups")
         reply(f"ok: {before} -> {wanted} groups")
 
@@ -431,13 +434,17 @@ class Supervisor:
     def _finish(self) -> int:
         ends = [group.ended for group in self._groups.values()]
         counts = ", ".join(f"{ends.count(kind)} {kind}" for kind in KINDS if kind in ends)
-        restarts = sum(g.agent.restarts for g in (*self._groups.values(), *self._past))
+        restarts = self._restarts()
         took = time.monotonic() - self._started_at
         self.screen.close()
         self.screen.say(f"{counts} after {took:.1f} s, {restarts} restart{'' if restarts == 1 else 's'}")
-        if self._status is not None:
-            return self._status
-        return exit_status(ends, self.spec.success, self.spec.min_replicas, whole_job=self.spec.whole_job)
+        if self._status is None:
+            spec = self.spec
+            self._status = exit_status(ends, spec.success, spec.min_replicas, whole_job=spec.whole_job)
+        return self._status
+
+    def _restarts(self) -> int:
+        return sum(g.agent.restarts for g in (*self._groups.values(), *self._past))
 
     def _say_about(self, name: str, text: str) -> None:
         self.screen.say(text, name)

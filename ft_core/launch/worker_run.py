@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import signal
+import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -27,6 +28,14 @@ class Failure:
     error: str
     """The last exception line of that worker, or ''."""
     tail: tuple[str, ...]
+    excuse: str = ""
+    """Why ftrun ended it itself; '': it ended by itself."""
+
+    def report(self) -> str:
+        """How a group ended for good: who was first, with its last lines."""
+        when = time.strftime("%H:%M:%S", time.localtime(self.at))
+        head = f"{self.name} failed for good at {when}, {self.lived_s:.1f} s after its start: {self}"
+        return "\n".join([head, "its last lines:", *(f"    {line}" for line in self.tail[-25:])])
 
     def __str__(self) -> str:
         if self.code < 0:

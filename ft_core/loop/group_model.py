@@ -33,6 +33,8 @@ class GroupModel(DistributedDataParallel):
         kwargs: of torch's DistributedDataParallel.
     """
 
+    sharded = False
+
     def __init__(self, manager: Manager | None, inside: InsideGroup, module: nn.Module, **kwargs: Any) -> None:
         self._inside: InsideGroup | None = inside  # the base class makes the reducer
         super().__init__(manager, module, **kwargs)
@@ -46,6 +48,20 @@ class GroupModel(DistributedDataParallel):
         inside.open()
         owners = inventory.buffer_owners if sync_buffers else ()
         return GroupReducer(hooks, module, inventory.trained, inventory.plan, inventory.devices, owners, inside)
+
+    @property
+    def roots(self) -> tuple[nn.Module, ...]:
+        """The module inside."""
+        return (self.module,)
+
+    @property
+    def in_training_mode(self) -> bool:
+        """Whether it is trained, as far as its mode says so."""
+        return self.training
+
+    def retire(self) -> None:
+        """The run is over: autograd keeps hooks, and what they know, where nothing can collect it."""
+        self.gradient_reducer.remove_hooks()
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_inside": None}

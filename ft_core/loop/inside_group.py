@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.distributed import ProcessGroup
 
-    from ft_core.ddp import DistributedDataParallel
+    from ft_core.loop.trained_model import TrainedModel
     from ft_core.reduction.interface import InsideWork, PendingWork, RoundMember
     from ft_core.runtime.step_attempt import StepAttempt
 
@@ -145,18 +145,20 @@ class InsideGroup:
         parts[mine].copy_(part)
         return _All(works)
 
-    def settle(self, attempt: StepAttempt | None, models: Sequence[DistributedDataParallel]) -> None:
+    def settle(self, attempt: StepAttempt | None, models: Sequence[TrainedModel]) -> None:
         """Make the gradients of `attempt` final, before they are clipped, unscaled or used.
 
-        With several ranks they are, once backward has returned.
+        With several ranks those of a `GroupModel` are, once backward has returned.
         """
-        if self.ranks > 1 or attempt is None or (attempt.verdict is not None and attempt.verdict is self._final):
+        if attempt is None or (attempt.verdict is not None and attempt.verdict is self._final):
             return  # clipping and the step ask again
+        if self.ranks > 1 and not any(model.sharded for model in models):
+            return
         if any(model.gradient_reducer.unsettled for model in models):
             self._rescale(attempt, models)
             self._final = attempt.verdict
 
-    def _rescale(self, attempt: StepAttempt, models: Sequence[DistributedDataParallel]) -> None:
+    def _rescale(self, attempt: StepAttempt, models: Sequence[TrainedModel]) -> None:
         if attempt is not self._planned[0]:
             self._planned = attempt, attempt.planned
         weight = attempt.verdict.weight if attempt.verdict is not None else 0
@@ -169,7 +171,7 @@ class InsideGroup:
 
     # ------------------------------------------------------------ the rest
 
-    def share_buffers(self, models: Sequence[DistributedDataParallel]) -> None:
+    def share_buffers(self, models: Sequence[TrainedModel]) -> None:
         """Give all ranks the buffers of the group's first one, as torch's DDP does: each ring has its own."""
         if self.ranks > 1:
             for model in models:

@@ -11,7 +11,8 @@ state changes with the next commit only), and a new leader writes that again bef
 the commit that allows what it wrote at the step before to be put in its place: then a new leader does that.
 
 If a write fails, that was the leader's error and ended it. Its successor, and whoever is alone in the quorum, reports
-it and trains on: otherwise all would end one after the other, and the state that is in memory with them.
+it and trains on: otherwise all would end one after the other, and the state that is in memory with them. Of what all
+ranks of a group write that holds for errors that all of them know; another one ends the rank, and its group.
 
 Invariants: at most one group leads in a quorum; that changes only in `opened`. Threads: the training thread.
 """
@@ -23,11 +24,13 @@ import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from ft_core.loop.job_checkpoint import known_to_all_ranks
 from ft_core.loop.quorum_wait import others_train
 from ft_core.runtime import notices
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from concurrent.futures import Future
 
     from ft_core import Manager
     from ft_core.loop.publishing import Publisher
@@ -51,8 +54,10 @@ class Write:
     """Removes it, if it is still beside its place."""
     step: int
     """Of the state that is written."""
+    work: Callable[[], Future[object] | None]
+    """What still writes it after `write` has returned; None: nothing."""
     collective: bool
-    """All ranks of the group take part, and an error of one is unknown to the others."""
+    """All ranks of the group take part, and an error of one may be unknown to the others."""
 
 
 class Leadership:
@@ -148,6 +153,7 @@ class Leadership:
     def step_aside(self) -> None:
         """This run is passed over: the others have written what is of it."""
         self._leads = False
+        self.forget()
 
     def forget(self) -> None:
         """The others' state is taken over: what was to be written was of another one."""
@@ -161,6 +167,7 @@ class Leadership:
         place: Callable[[], Any] | None = None,
         discard: Callable[[], Any] = lambda: None,
         *,
+        work: Callable[[], Future[object] | None] = lambda: None,
         collective: bool = False,
     ) -> Any:
         """Write if this group leads; otherwise remember how, in case that the leader dies.
@@ -171,12 +178,14 @@ class Leadership:
             place: puts it in its place, once all replicas are known to hold the step, unless that was done; None:
                 `write` does.
             discard: removes what is beside its place.
-            collective: all ranks of the group take part in `write`, so an error ends this replica in any case.
+            work: after `write`, what goes on writing; None: nothing.
+            collective: all ranks of the group take part in `write`, so an error ends this replica in any case, unless
+                all ranks have got it.
 
         Returns:
             What `write` returns; None where nothing was written.
         """
-        item = Write(name, write, place, discard, self._step, collective and self._window.ranks > 1)
+        item = Write(name, write, place, discard, self._step, work, collective and self._window.ranks > 1)
         if self.leads:
             with self._window.pause(f"saving {name}"):
                 return self._make(item, mine=True)
@@ -192,9 +201,9 @@ class Leadership:
         def write() -> None:
             written[0] = item.write()
             if item.place is not None:
-                self.publisher.hold(item.name, item.place, item.discard)
+                self.publisher.hold(item.name, item.place, item.discard, item.work())
 
-        if item.collective or (mine and not self._alone(self._window.manager)):
+        if mine and not self._alone(self._window.manager):
             write()
         else:
             self._tolerate(item, write)
@@ -209,7 +218,9 @@ class Leadership:
     def _tolerate(self, item: Write, write: Callable[[], object]) -> None:
         try:
             write()
-        except Exception:
+        except BaseException as error:
+            if not known_to_all_ranks(error) and (item.collective or not isinstance(error, Exception)):
+                raise
             self._failed(item.name)
             log.exception(
                 "%s could not be written; training goes on, as no other replica may have its state", item.name

@@ -15,7 +15,6 @@ import torch
 from ft_core.loop.group_model import GroupModel
 
 if TYPE_CHECKING:
-    from ft_core.ddp import DistributedDataParallel
     from ft_core.loop.inside_group import InsideGroup
     from ft_core.manager import Manager
 
@@ -31,13 +30,12 @@ class ForwardWindow(Protocol):
     def silent(self) -> bool:
         """Nothing may be communicated with the other groups now."""
 
+    @property
+    def is_open(self) -> bool:
+        """A quorum was opened for the step that is under way, and nothing was voted on."""
+
     def before_forward(self) -> None:
         """Open the window, if it is the forward's turn."""
-
-
-def in_training_mode(model: DistributedDataParallel) -> bool:
-    """Whether a model is trained, as far as its mode says so."""
-    return model.in_training_mode if isinstance(model, WindowedModel) else model.training
 
 
 class WindowedModel(GroupModel):

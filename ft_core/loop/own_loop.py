@@ -24,8 +24,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Protocol
 
+from torch import nn
+from torch.optim import Optimizer
+
 from ft_core.errors import ConfigError, UsageError
 from ft_core.loop.division import Division
+from ft_core.loop.job_checkpoint import JobState, from_first, latest
 from ft_core.loop.position import Position
 from ft_core.loop.replica_group import ReplicaGroup
 from ft_core.loop.run import TrainingRun
@@ -34,8 +38,6 @@ from ft_core.reduction.ddp_arguments import check_arguments
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from contextlib import AbstractContextManager
-
-    from torch import nn
 
     from ft_core.ddp import DistributedDataParallel
     from ft_core.manager import Manager
@@ -87,7 +89,8 @@ class TrainingLoop:
             if name in manager:
                 raise ConfigError(f"TrainingLoop({name}=...) cannot be given: the loop sets it")
         self._state = dict(state)
-        self._wrapped: list[DistributedDataParallel] = []
+        self._wrapped: list[Any] = []
+        self._owners_known = False
         place = place or ReplicaGroup.of()
         self._run = TrainingRun(
             place, manager, self._load, self._save, division=Division(place.total, lambda _: False),
@@ -143,6 +146,19 @@ class TrainingLoop:
         self._wrapped.append(wrapped)  # the window keeps none alive
         return wrapped
 
+    def replicate(self, *modules: nn.Module, bucket_cap_mb: float | None = None) -> None:
+        """Average the gradients of a model that FSDP2 shards inside this group over the groups; before `open`.
+
+        Args:
+            modules: the roots, each a module on which `fully_shard` was called last; they are trained as they are.
+            bucket_cap_mb: MiB of local shards per bucket; None: 4.
+
+        Raises:
+            ConfigError: as `ft_core.fsdp.replicate`.
+            SystemExit, RunLostError: as `wrap`.
+        """
+        self._wrapped.append(self._run.wrap_sharded(modules, bucket_cap_mb))
+
     def open(self, position: int = 0) -> int | None:
         """Start a batch: every replica that is alive does. Call it before the batch is chosen.
 
@@ -154,7 +170,7 @@ class TrainingLoop:
 
         Raises:
             ConfigError: `position` is no whole number from 0 to 2^62.
-            UsageError: before `wrap`, or after `end`.
+            UsageError: before `wrap`, or after `end`; or an optimizer of the state has parameters of other models.
             QuorumTimeoutError, RefusedError: no quorum could be had.
             SystemExit: (0) this replica was asked to drain and has left, or the others have finished.
         """
@@ -162,8 +178,10 @@ class TrainingLoop:
         window = self._run.window
         if isinstance(given, bool) or not isinstance(given, int) or not 0 <= given <= POSITION_MAX:
             raise ConfigError(f"open({position!r}): the position must be a whole number from 0 to 2^62")
-        if not window.models:
-            raise UsageError("loop.open() before loop.wrap(model)")
+        if not (window.models or self._run.passed_over):
+            raise UsageError("loop.open() before loop.wrap(model), or loop.replicate(model) of a sharded one")
+        if not self._owners_known:
+            self._check_owners()
         if window.ended:
             raise UsageError(f"loop.open(), but {window.ended}")
         window.opened_by_hand = True
@@ -205,6 +223,53 @@ class TrainingLoop:
         """
         self._run.save_file(path, write)
 
+    def save_distributed(self, path: Any, *, asynchronous: bool = False) -> None:
+        """Write the loop's state with torch.distributed.checkpoint: every rank of the leading group its part.
+
+        Every replica calls it, at the same step. The folder is in its place once every replica is known to hold its
+        step, and the file `latest` beside it names it then. Any number of ranks can load it, and plain torch.
+
+        Args:
+            path: of the folder, on a file system that all ranks of the group share.
+            asynchronous: copy the state, and train on while it is written. Should the leader die meanwhile, that
+                checkpoint is missing.
+
+        Raises:
+            ConfigError: the folder is called "latest", or an optimizer is not of the models in the state.
+        """
+        self._run.save_job(path, self._job_state(), asynchronous=asynchronous)
+
+    def load_distributed(self, path: Any) -> None:
+        """Load what `save_distributed` wrote: all ranks of a group together, after `wrap`, before the first `open`.
+
+        Args:
+            path: of the folder.
+
+        Raises:
+            ConfigError: there is none, or it does not fit.
+        """
+        self._run.load_job(path, self._job_state())
+
+    def resume(self, folder: Any) -> str | None:
+        """Load the newest checkpoint in a folder, if there is one; as `load_distributed`.
+
+        The first rank says which one that is: the others train on, and may replace it meanwhile.
+
+        Args:
+            folder: where `save_distributed` has put its folders.
+
+        Returns:
+            The path of what was loaded; None: there is none.
+        """
+        window = self._run.window
+        found = from_first(latest(folder) if window.rank == 0 else None, window.ranks)
+        if found is not None:
+            self.load_distributed(found)
+        return found
+
+    def _job_state(self) -> JobState:
+        return JobState(self._state)
+
     def end(self) -> None:
         """All replicas stop after the same step, then this one leaves. One that wanted to go on finds None in `open`.
 
@@ -213,6 +278,26 @@ class TrainingLoop:
         self._run.end()
 
     # ------------------------------------------------------------ state
+
+    def _check_owners(self) -> None:
+        """Refuse parameters whose gradients nobody averages: the groups would part without a word."""
+        models = self._run.window.models
+        known = {id(parameter) for model in models for parameter in model.parameters()}
+        names = {
+            id(parameter): f"{key}.{name}" for key, item in self._state.items() if isinstance(item, nn.Module)
+            for name, parameter in item.named_parameters()
+        }  # fmt: skip
+        for key, item in self._state.items() if models else ():
+            for group in item.param_groups if isinstance(item, Optimizer) else ():
+                for one in group["params"]:
+                    if one.requires_grad and id(one) not in known:
+                        what = names.get(id(one), f"a tensor {list(one.shape)}")
+                        raise UsageError(
+                            f"state[{key!r}] trains {what}, which no model has that was given to loop.wrap or "
+                            "loop.replicate: nobody would average its gradient over the groups. Pass that model, too "
+                            "(all roots of a sharded one: loop.replicate(encoder, decoder)), or freeze it"
+                        )
+        self._owners_known = True
 
     def _save(self) -> dict[str, Any]:
         return {name: item.state_dict() for name, item in self._state.items()}

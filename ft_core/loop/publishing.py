@@ -16,6 +16,7 @@ import contextlib
 import itertools
 import logging
 import os
+import re
 import shutil
 import socket
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from concurrent.futures import Future
 
     from ft_core.loop.window import StepWindow
 
@@ -30,6 +32,22 @@ log = logging.getLogger("ft_core")
 
 
 _number = itertools.count()
+
+
+def _mine() -> str:
+    return f"{socket.gethostname().replace('.', '_')}-{os.getpid()}-"
+
+
+def _sweep(folder: str, name: str) -> None:
+    """Remove what writers of `name` left that were killed in the middle; one that was frozen finds out."""
+    pattern = re.compile(rf"\.{re.escape(name)}\.(?!{re.escape(_mine())})[^.]*-\d+-\d+\.writing")
+    with contextlib.suppress(OSError):  # not worth failing for
+        for left in filter(pattern.fullmatch, os.listdir(folder)):
+            path = os.path.join(folder, left)
+            if os.path.isdir(path):
+                shutil.rmtree(path, ignore_errors=True)
+            else:
+                os.remove(path)
 
 
 @dataclass(frozen=True)
@@ -55,11 +73,24 @@ class PlacedFile:
         return os.path.join(folder, f".{name}.{end}")
 
     def write(self, write: Callable[[str], object]) -> None:
-        """Write it beside its place. `write`: writes it to the path that it is given."""
-        mine = self._hidden(f"{socket.gethostname()}-{os.getpid()}-{next(_number)}.writing")
+        """Write it beside its place.
+
+        Args:
+            write: writes it to the path that it is given.
+
+        Raises:
+            FileNotFoundError: it did not, or another leader has swept it away.
+        """
+        mine = self._hidden(f"{_mine()}{next(_number)}.writing")
         os.makedirs(os.path.dirname(mine), exist_ok=True)
+        _sweep(*os.path.split(os.path.abspath(self.target)))
         try:
             write(mine)
+            if not os.path.exists(mine):
+                raise FileNotFoundError(
+                    f"nothing is at {mine} after the checkpoint {self.target} was written: what writes it chose "
+                    "another path, or this replica stood still, and another one writes the job's checkpoints now"
+                )
             os.replace(mine, self.beside)
         except BaseException:
             with contextlib.suppress(FileNotFoundError):
@@ -86,28 +117,28 @@ class PlacedFolder:
     name: str
     step: int
     """Of the state in it."""
-    group: int
-    """Number of the replica group that writes."""
-
-    @property
-    def writing(self) -> str:
-        """Where this group writes. Another start of it, under ftrun, has another folder."""
-        attempt = os.environ.get("FT_GROUP_ATTEMPT", "")
-        return os.path.join(self.parent, f".{self.name}.{self.group}{attempt and '-'}{attempt}.writing")
 
     @property
     def beside(self) -> str:
         """Where it is when it is complete."""
         return os.path.join(self.parent, f".{self.name}.{self.step}.partial")
 
-    def begin(self) -> None:
-        """Before it is written. On the first rank."""
-        shutil.rmtree(self.writing, ignore_errors=True)
+    def begin(self, share: Callable[[str], str], *, first: bool) -> str:
+        """Where the group writes, which no other writer has; the folder is not there yet.
 
-    def complete(self) -> None:
-        """It is written. On the first rank."""
+        Args:
+            share: returns what the first rank of the group calls it with; on all ranks.
+            first: this is the first rank.
+        """
+        mine = os.path.join(self.parent, f".{self.name}.{_mine()}{next(_number)}.writing")
+        if first:
+            _sweep(self.parent, self.name)
+        return share(mine)
+
+    def complete(self, writing: str) -> None:
+        """It is written, to `writing`. On the first rank."""
         shutil.rmtree(self.beside, ignore_errors=True)
-        os.rename(self.writing, self.beside)
+        os.rename(writing, self.beside)
 
     def discard(self) -> None:
         """Remove it, if it is still beside its place."""
@@ -124,6 +155,8 @@ class Held:
     """Has to be stable first."""
     discard: Callable[[], object]
     """Removes it."""
+    work: Future[object] | None
+    """Writes it still; None: it is written."""
 
 
 class Publisher:
@@ -146,11 +179,14 @@ class Publisher:
         """That name is not in its place yet."""
         return name in self._held
 
-    def hold(self, name: str, place: Callable[[], object], discard: Callable[[], object]) -> None:
+    def hold(
+        self, name: str, place: Callable[[], object], discard: Callable[[], object],
+        work: Future[object] | None = None,
+    ) -> None:  # fmt: skip
         """Something of the present step was written: put it in its place when it may be there, perhaps at once."""
         manager = self._window.manager
         self._held.pop(name, None)
-        self._held[name] = Held(place, -1 if manager is None else manager.current_step(), discard)
+        self._held[name] = Held(place, -1 if manager is None else manager.current_step(), discard, work)
         self._window.after_vote = self.publish
         atexit.register(self._at_exit)
         self.publish()
@@ -176,18 +212,33 @@ class Publisher:
         manager = self._window.manager if self._held else None
         alone = manager is None or not manager.quorum_id or manager.num_participants() <= 1
         for name, held in list(self._held.items()):
-            if alone or (manager is not None and manager.stable_step() >= held.step):
-                del self._held[name]
-                held.place()
+            stable = alone or (manager is not None and manager.stable_step() >= held.step)
+            if stable and (held.work is None or held.work.done()):
+                self._place(name)
         if not self._held:
             self._window.after_vote = None
             atexit.unregister(self._at_exit)
 
     def publish_all(self) -> None:
         """Put everything in place: this process reads it next."""
-        for name, held in list(self._held.items()):
-            del self._held[name]
+        self.finish()
+        for name in list(self._held):
+            self._place(name)
+
+    def finish(self) -> None:
+        """Wait for what is still being written."""
+        for held in self._held.values():
+            if held.work is not None:
+                held.work.exception()
+
+    def _place(self, name: str) -> None:
+        held = self._held.pop(name)
+        error = None if held.work is None else held.work.exception()
+        if error is None:
             held.place()
+        else:  # the step that wrote it is long over: nobody is there to take the error
+            log.error("%s could not be written, and training goes on", name, exc_info=error)
+            held.discard()
 
     def _at_exit(self) -> None:
         """The script ends without ending the run: the last vote, on leaving, shows whether all hold the step."""

@@ -21,14 +21,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ft_core import Manager, default_process_group
-from ft_core.errors import ConfigError, JobFinishedError, UsageError
+from ft_core.errors import ConfigError, UsageError
 from ft_core.loop.garbage import collect_once
+from ft_core.loop.job_checkpoint import MANAGER, JobCheckpoint
 from ft_core.loop.leadership import Leadership
 from ft_core.loop.model import WindowedModel
 from ft_core.loop.publishing import PlacedFile, Publisher
-from ft_core.loop.runs import RUNS, RunLostError
+from ft_core.loop.runs import RUNS, PassedOverError, RunLostError, Words
 from ft_core.loop.stopping import stop_together
-from ft_core.loop.window import PassedOverError, StepWindow, nothing_left
+from ft_core.loop.window import StepWindow
 from ft_core.settings import DEFAULT_ROOM
 
 if TYPE_CHECKING:
@@ -36,10 +37,14 @@ if TYPE_CHECKING:
 
     from torch import nn
 
+    from ft_core.errors import JobFinishedError
     from ft_core.loop.division import Division
+    from ft_core.loop.job_checkpoint import JobState
     from ft_core.loop.replica_group import ReplicaGroup
+    from ft_core.loop.sharded_model import ShardedModel
 
 log = logging.getLogger("ft_core")
+WORDS = Words()
 KEY = "loop"
 """The name of a run's state in what donors hand out."""
 
@@ -106,21 +111,21 @@ class TrainingRun:
             if window.ended:
                 raise UsageError(f"{window.ended}: this run is over")
             RUNS.begin(self.superseded)
-            if RUNS.left_for_a_later_one(window.address, self._first_room):
-                self._pass_over("nobody is in this one any more")
-                raise PassedOverError("this run is passed over")
             collect_once()
             options = {
                 **self._options, **self._place_of_store(), "rank": window.rank, "world_size": window.ranks,
-                "room_id": RUNS.room(self._first_room),
                 "use_async_quorum": False,  # what a replica that is behind reads depends on the others' state
                 "warm_up": False,  # a newcomer takes over the others' position before its first batch
             }  # fmt: skip
+
+            def make(room: str) -> Manager:
+                return Manager(pg=default_process_group(), **{**options, "room_id": room})
+
             try:
-                window.manager = manager = Manager(pg=default_process_group(), **options)
-            except JobFinishedError as error:
-                self._finished(error)
-                raise PassedOverError(str(error)) from error
+                window.manager = manager = RUNS.join(make, window.address, self._first_room, WORDS)
+            except (PassedOverError, RunLostError, SystemExit) as fate:
+                self._meets(fate)
+                raise
             carried = RUNS.carried(window.group)
             if carried:
                 manager.load_state_dict(carried)
@@ -133,30 +138,25 @@ class TrainingRun:
     def _first_room(self) -> str:
         return str(self._options.get("room_id") or DEFAULT_ROOM)
 
-    def _finished(self, error: JobFinishedError) -> None:
-        """The others have finished this run: end, or pass over it. Raises as `start_manager`."""
-        window, first = self.window, self._first_room
-        if RUNS.later(window.address, first):
-            self._pass_over(str(error).partition(";")[0])
-            return
-        window.ended = self._ended
-        if RUNS.lost(window.address, first):
-            raise RunLostError(
-                "every replica has died in a later training run than this one, so nobody is left who has the model "
-                f"that this run trained ({error}): start the job again, and load a checkpoint"
-            ) from None
-        raise nothing_left(error) from error
+    def _finished(self, error: JobFinishedError) -> BaseException:
+        """The others have finished this run while this replica was in it."""
+        fate = RUNS.missed(error, self.window.address, self._first_room, WORDS, trained=True)
+        self._meets(fate)
+        return fate
+
+    def _meets(self, fate: BaseException) -> None:
+        """The others have finished this run: it is passed over, or this replica ends."""
+        if isinstance(fate, PassedOverError):
+            self.passed_over = self.window.stopped = True
+            self.leadership.step_aside()
+        else:
+            self.window.ended = self._ended
 
     def _facts(self) -> dict[str, int]:
         return {"first_step": self.first_step}
 
     def _take_over(self, facts: Mapping[str, int]) -> None:
         self.first_step = facts["first_step"]  # who passed over the run before does not know where this one began
-
-    def _pass_over(self, why: str) -> None:
-        log.warning("this training run is passed over, as the others are in a later one: %s", why)
-        self.passed_over = self.window.stopped = True
-        self.leadership.step_aside()
 
     def _place_of_store(self) -> Mapping[str, Any]:
         """`store_addr` and `store_port`, where the Manager's own defaults are not right."""
@@ -166,6 +166,20 @@ class TrainingRun:
         """The Manager is there, without a quorum."""
         load, save = self._functions
         manager.register_state_dict_fn(KEY, load, save)
+
+    def manager_state(self) -> dict[str, int]:
+        """The Manager's state for a checkpoint, with steps counted from the beginning of this run; {} without one."""
+        state = self.manager.state_dict() if self.manager is not None else {}
+        return {**state, "step": state["step"] - self.first_step} if state else {}
+
+    def load_manager_state(self, state: dict[str, int]) -> None:
+        """Give the Manager what `manager_state` returned, before training."""
+        try:
+            manager = self.start_manager()
+        except PassedOverError:
+            return
+        if not manager.quorum_id:
+            manager.load_state_dict({**state, "step": state["step"] + self.first_step})
 
     def wrap(self, module: nn.Module, options: Mapping[str, Any], kind: type[WindowedModel] = WindowedModel) -> Any:
         """A model that this run trains.
@@ -180,12 +194,8 @@ class TrainingRun:
             SystemExit, RunLostError: as `start_manager`.
             UsageError: training has ended.
         """
-        if any(known.module is module for known in self.window.models):
-            raise ConfigError(f"this {type(module).__name__} is wrapped already: use what the first call returned")
-        try:
-            manager: Manager | None = self.start_manager()
-        except PassedOverError:
-            manager = None
+        self._may_train((module,), sharded=False)
+        manager = self._manager_or_none()
         if manager is not None and self.window.ranks > 1:  # as torch's DDP does: a rank heals from its like only
             with torch.no_grad():
                 for tensor in (*module.parameters(), *module.buffers()):
@@ -193,6 +203,52 @@ class TrainingRun:
         wrapped = kind(manager, self.window, module, **options)
         self.window.trains(weakref.ref(wrapped))
         return wrapped
+
+    def wrap_sharded(self, modules: tuple[nn.Module, ...], bucket_cap_mb: float | None = None) -> ShardedModel | None:
+        """FSDP2 modules that this run trains. They stay as they are.
+
+        Args:
+            modules: the roots, as `ft_core.fsdp.replicate`.
+            bucket_cap_mb: as there.
+
+        Returns:
+            None: this run is passed over.
+
+        Raises:
+            ConfigError: as `ft_core.fsdp.replicate`, or the run trains models that are not sharded, too.
+            SystemExit, RunLostError, UsageError: as `wrap`.
+        """
+        from ft_core.fsdp import shard_settings  # half a second, which is only for those who shard
+        from ft_core.loop.sharded_model import ShardedModel
+
+        self._may_train(modules, sharded=True)
+        settings = shard_settings(modules, bucket_cap_mb)
+        manager = self._manager_or_none()
+        if manager is None:
+            return None
+        sharded = ShardedModel(manager, self.window, modules, settings)
+        self.window.trains(weakref.ref(sharded))
+        return sharded
+
+    def _may_train(self, modules: tuple[nn.Module, ...], *, sharded: bool) -> None:
+        for known in self.window.models:
+            for module in modules:
+                if any(module is root for root in known.roots):
+                    raise ConfigError(
+                        f"this {type(module).__name__} is wrapped already: use what the first call returned"
+                    )
+            if known.sharded is not sharded:
+                raise ConfigError(
+                    "one training run with models that are sharded (fully_shard) and models that each rank holds "
+                    "whole: shard all of them, or none"
+                )
+
+    def _manager_or_none(self) -> Manager | None:
+        """None: this run is passed over."""
+        try:
+            return self.start_manager()
+        except PassedOverError:
+            return None
 
     def _opened(self) -> None:
         self.leadership.opened()
@@ -217,6 +273,26 @@ class TrainingRun:
             file = PlacedFile(os.path.abspath(os.fspath(path)), step)
             self.leadership.writing(file.target, lambda: file.write(write), file.place, file.discard)
 
+    def save_job(self, path: Any, state: JobState, *, asynchronous: bool) -> None:
+        """Write a checkpoint of the job, on all ranks of the leading group; in its place when its step is stable.
+
+        Args:
+            path: its place, a folder.
+            state: what is written.
+            asynchronous: copy the state, and go on while it is written.
+        """
+        window, step = self.window, 0 if self.manager is None else self.manager.current_step()
+        job = JobCheckpoint(path, step, window.rank, window.ranks)
+
+        def write() -> None:
+            job.write(state.current() | {MANAGER: self.manager_state()}, asynchronous=asynchronous)
+
+        self.leadership.writing(job.target, write, job.place, job.discard, work=lambda: job.work, collective=True)
+
+    def load_job(self, path: Any, state: JobState) -> None:
+        """Load a checkpoint of the job: all ranks of a group together, before training. Raises as `JobState.load`."""
+        self.load_manager_state(state.load(path))
+
     # ------------------------------------------------------------ the end
 
     def superseded(self) -> None:
@@ -239,6 +315,8 @@ class TrainingRun:
             window.ended = self._ended
             return
         window.close()
+        with window.pause("ending what is still being written"):
+            self.publisher.finish()
         if manager.quorum_id:
             stop_together(manager, lambda: window.agree_on(None))
             if manager.stop_agreed:
@@ -267,8 +345,8 @@ class TrainingRun:
         if window.after_vote is not None:
             window.after_vote()
         manager.shutdown()
-        for model in window.models:  # autograd keeps hooks, and what they know, where nothing can collect it
-            model.gradient_reducer.remove_hooks()
+        for model in window.models:
+            model.retire()
 
 
 def _nothing(_: bool) -> None:

@@ -10,21 +10,25 @@ Invariant: one run at a time; the name of a replica group is taken once. Threads
 
 from __future__ import annotations
 
+import dataclasses
+import logging
 import os
 import time
 import weakref
 from typing import TYPE_CHECKING, Any
 
 from ft_core.control.lighthouse.client import rooms
-from ft_core.errors import FaultToleranceError
+from ft_core.errors import FaultToleranceError, JobFinishedError
 from ft_core.protocol.lineage import fold_lineage
 from ft_core.settings import DEFAULT_ROOM, room_of_run
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping
 
+    from ft_core import Manager
     from ft_core.rpc.codec import pb
 
+log = logging.getLogger("ft_core")
 BETWEEN_S = 10.0
 """How long the others may be between the end of one run and the beginning of the next."""
 LOOK_S = 0.2
@@ -46,8 +50,26 @@ def _again() -> bool:
     return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
 
 
+class PassedOverError(FaultToleranceError):
+    """This run has ended, and the others are in a later one."""
+
+
 class RunLostError(FaultToleranceError):
     """All replicas of a later run have died, and with them what the runs before it had trained."""
+
+
+def nothing_left(error: JobFinishedError) -> SystemExit:
+    """The end of a replica that comes after the others have finished: its work is done as well."""
+    log.warning("nothing left to train: %s", str(error).partition(";")[0])  # the rest is for who starts lighthouses
+    return SystemExit(0)
+
+
+@dataclasses.dataclass(frozen=True)
+class Words:
+    """How the user of a framework names things."""
+
+    run: str = "training run"
+    again: str = "start the job again, and load a checkpoint"
 
 
 class Runs:
@@ -104,6 +126,53 @@ class Runs:
         """
         return room_of_run(self.ended).replace(DEFAULT_ROOM, first, 1)
 
+    def join(self, make: Callable[[str], Manager], address: str, first: str, words: Words) -> Manager:
+        """The Manager of this run.
+
+        Args:
+            make: constructs it, in the room that it is called with.
+            address, first: as in `later`.
+
+        Raises:
+            PassedOverError, RunLostError, SystemExit: as `missed` returns.
+        """
+        if self.left_for_a_later_one(address, first):
+            raise self._passed_over("nobody is in this one any more", words)
+        try:
+            return make(self.room(first))
+        except JobFinishedError as error:
+            raise self.missed(error, address, first, words) from error
+
+    def missed(
+        self, error: JobFinishedError, address: str, first: str, words: Words, *, trained: bool = False
+    ) -> BaseException:
+        """What becomes of a replica of which the others have finished the run.
+
+        Args:
+            error: the lighthouse's word for it.
+            address, first: as in `later`.
+            trained: the replica has been in this run.
+
+        Returns:
+            PassedOverError: they are in a later one; this replica joins them there.
+            RunLostError: they were, and all of them have died.
+            SystemExit: (0) they have finished everything.
+        """
+        why = str(error).partition(";")[0]
+        if self.later(address, first, trained=trained):
+            return self._passed_over(why, words)
+        if self.lost(address, first):
+            return RunLostError(
+                f"every replica has died in a later {words.run} than this one, so nobody is left who has the model "
+                f"that this {words.run} trained ({why}): {words.again}"
+            )
+        return nothing_left(error)
+
+    @staticmethod
+    def _passed_over(why: str, words: Words) -> PassedOverError:
+        log.warning("this %s is passed over, as the others are in a later one: %s", words.run, why)
+        return PassedOverError(why)
+
     def evaluation(self, first: str, stage: str) -> str:
         """The room of the next shared evaluation outside of training; a replica that comes later is alone in it."""
         self._evaluations += 1
@@ -116,12 +185,18 @@ class Runs:
             return None
         return [room for room in known if room.room == self.room(first)] + self._later(known, first)
 
-    def later(self, address: str, first: str = DEFAULT_ROOM) -> bool:
-        """A later run than this one is under way at the lighthouse. `first`: as in `room`.
+    def later(self, address: str, first: str = DEFAULT_ROOM, *, trained: bool = False) -> bool:
+        """A later run than this one is under way at the lighthouse.
 
-        A process that was started again waits BETWEEN_S for one: the others may be between two runs.
+        Who was away, because it was started again or because it has `trained` in this run, waits BETWEEN_S for one: the
+        others may be between two runs.
+
+        Args:
+            address: of the lighthouse.
+            first: as in `room`.
+            trained: this replica has been in the run.
         """
-        deadline = time.monotonic() + (BETWEEN_S if _again() else 0.0)
+        deadline = time.monotonic() + (BETWEEN_S if trained or _again() else 0.0)
         while not (found := self._under_way(address, first)) and time.monotonic() < deadline:
             if self._nobody_is_left(address, first, {"gone"}):
                 break

@@ -16,7 +16,7 @@ import functools
 import logging
 from typing import TYPE_CHECKING
 
-from ft_core.loop.window import PassedOverError
+from ft_core.loop.runs import PassedOverError
 
 if TYPE_CHECKING:
     from collections.abc import Callable

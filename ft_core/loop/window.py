@@ -27,19 +27,19 @@ from typing import TYPE_CHECKING, TypeVar
 import torch
 from torch.distributed import ReduceOp
 
-from ft_core.errors import FaultToleranceError, JobFinishedError, UsageError
+from ft_core.errors import JobFinishedError, UsageError
 from ft_core.loop.inside_group import InsideGroup
-from ft_core.loop.model import in_training_mode
 from ft_core.loop.quorum_wait import patiently
+from ft_core.loop.runs import PassedOverError, nothing_left
 
 if TYPE_CHECKING:
     import weakref
     from collections.abc import Callable, Iterator
 
-    from ft_core.ddp import DistributedDataParallel
     from ft_core.loop.division import Division
     from ft_core.loop.position import Position
     from ft_core.loop.replica_group import ReplicaGroup
+    from ft_core.loop.trained_model import TrainedModel
     from ft_core.manager import Manager
 
 T = TypeVar("T")
@@ -48,16 +48,6 @@ PAUSE_S = 3600.0
 """Announced to the peers for what one replica does for itself: saving, reading through a stream, ending an epoch."""
 VOTES_PER_BATCH = 64
 """After so many, a loader that is open but not read (one batch is trained on again and again) opens no windows."""
-
-
-class PassedOverError(FaultToleranceError):
-    """This run has ended, and the others are in a later one."""
-
-
-def nothing_left(error: JobFinishedError) -> SystemExit:
-    """The end of a replica that comes after the others have finished: its work is done as well."""
-    log.warning("nothing left to train: %s", str(error).partition(";")[0])  # the rest is for who starts lighthouses
-    return SystemExit(0)
 
 
 class StepWindow:
@@ -81,8 +71,8 @@ class StepWindow:
         self._pauses = contextlib.ExitStack()
         self.on_unread: Callable[[], None] = _nothing
         """Called before a window opens outside of the loops over prepared loaders."""
-        self.on_finished: Callable[[JobFinishedError], None] = _end
-        """Called if the others have finished this run: raises what ends this replica, or nothing: it passes over it."""
+        self.on_finished: Callable[[JobFinishedError], BaseException] = nothing_left
+        """Called if the others have finished this run, with the lighthouse's word for it; returns what is raised."""
         self.on_vote: Callable[[Manager, bool], None] = _ignore
         """Called after each vote that all took part in, with what it said."""
         self.after_vote: Callable[[], None] | None = None
@@ -93,7 +83,7 @@ class StepWindow:
         """Forget the last run: another one begins."""
         self.manager: Manager | None = None
         self.inside = InsideGroup(self.ranks)
-        self._models: list[weakref.ref[DistributedDataParallel]] = []
+        self._models: list[weakref.ref[TrainedModel]] = []
         self.lost = False
         """The quorum broke in this window: nothing is communicated before the next one."""
         self.aside = False
@@ -133,18 +123,18 @@ class StepWindow:
     # ------------------------------------------------------------ what can be done now
 
     @property
-    def models(self) -> list[DistributedDataParallel]:
+    def models(self) -> list[TrainedModel]:
         """The models that this run trains. The Accelerator keeps them alive."""
         return [model for known in self._models if (model := known()) is not None]
 
-    def trains(self, model: weakref.ref[DistributedDataParallel]) -> None:
+    def trains(self, model: weakref.ref[TrainedModel]) -> None:
         """Count a model among those of this run."""
         self._models.append(model)
 
     @property
     def training(self) -> bool:
         """The script is in a training loop, as far as one can tell: models are in training mode, gradients recorded."""
-        return not self.aside and torch.is_grad_enabled() and any(in_training_mode(m) for m in self.models)
+        return not self.aside and torch.is_grad_enabled() and any(m.in_training_mode for m in self.models)
 
     @property
     def silent(self) -> bool:
@@ -160,7 +150,7 @@ class StepWindow:
     @property
     def device(self) -> torch.device:
         """The device of the models."""
-        return next(self.models[0].parameters()).device
+        return next(iter(self.models[0].parameters())).device
 
     # ------------------------------------------------------------ windows
 
@@ -213,9 +203,8 @@ class StepWindow:
             return patiently(manager, self.address, start)
         except JobFinishedError as error:
             manager.shutdown(wait=False)
-            self.on_finished(error)
             self.stopped = True
-            raise PassedOverError(str(error)) from error
+            raise self.on_finished(error) from error
 
     def entered(self, position: Position | None) -> None:
         """The quorum is there: a window begins. `position`: of the loader that is read, or was."""
@@ -384,10 +373,6 @@ class StepWindow:
         count = torch.tensor([int(here)], dtype=torch.int64)
         manager.allreduce(count, reduce_op=ReduceOp.SUM).wait()
         return None if manager.errored() is not None else bool(int(count))
-
-
-def _end(error: JobFinishedError) -> None:
-    raise nothing_left(error) from error
 
 
 def _nothing() -> None:

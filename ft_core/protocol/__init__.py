@@ -1,1 +1,1 @@
-"""What is decided: three machines, of the lighthouse, of a replica group and of a rank. Pure: no clock, no I/O."""
+"""What is decided: the machines of the lighthouse, of a replica group and of its ranks. Pure: no clock, no I/O."""

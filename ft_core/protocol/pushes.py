@@ -55,6 +55,10 @@ class Lost:
     lost: tuple[str, ...]
     held: Version = VOID
     """The oldest state that one of them held when it said goodbye; VOID unless all of them did."""
+    failed: bool = False
+    """One of them has left because its data plane broke: that speaks against whoever has no connection."""
+    moves: bool = False
+    """Of a leader to its ranks: the attempt goes on in the next quorum if no rank has launched any of it (R19)."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -64,6 +64,8 @@ class Ask:
     unreachable: tuple[str, ...] = ()
     """Members of its last quorum to which it could open no connection; `reached`: those to which it could."""
     reached: tuple[str, ...] = ()
+    moves: bool = False
+    """Of a rank to its leader: its attempt, of which nothing was launched, is to go on in the next quorum (R19)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,3 +158,7 @@ class Verdict:
     """No member of a ring has had a lease for autonomy_s: all wait at the next boundary until one has (R3)."""
     trails: bool = False
     """A rank of this group is out of data and nobody applies commits there: no rank of the group applies this one."""
+    own_weight: int | None = None
+    """Of a rank to its leader, where the ranks of a group must set the same batch weight: the one that it set."""
+    own_weights: tuple[int, ...] = ()
+    """Of a leader to its ranks: the batch weights that they have set, if these differ and must not."""

@@ -16,7 +16,7 @@ import dataclasses
 import functools
 import numbers
 from copy import copy
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch.utils._pytree import tree_map
@@ -84,6 +84,24 @@ class BatchWeights:
     def reset(self) -> None:
         """The attempt has ended."""
         self.total, self.current, self.reference, self._reduced_nothing = None, 0, 0, False
+
+
+def refuse_unequal(weights: tuple[int, ...]) -> NoReturn:
+    """Refuse weights that differ between the ranks of a group whose gradients are means over its ranks (FSDP2's).
+
+    Args:
+        weights: one per rank; 1 of one that has set none.
+
+    Raises:
+        UsageError: always.
+    """
+    raise UsageError(
+        "set_batch_weight: with a sharded model all ranks of a group must set the same weight, because FSDP2 takes the "
+        f"mean over them as over equals, but those of this group have set {', '.join(map(str, weights))} (1: or none). "
+        "Set the sum over the ranks of the group on each of them, and multiply each rank's loss by its own number "
+        "times the number of ranks divided by that sum (with an elastic loader: sampler.equal_micro_steps = True, and "
+        "the loss times sampler.loss_factor)"
+    )
 
 
 def weigh_outputs(output: Any, ratio: float) -> Any:

@@ -25,7 +25,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 from hashlib import blake2b
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -127,6 +127,8 @@ class BucketPlan:
     settings: BucketSettings
     buckets: tuple[PlannedBucket, ...]
     tail: TailPlan
+    averages_over_ranks: ClassVar[bool] = False
+    """The gradients are means over the ranks of a group, whatever these weigh; so their weights must be equal."""
 
     @cached_property
     def trained(self) -> tuple[TensorSpec, ...]:

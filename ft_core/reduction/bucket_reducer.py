@@ -8,7 +8,6 @@ else with zeros; None in the end, if all did so), the rest is launched, and all 
 valid when `backward()` returns.
 
 A *reduction* is one such backward. It is opened by the first hook, closed at the end of backward or by `flush`.
-
 Invariants:
 - Buckets are launched in plan order, all of them, the fence with the last one; after a failure nothing more is.
 - No error of a peer or of the network leaves backward: it goes to `ReductionAttempt.fail`, and until the next backward
@@ -43,7 +42,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from ft_core.reduction.bucket_plan import BucketPlan
-    from ft_core.reduction.interface import PendingWork, ReducerHost, ReductionAttempt
+    from ft_core.reduction.interface import Parameter, PendingWork, ReducerHost, ReductionAttempt
 
     Allocated = tuple[FlatGradients, BucketPlan, Tensor]
 
@@ -60,10 +59,8 @@ class _Reduction:
 _NOT_CONTRIBUTING = torch.zeros(())
 """Stands for scale 0, compared by identity: multiplying with zero would keep NaN and inf."""
 
-_TWICE = (
-    "parameter {} got its gradient twice in one backward(): it is used in several reentrant checkpoints (pass "
-    "use_reentrant=False), or the previous backward() raised"
-)
+_TWICE = """parameter {} got its gradient twice in one backward(): it is used in several reentrant checkpoints (pass \
+use_reentrant=False), or the previous backward() raised"""
 
 
 class BucketReducer:
@@ -74,7 +71,7 @@ class BucketReducer:
     """
 
     def __init__(
-        self, manager: ReducerHost, module: nn.Module, parameters: Sequence[nn.Parameter], plan: BucketPlan,
+        self, manager: ReducerHost, module: nn.Module, parameters: Sequence[Parameter], plan: BucketPlan,
         devices: Sequence[torch.device], buffer_owners: Sequence[list[tuple[nn.Module, str]]],
     ) -> None:  # fmt: skip
         self._manager, self._module, self._plan = manager, module, plan
@@ -112,7 +109,7 @@ class BucketReducer:
             for index, parameter in enumerate(memory.parameters)
         ]
 
-    def _allocate(self, parameters: Sequence[nn.Parameter], devices: Sequence[torch.device]) -> Allocated:
+    def _allocate(self, parameters: Sequence[Parameter], devices: Sequence[torch.device]) -> Allocated:
         """The memory of the gradients, and in whose tail, and where, the buffers travel."""
         memory = FlatGradients(self._plan, parameters, devices)
         return memory, self._plan, memory.buckets[-1].flat
@@ -430,6 +427,9 @@ class BucketReducer:
     def rescale(self, factor: float) -> None:
         """Multiply the reduced gradients; a gradient that was replaced by the caller is multiplied too."""
         self._memory.rescale(factor)
+
+    def step_opens(self) -> None:
+        """Collecting the state changes nothing here."""
 
     def committed(self) -> None:
         """The attempt was committed: buffers take what came with the fence."""

@@ -158,23 +158,23 @@ def take_inventory(module: nn.Module, options: Options) -> Inventory:
     owners: list[list[tuple[nn.Module, str]]] = []
     buffers: list[TensorSpec] = []
     if options.sync_buffers:
-        for name, found_at, buffer in _named_buffers(module):
-            # One element at several places cannot be changed in place, so forward does not change it either.
-            if name not in ignored and torch._debug_has_internal_overlap(buffer) != 1:
+        for name, found_at, buffer in named_buffers(module):
+            if name not in ignored:
                 owners.append(found_at)
                 buffers.append(_spec(name, buffer, devices))
     return Inventory(trained, frozen, ignored, devices, owners, buffers, specs, options.buckets)
 
 
-def _named_buffers(module: nn.Module) -> list[tuple[str, list[tuple[nn.Module, str]], Tensor]]:
-    """Each buffer once, under its first name."""
+def named_buffers(module: nn.Module) -> list[tuple[str, list[tuple[nn.Module, str]], Tensor]]:
+    """Each buffer that can change once, under its first name: (name, the modules that have it, the buffer)."""
     found: dict[int, tuple[str, list[tuple[nn.Module, str]], Tensor]] = {}
     for prefix, owner in module.named_modules():
         for key, buffer in owner._buffers.items():
             if buffer is not None:
                 name = f"{prefix}.{key}" if prefix else key
                 found.setdefault(id(buffer), (name, [], buffer))[1].append((owner, key))
-    return list(found.values())
+    # One element at several places cannot be changed in place, so forward does not change it either.
+    return [one for one in found.values() if torch._debug_has_internal_overlap(one[2]) != 1]
 
 
 def _check_parameter(name: str, parameter: nn.Parameter, *, is_sparse: bool) -> None:

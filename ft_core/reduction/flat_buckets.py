@@ -10,7 +10,7 @@ import logging
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ft_core.reduction.c_heap import keep_freed_memory
 
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from ft_core.reduction.bucket_plan import BucketPlan, PlannedBucket
+    from ft_core.reduction.interface import Parameter
 
 
 log = logging.getLogger("ft_core")
@@ -46,7 +47,7 @@ class FlatGradients:
     """
 
     def __init__(
-        self, plan: BucketPlan, parameters: Sequence[nn.Parameter], devices: Sequence[torch.device],
+        self, plan: BucketPlan, parameters: Sequence[Parameter], devices: Sequence[torch.device],
         flats: Sequence[Tensor | None] | None = None,
     ) -> None:  # fmt: skip
         keep_freed_memory()
@@ -104,7 +105,7 @@ class FlatGradients:
                 self.parameters[index].grad = None
 
 
-def dense_strides(tensor: Tensor) -> tuple[int, ...] | None:
+def dense_strides(tensor: Parameter | Tensor) -> tuple[int, ...] | None:
     """Strides of a tensor that fills its memory in another order than row by row (channels_last); else None."""
     if tensor.is_contiguous():
         return None
@@ -116,7 +117,7 @@ def dense_strides(tensor: Tensor) -> tuple[int, ...] | None:
     return tuple(tensor.stride())
 
 
-def _view_like(parameter: nn.Parameter, flat: Tensor, offset: int, numel: int) -> Tensor:
+def _view_like(parameter: Parameter, flat: Tensor, offset: int, numel: int) -> Tensor:
     with torch.inference_mode(False), torch.no_grad():
         part = flat[offset : offset + numel]
         if parameter.is_complex():

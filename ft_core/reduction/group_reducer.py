@@ -51,14 +51,21 @@ if TYPE_CHECKING:
 
     from ft_core.reduction.bucket_reducer import Allocated
     from ft_core.reduction.buffer_sync import Owners
-    from ft_core.reduction.interface import InsideCollectives, InsideWork, PendingWork, ReducerHost, ReductionAttempt
+    from ft_core.reduction.interface import (
+        InsideCollectives,
+        InsideWork,
+        Parameter,
+        PendingWork,
+        ReducerHost,
+        ReductionAttempt,
+    )
 
 
 class GroupReducer(BucketReducer):
     """The reducer of one module in a group of several ranks. `inside`: how they reach each other."""
 
     def __init__(
-        self, manager: ReducerHost, module: nn.Module, parameters: Sequence[nn.Parameter], plan: BucketPlan,
+        self, manager: ReducerHost, module: nn.Module, parameters: Sequence[Parameter], plan: BucketPlan,
         devices: Sequence[torch.device], buffer_owners: Owners, inside: InsideCollectives,
     ) -> None:  # fmt: skip
         self._inside = inside
@@ -74,7 +81,7 @@ class GroupReducer(BucketReducer):
         self._plans = plan_inside(plan)
         super().__init__(manager, module, parameters, plan, devices, buffer_owners)
 
-    def _allocate(self, parameters: Sequence[nn.Parameter], devices: Sequence[torch.device]) -> Allocated:
+    def _allocate(self, parameters: Sequence[Parameter], devices: Sequence[torch.device]) -> Allocated:
         plans, inside = self._plans, self._inside
         count, planned, shared = len(plans.summed.buckets), (*plans.summed.buckets, *plans.crossing.buckets), None
         if all(device.type == "cpu" for device in devices):

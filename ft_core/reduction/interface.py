@@ -33,6 +33,9 @@ if TYPE_CHECKING:
     from torch import Tensor, dtype
 
     from ft_core.reduction.bucket_plan import BucketPlan
+    from ft_core.reduction.sharded.parameter import ShardedParameter
+
+    Parameter = Tensor | ShardedParameter
 
 __all__ = [
     "FENCE_SLOTS", "AllreduceHost", "GradientReducer", "InsideCollectives", "InsideWork", "PendingWork", "ReducerHost",
@@ -190,8 +193,12 @@ class GradientReducer(Protocol):
         ...
 
     @property
-    def parameters(self) -> Sequence[Tensor]:
+    def parameters(self) -> Sequence[Parameter]:
         """The parameters that it reduces gradients of, in an order that is the same on all replicas."""
+        ...
+
+    def step_opens(self) -> None:
+        """A step begins: the model's state may be collected next, on some ranks of the group and not on others."""
         ...
 
     def flush(self) -> None:
@@ -250,6 +257,24 @@ class ReducerHost(Protocol):
 
     def current_attempt(self) -> ReductionAttempt | None:
         """The open attempt; None if start_quorum was never called."""
+        ...
+
+
+class ShardHost(ReducerHost, Protocol):
+    """What the reducer of sharded modules needs besides."""
+
+    @property
+    def ranks(self) -> int:
+        """Processes of this replica group."""
+        ...
+
+
+class ShardManager(Protocol):
+    """A Manager, to `fsdp.replicate`."""
+
+    @property
+    def hooks(self) -> ShardHost:
+        """Where a reducer is registered."""
         ...
 
 

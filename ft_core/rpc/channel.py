@@ -8,7 +8,8 @@ What the options are for (measured, see DESIGN):
 - No bandwidth probes (`bdp_probe`): each is a ping for a message that arrives, half of what a renewal costs the server.
   In their place the window in which a big message may be sent is fixed (`WINDOW_BYTES`).
 - Clients ping too, lazily (`CLIENT_KEEPALIVE_S`): a lighthouse that froze for a few seconds must not lose anybody, one
-  whose host died must be given up some time.
+  whose host died must be given up some time. The ranks of a group ping their leader as it pings them: while it is
+  frozen they wait for it inside the group, which has to end.
 - Every attempt to connect uses a channel of its own with its own subchannel pool: gRPC's back-off is shared through
 that
   pool and would otherwise make a reconnect wait for up to minutes.
@@ -99,14 +100,16 @@ def server_options(liveness_s: float) -> Options:
     ]
 
 
-def channel_options() -> Options:
-    """Options of a client's channel."""
+def channel_options(liveness_s: float | None = None) -> Options:
+    """Options of a client's channel. `liveness_s`: give up a server that is silent for so long; None: lazily."""
     attempt_ms = int(CONNECT_ATTEMPT_S * 1000)
-    timeout_ms = int(CLIENT_KEEPALIVE_TIMEOUT_S * 1000)
+    time_ms, timeout_ms = int(CLIENT_KEEPALIVE_S * 1000), int(CLIENT_KEEPALIVE_TIMEOUT_S * 1000)
+    if liveness_s is not None:
+        time_ms, timeout_ms = max(10, int(300 * liveness_s)), max(1, int(800 * liveness_s))
     return [
         ("grpc.use_local_subchannel_pool", 1),
         ("grpc.enable_http_proxy", 0),
-        ("grpc.keepalive_time_ms", int(CLIENT_KEEPALIVE_S * 1000)),
+        ("grpc.keepalive_time_ms", time_ms),
         ("grpc.keepalive_timeout_ms", timeout_ms),
         ("grpc.http2.ping_timeout_ms", timeout_ms),
         ("grpc.keepalive_permit_without_calls", 1),
@@ -137,13 +140,13 @@ def check_scheme(address: str, setting: str, tls: Tls | None) -> None:
         )
 
 
-def open_channel(address: str, setting: str, tls: Tls | None) -> grpc.Channel:
-    """A fresh channel; it connects with the first call. Raises ConfigError."""
+def open_channel(address: str, setting: str, tls: Tls | None, liveness_s: float | None = None) -> grpc.Channel:
+    """A fresh channel; it connects with the first call. `liveness_s`: as `channel_options`. Raises ConfigError."""
     where = target(address, setting)
     check_scheme(address, setting, tls)
     if tls is None:
-        return grpc.insecure_channel(where, channel_options())
-    return grpc.secure_channel(where, _channel_credentials(tls), channel_options())
+        return grpc.insecure_channel(where, channel_options(liveness_s))
+    return grpc.secure_channel(where, _channel_credentials(tls), channel_options(liveness_s))
 
 
 def token_metadata(token: str) -> tuple[tuple[str, str], ...]:

@@ -126,6 +126,8 @@ class StreamClient(ABC):
     last_reason: str
     """Why there is no quorum, or why the stream is not open; '' if neither."""
 
+    _waits_for_a_frozen_server = True
+    """One that does not answer keepalives is given up after tens of seconds only; else after the liveness timeout."""
     _method: str
     _other: str
     """Who is at the other end, for messages."""
@@ -289,7 +291,8 @@ class StreamClient(ABC):
         why = f"{self._other} closed the connection"
         try:
             outgoing = _Outgoing(self, self._opening())
-            channel = open_channel(settings.address, settings.setting, self._tls)
+            patience_s = None if self._waits_for_a_frozen_server else settings.budget.liveness_s
+            channel = open_channel(settings.address, settings.setting, self._tls, patience_s)
             self._opening_sent = time.monotonic()
             with self._changed:
                 if self._stopping:

@@ -88,6 +88,8 @@ class Config:
     from_scratch: bool
     use_async_quorum: bool
     warm_up: bool
+    events: str
+    """Folder of the job's event files; '': none are written."""
 
 
 def resolve(arguments: Arguments, variables: Mapping[str, str]) -> Config:
@@ -145,7 +147,7 @@ def resolve(arguments: Arguments, variables: Mapping[str, str]) -> Config:
         on_exhausted=on_exhausted,
         room=a.room_id,
         from_scratch=env.from_scratch if a.from_scratch is None else a.from_scratch,
-        use_async_quorum=a.use_async_quorum, warm_up=a.warm_up,
+        use_async_quorum=a.use_async_quorum, warm_up=a.warm_up, events=env.events,
     )  # fmt: skip
 
 

@@ -53,6 +53,11 @@ class Hooks:
         return self._steps.attempt
 
     @property
+    def ranks(self) -> int:
+        """Processes of this replica group."""
+        return self._steps.config.world_size
+
+    @property
     def backend(self) -> str:
         """Backend of the gradients' process group, for example "gloo"."""
         return str(self._steps.shell.communicators.gradients.getBackendName())

@@ -76,6 +76,7 @@ class Leaving:
             reason=reason, finished=finished, version=rank.held.version, agreed=agreed,
             timeout_s=min(EXIT_S, self._config.budget.timeout_s), over=not rank.draining and not _failing(),
         )  # fmt: skip
+        shell.events.left(reason, finished=finished)
         if not last:
             self._let_peers_finish()
 
@@ -155,6 +156,7 @@ class Leaving:
                     reason="shut down", finished=False, version=rank.held.version, agreed=False, timeout_s=1.0,
                     over=not rank.draining and not _failing(),
                 )  # fmt: skip
+                shell.events.left("shut down", finished=False)
                 self._let_peers_finish()
         self.shut_down = True
         shell.death.release()
@@ -167,3 +169,4 @@ class Leaving:
         shell.worker.stop(EXIT_S)
         shell.control.shutdown(EXIT_S)
         shell.transfer.shutdown()
+        shell.events.close()

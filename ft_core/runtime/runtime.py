@@ -80,6 +80,7 @@ class RankRuntime:
         """Connect to the lighthouse. Raises LighthouseError, or what it refused this replica with."""
         shell, settings = self.shell, self.rank.settings
         exit_message.install()
+        shell.events.open(self.config.events, self.config.name)
         shell.limits.start()
         shell.worker.start()
         try:

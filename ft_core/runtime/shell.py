@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 from ft_core.errors import CollectiveError, ConfigError, HealError, StateRefusedError, ThisMachineError
 from ft_core.process_group import socket_table
 from ft_core.process_group.peer_ends import PeerEnds
-from ft_core.protocol.pushes import Answer, Busy, Change, Lost, Order, Over, Reason, Refusal, Welcome
+from ft_core.protocol.pushes import Order, Welcome
 from ft_core.protocol.rank import actions as do
 from ft_core.protocol.rank import events as on
 from ft_core.protocol.rank.phases import Heal, Phase
@@ -31,7 +31,9 @@ from ft_core.protocol.types import Outcome
 from ft_core.runtime import notices
 from ft_core.runtime.collective_limits import CollectiveLimits
 from ft_core.runtime.peer_links import Links
+from ft_core.runtime.push_events import event_of
 from ft_core.runtime.quorum_worker import QuorumWorker
+from ft_core.runtime.rank_events import RankEvents
 from ft_core.runtime.user_works import UserWorks
 from ft_core.witness.link import DeathNotice
 
@@ -81,6 +83,8 @@ class RankShell:
         self.works = UserWorks(self.fail)
         """The user's collectives and futures that the next vote has to wait for."""
         self.links = Links()
+        self.events = RankEvents(rank)
+        """What happens here, for the job's log."""
         self.limits = CollectiveLimits(
             rank, self.lock, communicators, self.works, self.links, self.dispatch, budget.timeout_s
         )
@@ -115,9 +119,16 @@ class RankShell:
     def dispatch(self, event: on.Event) -> None:
         """Hand the machine an event, and perform what follows. Any thread that does not hold the lock."""
         with self.changed:
-            actions = self.rank.handle(event, time.monotonic())
-            self.changed.notify_all()
+            actions = self._handle(event)
         self.perform(actions)
+
+    def _handle(self, event: on.Event) -> do.Actions:
+        """The same, for who holds the lock and performs later."""
+        now = time.monotonic()
+        actions = self.rank.handle(event, now)
+        self.events.handled(event, actions, now)
+        self.changed.notify_all()
+        return actions
 
     def ask(
         self, wish: Wish, why: MustAsk | None, view: Callable[[], Mapping[str, Any]] | None,
@@ -126,8 +137,7 @@ class RankShell:
         """Training thread: another quorum is needed, for which this rank's state is `view()`."""
         with self.changed:
             self._view, self._in_place, self.received = view, in_place, None
-            actions = self.rank.handle(on.QuorumWanted(wish, why), time.monotonic())
-            self.changed.notify_all()
+            actions = self._handle(on.QuorumWanted(wish, why))
         self.perform(actions)
 
     def perform(self, actions: do.Actions) -> None:
@@ -228,6 +238,7 @@ class RankShell:
             error = failed
         if donors and into is not None and not written:
             self.dispatch(on.StateUntouched(before))
+        self.events.prefetched(self.transfer.prefetched_bytes)
         self.dispatch(on.PrefetchEnded(error))
 
     def _offer(self, action: do.Offer) -> None:
@@ -279,7 +290,7 @@ class RankShell:
             with contextlib.suppress(Exception):  # it could not be collected, which is for its receivers to know
                 self.transfer.know(view())
         try:
-            with self.busy("healing", self.budget.heal_s):
+            with self.busy("healing", self.budget.heal_s, told=False):
                 received = self.transfer.receive(plan, into, cancel)
         except HealError as error:
             # If no donor can send it, asking again would disturb the others at every step: this replica ends (R11).
@@ -292,6 +303,7 @@ class RankShell:
             return
         with self.lock:
             self.received = received
+        self.events.received(received)
         self.dispatch(on.StateReceived(plan.quorum_id))
         with self.lock:
             if rank.attempt.heal is not Heal.READY:
@@ -346,11 +358,14 @@ class RankShell:
     # ------------------------------------------------------------ announcements
 
     @contextlib.contextmanager
-    def busy(self, what: str, max_s: float) -> Iterator[None]:
-        """Announce that peers (and the own watchdog) must wait for this rank. May be nested. Raises ConfigError."""
+    def busy(self, what: str, max_s: float, *, told: bool = True) -> Iterator[None]:
+        """Announce that peers (and the own watchdog) must wait for this rank. May be nested. Raises ConfigError.
+
+        `told`: it is an event of its own in the job's log.
+        """
         if not max_s > 0:
             raise ConfigError(f"pause(max_s={max_s!r}) must be a positive number of seconds")
-        token = object()
+        token, began = object(), self.events.pause(what, max_s) if told else 0.0
         with self.lock:
             self._busy[token] = (time.monotonic() + max_s, what)
         self._announce_busy()
@@ -360,6 +375,8 @@ class RankShell:
             with self.lock:
                 del self._busy[token]
             self._announce_busy()
+            if told:
+                self.events.pause_over(what, began)
 
     def _announce_busy(self) -> None:
         """Tell the others the longest of the pauses that are open, or that there is none."""
@@ -401,34 +418,18 @@ class RankShell:
 
     def on_push(self, push: Push) -> None:
         """Something arrived from the lighthouse, or from group rank 0."""
-        match push:
-            case Welcome():
-                with self.changed:
-                    self.peers = push.peers
-                    self.changed.notify_all()
-                self.death.update()
-            case Answer():
-                self.dispatch(on.QuorumAnswered(push.seq, push.quorum))
-            case Reason():
-                self.dispatch(on.NoQuorumYet(push.text, push.paused_s))
-            case Change():
-                self.dispatch(on.ChangePending(push.quorum_id, push.reason))
-            case Lost():
-                self.dispatch(on.MemberLost(push.quorum_id, push.lost, push.held))
-            case Busy():
-                self.dispatch(on.Paused(push.quorum_id, push.replica_id, push.for_s))
-            case Over():
-                self.dispatch(on.Superseded(push.quorum_id))
-            case Refusal():
-                self.dispatch(on.Refused(push.error))
-            case Order() if not push.kill:
-                self.dispatch(on.DrainOrdered(push.reason))
-            case Order():
-                log.warning("%s: asked to end by the lighthouse: %s", self._name, push.reason)
-                if self.kill is not None:
-                    self.kill(push.reason)
-            case _:
-                pass
+        event = event_of(push)
+        if event is not None:
+            self.dispatch(event)
+        elif isinstance(push, Welcome):
+            with self.changed:
+                self.peers = push.peers
+                self.changed.notify_all()
+            self.death.update()
+        elif isinstance(push, Order):
+            log.warning("%s: is ordered to end: %s", self._name, push.reason)
+            if self.kill is not None:
+                self.kill(push.reason)
 
 
 PERFORM: Mapping[type[do.Action], tuple[Callable[[RankShell, Any], None], bool]] = {

@@ -22,7 +22,7 @@ from ft_core.reduction.flat_buckets import dense_strides
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from torch import Tensor
+    from ft_core.reduction.interface import Parameter
 
 WINDOW_BYTES, WINDOW_RANGES = 16 << 10, 4
 """A window has as much if the parameters fit into `steps` such: it costs about five microseconds."""
@@ -36,7 +36,7 @@ class StateSample:
         steps: within how many steps every byte is looked at, at the latest.
     """
 
-    def __init__(self, parameters: Sequence[Tensor], steps: int) -> None:
+    def __init__(self, parameters: Sequence[Parameter], steps: int) -> None:
         self._parameters = [p for p in parameters if p.device.type == "cpu" and _fills_its_memory(p)]
         self._windows = _windows([p.numel() * p.element_size() for p in self._parameters], steps)
 
@@ -55,7 +55,7 @@ class StateSample:
         return (digest ^ digest >> 32) & 0xFFFF_FFFF
 
 
-def _fills_its_memory(tensor: Tensor) -> bool:
+def _fills_its_memory(tensor: Parameter) -> bool:
     return tensor.is_contiguous() or dense_strides(tensor) is not None
 
 

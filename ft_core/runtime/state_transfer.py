@@ -173,6 +173,11 @@ class Healing:
         )  # fmt: skip
         return into is not None
 
+    @property
+    def prefetched_bytes(self) -> int:
+        """What the last `prefetch` has copied."""
+        return self._prefetched.bytes if self._prefetched is not None else 0
+
     def forget(self) -> None:
         """What was copied beforehand is not needed any more."""
         self._prefetched = self._into = None

@@ -63,7 +63,7 @@ class StateViews:
         naming the key path), is raised here. Later it is raised by the result, because a donor does not end for a join.
         """
         try:
-            state = self.whole()
+            state = self.whole(checked=first and self._shell.rank.settings.group_world_size > 1)
         except Exception as error:
             if first:
                 raise
@@ -77,16 +77,20 @@ class StateViews:
             self._shell.transfer.check(state)
         return lambda: state
 
-    def users(self) -> dict[str, Any]:
-        """What the user's functions return."""
-        return self._live.collect(self.volatile(), self._timeout_s)
+    def users(self, *, checked: bool = False) -> dict[str, Any]:
+        """What the user's functions return. `checked`: refuse functions that communicate inside the group."""
+        return self._live.collect(self.volatile(), self._timeout_s, checked=checked)
 
-    def whole(self) -> dict[str, Any]:
-        """What a healing replica receives."""
+    def compared(self) -> tuple[dict[str, Any], set[int]]:
+        """What the user's functions return, with no tensor copied, and `volatile`, which knows them by storage."""
+        return self._live.collect((), self._timeout_s), self.volatile()
+
+    def whole(self, *, checked: bool = False) -> dict[str, Any]:
+        """What a healing replica receives. `checked`: as `users`."""
         rank = self._shell.rank
         ended = rank.data.ended_at or VOID
         told = {"pass_step": ended.step, "pass_quorum_id": ended.quorum_id, "commit_weight": rank.held.commit_weight}
-        return {"user": self.users(), "manager": self.progress() | told}
+        return {"user": self.users(checked=checked), "manager": self.progress() | told}
 
     def volatile(self) -> set[int]:
         """Storages that forward changes. Asked for anew each time: modules may replace their buffers."""

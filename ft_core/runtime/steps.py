@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import logging
 import time
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ft_core.errors import UsageError
@@ -23,7 +24,7 @@ from ft_core.protocol.rank.departure import DrainedError
 from ft_core.protocol.rank.formation import Wish
 from ft_core.protocol.rank.phases import Go, Heal, MustAsk, Phase
 from ft_core.protocol.types import Outcome, Verdict, Version
-from ft_core.reduction.batch_weights import BatchWeights
+from ft_core.reduction.batch_weights import BatchWeights, refuse_unequal
 from ft_core.runtime import identity
 from ft_core.runtime.drain_signal import EXIT_S
 from ft_core.runtime.lease_wait import wait_for_a_lease
@@ -94,6 +95,8 @@ class Steps:
         if rank.refused is not None:
             raise rank.refused
         self.is_open = True
+        for reducer in self.reducers:
+            reducer.step_opens()
         if rank.forming and self._joins_what_forms():
             return
         self._tell_failure()
@@ -268,6 +271,7 @@ class Steps:
             if commit:
                 self._contributed = contributed(places, verdict.missing)
             gave_up = rank.gave_up()
+            shell.events.settled(verdict, time.monotonic(), commit=commit)
         for reducer in self.reducers:
             # Where the buffers' source was out of data all keep theirs.
             reducer.committed() if buffers else reducer.vetoed()
@@ -310,9 +314,13 @@ class Steps:
         with shell.lock:
             verdict = rank.own_vote()
         if self.config.world_size > 1:
+            if verdict.outcome is Outcome.COMMIT and any(one.plan.averages_over_ranks for one in self.reducers):
+                verdict = replace(verdict, own_weight=1 if self.weights.total is None else self.weights.total)
             verdict = shell.control.vote(verdict, limit_s)
             if verdict.outcome is Outcome.BROKEN:
                 shell.communicators.abort()
+            elif verdict.own_weights:
+                refuse_unequal(verdict.own_weights)
         return verdict
 
     def _end_works(self, *, abort: bool) -> None:
@@ -337,7 +345,7 @@ class Steps:
         if not due or plan is None or verdict is None or verdict.outcome is not Outcome.COMMIT:
             return
         try:
-            own = None if mine.behind else digest(self.views.users(), self.views.volatile())
+            own = None if mine.behind else digest(*self.views.compared())
             shell.limits.expect()
             found = self._parity.compare(own, plan, shell.communicators)
             shell.limits.disarm()

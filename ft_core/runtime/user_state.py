@@ -12,12 +12,14 @@ Ownership: the training thread calls `collect` and `apply`; the read gate may be
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
-from ft_core.checkpointing.tree import snapshot
+from ft_core.checkpointing.tree import restore_shards, snapshot
 from ft_core.errors import ConfigError, HealError
+from ft_core.runtime.no_collectives import NoCollectives
 
 StateFn = Callable[[], Any]
 LoadFn = Callable[[Any], None]
@@ -71,19 +73,25 @@ class LiveState:
         """Make `collect` wait: the caller is about to leave the state half-updated."""
         self._readable.clear()
 
-    def collect(self, volatile: Collection[int], timeout_s: float) -> dict[str, Any]:
+    def collect(self, volatile: Collection[int], timeout_s: float, *, checked: bool = False) -> dict[str, Any]:
         """Call every save function and return {key: state}.
 
         Args:
             volatile: data_ptr of each storage that the forward pass changes; tensors in them are cloned.
             timeout_s: how long to wait for `allow_read`.
+            checked: refuse functions that communicate inside the group.
 
         Raises:
             HealError: reading stayed disallowed.
+            ConfigError: a function communicates.
         """
         if not self._readable.wait(timeout_s):
             raise HealError(f"allow_state_dict_read was not called within {timeout_s:g} s")
-        return {key: snapshot(save(), volatile) for key, save in self._save.items()}
+        state = {}
+        for key, save in self._save.items():
+            with NoCollectives(key) if checked else contextlib.nullcontext():
+                state[key] = snapshot(save(), volatile)
+        return state
 
     def apply(self, state: Mapping[str, Any]) -> None:
         """Load a received state.
@@ -97,4 +105,4 @@ class LiveState:
                 "functions on every replica before the first start_quorum"
             )
         for key, load in self._load.items():
-            load(state[key])
+            load(restore_shards(state[key], self._save[key]))

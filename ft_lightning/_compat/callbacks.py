@@ -16,6 +16,7 @@ Threads: the training thread.
 from __future__ import annotations
 
 import contextlib
+import sys
 from typing import TYPE_CHECKING, Any
 
 from torch.nn.utils import prune
@@ -36,6 +37,12 @@ WEIGHTS = "state_dict"
 def _those(trainer: Trainer, name: str) -> list[Any]:
     kind = part(tree_of(trainer), f"callbacks.{name}")
     return [callback for callback in trainer.callbacks if isinstance(callback, kind)]
+
+
+def has(trainer: Trainer, name: str) -> bool:
+    """Whether one of Lightning's callbacks of this name is among the Trainer's."""
+    known = part(tree_of(trainer), "callbacks.__dict__")
+    return name in known and bool(_those(trainer, name))
 
 
 def thaws(trainer: Trainer) -> bool:
@@ -142,6 +149,11 @@ def prune_likewise(module: nn.Module, names: Mapping[str, Any]) -> None:
         prune.custom_from_mask(module.get_submodule(owner), parameter, names[f"{path}_mask"].to(own[path].device))
 
 
+def _is_sharded(tensor: Tensor) -> bool:
+    module = sys.modules.get("torch.distributed.tensor")  # importing it takes long, and is for those who shard
+    return module is not None and isinstance(tensor, module.DTensor)
+
+
 def apart(trainer: Trainer, state: Mapping[str, Any]) -> dict[str, Any]:
     """`state`, in which nothing changes while another part of it is loaded.
 
@@ -151,6 +163,8 @@ def apart(trainer: Trainer, state: Mapping[str, Any]) -> dict[str, Any]:
     """
     module: nn.Module = trainer.lightning_module
     own: dict[str, Tensor] = module.state_dict()
+    if any(map(_is_sharded, own.values())):
+        return dict(state)  # callbacks that put weights elsewhere are refused for sharded models
     storages = {value.untyped_storage().data_ptr() for value in own.values()}
     result = {key: value if key == WEIGHTS else snapshot(value, storages) for key, value in state.items()}
     result[WEIGHTS] = type(state[WEIGHTS])(state[WEIGHTS])

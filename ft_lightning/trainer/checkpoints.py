@@ -10,15 +10,14 @@ Threads: the training thread.
 from __future__ import annotations
 
 import functools
-import logging
 import os
 from typing import TYPE_CHECKING, Any
 
 from torch.distributed import ReduceOp
 
 from ft_core import Manager
-from ft_core.errors import JobFinishedError, UsageError
-from ft_core.loop.runs import RUNS
+from ft_core.errors import UsageError
+from ft_core.loop.runs import RUNS, PassedOverError, Words
 from ft_core.loop.stopping import stop_together
 from ft_core.settings import DEFAULT_ROOM
 from ft_lightning import _compat, stopping
@@ -27,15 +26,14 @@ from ft_lightning.trainer.leader_files import LeaderFiles
 from ft_lightning.trainer.resume import Resume
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from torch import Tensor
 
+    from ft_core.errors import JobFinishedError
     from ft_core.loop.window import StepWindow
     from ft_lightning.trainer.elastic import ElasticData
     from ft_lightning.trainer.uneven import TrainerUnevenEnd
 
-log = logging.getLogger("ft_lightning")
+WORDS = Words("call of fit", "start the job again, with fit(ckpt_path=...) to go on from a checkpoint")
 
 
 class Checkpoints:
@@ -54,8 +52,8 @@ class Checkpoints:
     _resume: Resume | None = None
     first_step = 0
     """The Manager's step when this call of `fit` began: more than 0 in a second call, and after resuming."""
-    _passed: Callable[[], None] | None = None
-    """Undoes what makes `fit` return at once."""
+    _passed = False
+    """This call of `fit` is passed over."""
 
     # ------------------------------------------------------------ who writes
 
@@ -114,24 +112,31 @@ class Checkpoints:
 
     # ------------------------------------------------------------ called by the strategy
 
-    def _new_manager(self, **arguments: Any) -> Manager | None:
-        """A Manager for this run; None: it has ended, and the others are in a later one, so `fit` returns at once.
+    def _new_manager(self, **arguments: Any) -> Manager:
+        """A Manager for this run.
 
         Raises:
             SystemExit: (0) the job is finished.
             RunLostError: it is not, but everybody who made the later run has died.
+            Exception: ends `fit`: the run has ended, and the others are in a later one.
         """
-        first = arguments.get("room_id", DEFAULT_ROOM)
+
+        def make(room: str) -> Manager:
+            return Manager(**{**arguments, "room_id": room})
+
         try:
-            return Manager(**{**arguments, "room_id": RUNS.room(first)})
-        except JobFinishedError as error:
-            if RUNS.later(self.lighthouse_address, first):
-                log.warning("this call of fit is passed over, as the others are in a later one: %s", error)
-                self._passed = _compat.pass_over(self._trainer)
-                return None
-            if RUNS.lost(self.lighthouse_address, first):
-                raise stopping.lost(error) from None
-            raise stopping.finished(error) from None
+            return RUNS.join(make, self.lighthouse_address, self.first_room, WORDS)
+        except PassedOverError as error:
+            raise self._pass_over() from error
+
+    def _finished(self, error: JobFinishedError) -> BaseException:
+        """The others have finished this run while this replica was in it. Returns what `_new_manager` raises."""
+        fate = RUNS.missed(error, self.lighthouse_address, self.first_room, WORDS, trained=True)
+        return self._pass_over() if isinstance(fate, PassedOverError) else fate
+
+    def _pass_over(self) -> BaseException:
+        self._passed = True
+        return _compat.end_of_fit(self._tree)
 
     def _begin(self, manager: Manager) -> None:
         """The Manager was just constructed, the callbacks are set up."""
@@ -175,9 +180,8 @@ class Checkpoints:
 
     def _end_passed(self) -> None:
         """At the end of a call of `fit` that was passed over."""
-        if self._passed is not None:
-            restore, self._passed = self._passed, None
-            restore()
+        if self._passed:
+            self._passed = False
             RUNS.over({})
 
     # ------------------------------------------------------------ Lightning's hooks
@@ -204,8 +208,13 @@ class Checkpoints:
         """
         self.resume.save(checkpoint, self.manager)
         self.elastic.save(checkpoint)
-        save = super().save_checkpoint  # type: ignore[misc]
-        self.leader.saving(filepath, lambda path: save(checkpoint, path, storage_options))
+        self._write(checkpoint, filepath, storage_options)
+
+    def _write(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any) -> None:
+        self.leader.saving(filepath, lambda path: self._write_now(checkpoint, path, storage_options))
+
+    def _write_now(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any) -> None:
+        super().save_checkpoint(checkpoint, filepath, storage_options)  # type: ignore[misc]
 
     def remove_checkpoint(self, filepath: Any) -> None:
         """The leader removes, after what was saved before is in its place."""
@@ -214,13 +223,15 @@ class Checkpoints:
 
     def load_checkpoint(self, checkpoint_path: Any, **kwargs: Any) -> dict[str, Any]:
         """In `fit`: a replica that lacks the file takes the state of one that has it."""
-        load = super().load_checkpoint  # type: ignore[misc]
         self.leader.publish(everything=True)
         if not self._trains:
-            return dict(load(checkpoint_path, **kwargs))
-        checkpoint = self.resume.load(self._tree, checkpoint_path, lambda: load(checkpoint_path, **kwargs))
+            return self._read(checkpoint_path, **kwargs)
+        checkpoint = self.resume.load(self._tree, checkpoint_path, lambda: self._read(checkpoint_path, **kwargs))
         self.elastic.found(checkpoint)
         return checkpoint
+
+    def _read(self, checkpoint_path: Any, **kwargs: Any) -> dict[str, Any]:
+        return dict(super().load_checkpoint(checkpoint_path, **kwargs))  # type: ignore[misc]
 
     # ------------------------------------------------------------ for users
 

@@ -136,7 +136,8 @@ class LeaderFiles:
 
     def attach(self, manager: Manager, window: StepWindow, leave: Callable[[], None]) -> None:
         """The Manager is there, and the callbacks know their folders. `leave`: ends the run at the process's exit."""
-        self._leadership = Leadership(window, Publisher(window, leave), self._changed, self._not_there, self.leads)
+        leads: bool = self._strategy.group_leads(self.leads)
+        self._leadership = Leadership(window, Publisher(window, leave), self._changed, self._not_there, leads)
         manager.register_state_dict_fn(KEY, self._receive, self._state)
         for callback in self._checkpoints():
             callback.file_exists = partial(self._exists, callback, callback.file_exists)
@@ -286,6 +287,25 @@ class LeaderFiles:
             return
         file = PlacedFile(os.fspath(path), self._strategy.manager.current_step())  # type: ignore[call-overload]
         self._writing(path, partial(file.write, write), file.place, file.discard)
+
+    def saving_together(
+        self, path: object, write: Callable[[], None], place: Callable[[], None], discard: Callable[[], None]
+    ) -> None:
+        """Save what all ranks of a group write, if this group leads; else remember how. On all ranks.
+
+        Args:
+            path: its place.
+            write: writes it beside its place, on all ranks.
+            place: puts it in its place.
+            discard: removes what is beside its place.
+        """
+        if self._existing is not None:
+            self._existing.add(str(path))
+        if self._leadership is not None:
+            self._leadership.writing(str(path), write, place, discard, collective=True)
+        elif self._strategy.broadcast(self.leads):  # which is known on the first rank only
+            write()
+            place()
 
     def removing(self, path: object, remove: Callable[[], None]) -> None:
         """Remove a checkpoint likewise, once what was saved before is in its place."""

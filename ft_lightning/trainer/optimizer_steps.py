@@ -40,7 +40,7 @@ from ft_lightning._compat import position as _position
 from ft_lightning.trainer.elastic import LeftEpoch
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterator
 
     from ft_core import Manager
     from ft_core.loop.window import StepWindow
@@ -51,9 +51,9 @@ class Vetoed(Exception):
 
 
 class OptimizerSteps:
-    """The part of the strategy that votes; mixed in before Lightning's DDPStrategy.
+    """The part of the strategy that votes; mixed in before Lightning's strategy.
 
-    What it needs of the strategy: `manager`, `model` (ft_core's wrapper), `lightning_module`, `world_size`,
+    What it needs of the strategy: `manager`, `trained_model`, `crosses`, `take_part`, `lightning_module`, `world_size`,
     `root_device`, `precision_plugin`, `optimizers`, `lr_scheduler_configs`, `_takeover`, `_voted` (`Checkpoints`),
     `elastic`, `uneven`, `_data_arguments`.
     """
@@ -92,27 +92,17 @@ class OptimizerSteps:
         for optimizer in this.optimizers:
             if isinstance(optimizer, torch.optim.LBFGS):
                 raise ConfigError(
-                    "LBFGS cannot be used with strategy='fault_tolerant': it evaluates the closure several times per "
+                    f"LBFGS cannot be used with strategy={this._name!r}: it evaluates the closure several times per "
                     "step, and each evaluation would be a step of its own to agree on; use another optimizer"
                 )
         self.committed_steps = self.vetoed_steps = 0
         self.step_vetoed = self._behind = False
         assert self.window is not None
-        self.window.trains(weakref.ref(this.model))
+        self.window.trains(weakref.ref(this.trained_model))
         self.window.on_vote = this._voted
         self._guards.close()
         self._guard_schedulers(this.lightning_module)
         self._guard_optimizers(this.lightning_module)
-
-    def wrapper_options(self, module: Any, given: Mapping[str, Any]) -> dict[str, Any]:
-        """How to wrap `module`, which is the same on all ranks of the group then.
-
-        With manual optimization most backwards leave parameters of other optimizers without a gradient.
-        """
-        this: Any = self
-        if this.world_size > 1:
-            _compat.share_state(this._tree, module)
-        return {**({} if module.automatic_optimization else {"find_unused_parameters": True}), **given}
 
     def end_voting(self) -> None:
         """The run is over, or failed."""
@@ -159,6 +149,15 @@ class OptimizerSteps:
 
         self._guards.callback(register_optimizer_step_pre_hook(check).remove)
 
+    @contextlib.contextmanager
+    def own_steps(self) -> Iterator[None]:
+        """Inside, torch may step optimizers to make their state (with rate zero)."""
+        before, self._allowed = self._allowed, True
+        try:
+            yield
+        finally:
+            self._allowed = before
+
     # ------------------------------------------------------------ a batch
 
     def open_quorum(self) -> Manager:
@@ -182,7 +181,7 @@ class OptimizerSteps:
         self._behind = this._takeover.behind
         window.go_through(taking_part=not self._behind)
         elastic.opened(passing=self._behind)
-        this.model.require_backward_grad_sync = not self._behind
+        this.take_part(not self._behind)
         return manager
 
     def close_quorum(self) -> None:
@@ -210,8 +209,8 @@ class OptimizerSteps:
             return
         self.window.backward_runs()
         if not this.lightning_module.automatic_optimization:
-            sync = this.model.require_backward_grad_sync and not self.window.silent
-            this.model.gradient_reducer.before_backward(sync=sync)
+            sync = this.crosses and not self.window.silent
+            this.trained_model.gradient_reducer.before_backward(sync=sync)
 
     def backward(self, closure_loss: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
         """Run backward; gradients are averaged over all ranks of all groups before any hook sees them."""
@@ -234,7 +233,7 @@ class OptimizerSteps:
             if result:
                 raise ConfigError(
                     f"{type(optimizer).__name__} evaluates its closure more than once per step, which cannot be used "
-                    "with strategy='fault_tolerant': each evaluation would be a step of its own to agree on"
+                    f"with strategy={this._name!r}: each evaluation would be a step of its own to agree on"
                 )
             self._allowed = None
             result.append(closure())

@@ -1,57 +1,34 @@
 """`Trainer(strategy="fault_tolerant")`: Lightning's DDP strategy over replica groups that may fail.
 
-How it works. Inside its group this is DDPStrategy. Across the groups a `ft_core.Manager` drives the steps:
-before each batch is fetched the quorum is opened (and, on a newcomer or a replica that fell behind, the others' whole
-run taken over: `takeover`); the model is wrapped in ft_core's DistributedDataParallel, so gradients are
-averaged over the groups while backward runs; the closure that Lightning hands to the optimizer votes at its end, before
-gradients are clipped. A veto unwinds the closure with a private exception: parameters, optimizer, scaler, counters and
-schedulers stay as they were.
+How it works. Inside its group this is DDPStrategy, each rank of which holds the whole model. The model is wrapped in
+ft_core's DistributedDataParallel, so gradients are averaged over all ranks of all groups while backward runs. The rest
+is `FaultTolerance`.
 
-Where things stand between two batches is the same on every replica: that is the state that newcomers adopt.
-
-Threads: the training thread; the Manager has its own.
+Threads: the training thread.
 """
 
 from __future__ import annotations
 
-import logging
 from typing import TYPE_CHECKING, Any
 
-from ft_core import DistributedDataParallel, Manager, default_process_group
-from ft_core.errors import ConfigError, LighthouseError, QuorumTimeoutError
-from ft_core.loop.division import Division
-from ft_core.loop.garbage import collect_once
+from ft_core import DistributedDataParallel
+from ft_core.errors import ConfigError
 from ft_core.loop.group_model import GroupModel
 from ft_core.loop.inside_group import InsideGroup
-from ft_core.loop.replica_group import ReplicaGroup
-from ft_core.loop.runs import RUNS
 from ft_core.loop.tools import check_arguments
-from ft_core.loop.window import StepWindow
 from ft_lightning import _compat
 from ft_lightning._compat import callbacks as _callbacks
-from ft_lightning._compat import position as _position
 from ft_lightning.arguments import Arguments, DataArguments, check_kwargs
-from ft_lightning.launcher import StartsGroups
 from ft_lightning.names import NAME
-from ft_lightning.trainer.checkpoints import Checkpoints
-from ft_lightning.trainer.elastic import ElasticData
-from ft_lightning.trainer.optimizer_steps import OptimizerSteps
-from ft_lightning.trainer.sharding import Sharding
-from ft_lightning.trainer.shared_evaluation import SharedEvaluation
-from ft_lightning.trainer.takeover import Takeover
-from ft_lightning.trainer.uneven import TrainerUnevenEnd
+from ft_lightning.trainer.fault_tolerance import FaultTolerance
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-    from contextlib import AbstractContextManager
     from datetime import timedelta
 
     from torch import nn
 
-log = logging.getLogger("ft_lightning")
 
-
-class FaultTolerance(OptimizerSteps, Checkpoints, StartsGroups):
+class DataParallel(FaultTolerance):
     """The fault tolerance of DDPStrategy; `strategy_class` mixes the two for one of Lightning's two class trees.
 
     Args:
@@ -89,8 +66,6 @@ class FaultTolerance(OptimizerSteps, Checkpoints, StartsGroups):
         ConfigError: an argument cannot work; names it, the value and what to do.
     """
 
-    _tree = "lightning.pytorch"
-
     def __init__(
         self,
         min_replicas: int | None = None,
@@ -113,111 +88,46 @@ class FaultTolerance(OptimizerSteps, Checkpoints, StartsGroups):
         share_evaluation: bool = False,
         **kwargs: Any,
     ) -> None:
-        self._arguments = Arguments(
+        arguments = Arguments(
             min_replicas, timeout, lighthouse, manager_kwargs or {}, ftrun_options or (), from_scratch
         )
-        self._arguments.check()
-        self._data_arguments = DataArguments(
+        arguments.check()
+        data = DataArguments(
             elastic_data, global_batch_size, max_micro_steps, lr_scaling, reference_batch_size, on_exhausted,
             share_evaluation,
         )  # fmt: skip
-        self._data_arguments.check()
+        data.check()
         unused = {} if find_unused_parameters is None else {"find_unused_parameters": find_unused_parameters}
         kwargs.update(unused, **({} if broadcast_buffers else {"broadcast_buffers": False}))
         kwargs.update({} if bucket_cap_mb is None else {"bucket_cap_mb": bucket_cap_mb})
         check_kwargs(kwargs, type(self))
-        super().__init__(process_group_backend=process_group_backend, **kwargs)
+        super().__init__(arguments, data, process_group_backend=process_group_backend, **kwargs)
         check_arguments(self._ddp_kwargs)  # type: ignore[attr-defined]
-        self.manager: Manager | None = None
-        """The Manager of this rank, while `fit` runs."""
-        self._trainer: Any = None
-        seeder = _position.worker_seeder(self._tree)
-        self._sharding = Sharding(self.replica_group, self.num_replica_groups, seeder)
-        self.elastic = ElasticData(self._data_arguments, seeder, min_replicas)
-        """The training data, if it is elastic."""
-        self._on_exhausted = on_exhausted
-        self._shared: SharedEvaluation | None = None
-        self._takeover: Takeover | None = None
-        """Position in the run that all replicas share, while `fit` runs."""
-        self._pause: Any = None
-
-    # ------------------------------------------------------------ groups
 
     @property
-    def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """Training data is divided among all ranks of all groups, evaluation data inside the group."""
-        inside: dict[str, Any] = super().distributed_sampler_kwargs  # type: ignore[misc]
-        return self._sharding.kwargs(inside, training=self._trainer is not None and bool(self._trainer.training))
+    def trained_model(self) -> GroupModel:
+        """The wrapped model."""
+        return self.model  # type: ignore[attr-defined,no-any-return]
 
-    def process_dataloader(self, dataloader: Any) -> Any:
-        """Called for each loader after it got its sampler."""
-        loader = super().process_dataloader(dataloader)  # type: ignore[misc]
-        return self._sharding.prepared(loader, super().distributed_sampler_kwargs)  # type: ignore[misc]
+    @property
+    def crosses(self) -> bool:
+        """Not under `no_sync`, as while gradients accumulate."""
+        return bool(self.trained_model.require_backward_grad_sync)
 
-    # ------------------------------------------------------------ set-up and end
-
-    def connect(self, model: Any) -> None:
-        """Called before everything else of a run."""
-        super().connect(model)  # type: ignore[misc]
-        self._trainer = model._trainer if model._trainer is not None else self._trainer
-        if self._trainer is not None:
-            _position.around_samplers(self._trainer, self._exchange, self._preparing)
-
-    def _exchange(self, loader: Any, stage: str) -> Any:
-        if not self._trains:
-            return loader
-        group, groups = self.replica_group, self.num_replica_groups
-        return self.elastic.prepare(self._trainer, loader, stage, group, groups, self.manager)
-
-    def _preparing(self, loader: Any, stage: str) -> AbstractContextManager[None]:
-        divides = _position.divides_data(self._trainer)
-        return self._sharding.preparing(loader, stage, divides=divides, ranks=self.world_size)  # type: ignore[attr-defined]
-
-    def setup(self, trainer: Any) -> None:
-        """Build the Manager before the model is wrapped; only `fit` needs one."""
-        self._trainer = trainer
-        if self._trains:
-            self._takeover = Takeover(trainer, self._sharding, self.elastic)
-            collect_once()
-            self.manager = self._new_manager(
-                pg=default_process_group(),
-                load_state_dict=self._load_state,
-                state_dict=self._takeover.state,
-                use_async_quorum=False,  # a replica that is behind must know the others' position before it trains
-                rank=self.global_rank,  # type: ignore[attr-defined]
-                world_size=self.world_size,  # type: ignore[attr-defined]
-                **self._arguments.for_manager(),
-            )
-            if self.manager is not None:
-                self.window = self._new_window(self.manager)
-                self.uneven = TrainerUnevenEnd(self, self.window, self._on_exhausted)
-                self._begin(self.manager)
-        if self._data_arguments.share_evaluation:
-            self._shared = SharedEvaluation(trainer, self.world_size, self._evaluation_quorum)  # type: ignore[attr-defined]
-            self._shared.begin()
-            if self.manager is not None:
-                self._shared.train_with(self.manager)
-        super().setup(trainer)  # type: ignore[misc]
-        if self.manager is not None and self._takeover is not None:
-            uneven = self.uneven.policy is not None
-            self._takeover.start(self.open_quorum, self.uneven.run_out, uneven=uneven)
-            self.start_voting()
-
-    def _new_window(self, manager: Manager) -> StepWindow:
-        place = ReplicaGroup(
-            self.replica_group, self.num_replica_groups, self.world_size, self.global_rank,  # type: ignore[attr-defined]
-            lighthouse=self.lighthouse_address,
-        )  # fmt: skip
-        division = Division(self._sharding.groups, lambda _: False)  # a Trainer divides between two epochs: Takeover
-        window = StepWindow(place, lambda: manager, self._opened, division)
-        window.manager, window.opened_by_hand = manager, True
-        return window
+    def take_part(self, taking_part: bool) -> None:
+        """Before a batch that is only gone through: its backwards stay on this rank."""
+        self.trained_model.require_backward_grad_sync = taking_part
 
     def _setup_model(self, model: nn.Module) -> nn.Module:
         if self.manager is None:
             return super()._setup_model(model)  # type: ignore[misc,no-any-return]
-        options = self.wrapper_options(model, self._ddp_kwargs)  # type: ignore[attr-defined]
-        inside = InsideGroup(self.world_size)  # type: ignore[attr-defined]
+        this: Any = self
+        if this.world_size > 1:
+            _compat.share_state(self._tree, model)
+        # With manual optimization most backwards leave parameters of other optimizers without a gradient.
+        manual = {} if this.lightning_module.automatic_optimization else {"find_unused_parameters": True}
+        options = {**manual, **this._ddp_kwargs}
+        inside = InsideGroup(this.world_size)
         if _callbacks.thaws(self._trainer):  # what is frozen now counts as unused until it is not
             options["find_unused_parameters"] = True
             with _callbacks.all_thawed(model):
@@ -229,81 +139,10 @@ class FaultTolerance(OptimizerSteps, Checkpoints, StartsGroups):
         if getattr(self, "_ddp_comm_hook", None) is not None:
             raise ConfigError("ddp_comm_hook cannot be used with strategy='fault_tolerant': the Manager communicates")
 
-    def on_train_end(self) -> None:
-        """Training is over: all stop together, and the room is closed to latecomers."""
-        if self.manager is not None:
-            self.close_quorum()
-            self._finish()
-
-    def teardown(self) -> None:
-        """Leave, if `fit` did not come to its end, and stop all threads."""
-        if self._shared is not None:
-            self._shared.end()
-        if self._takeover is not None:
-            self._takeover.stop()
-        self.end_voting()
-        self.elastic.end()
-        manager, self.manager, self.window = self.manager, None, None
-        self.__dict__.pop("uneven", None)  # it knows the window, and a Trainer may be pickled after `fit`
-        if manager is not None:
-            manager.shutdown()
-            self.leader.end()
-        self._end_passed()
+    def _detach_model(self) -> None:
         wrapped: Any = getattr(self, "model", None)
         if isinstance(wrapped, DistributedDataParallel):
             wrapped.gradient_reducer.remove_hooks()  # another fit wraps the same parameters again
-        super().teardown()  # type: ignore[misc]
-
-    # ------------------------------------------------------------ a batch
-
-    def _load_state(self, state: Mapping[str, Any]) -> None:
-        """The Manager's load function, called inside `start_quorum`: a peer's state at this very point."""
-        assert self._takeover is not None
-        self.leader.before_adopting(state)
-        self._takeover.load(state)
-
-    # ------------------------------------------------------------ evaluation
-
-    def _evaluation_quorum(self, stage: str, prepare: Callable[[Manager], None]) -> Manager | None:
-        """Outside of `fit`: for one run of `stage`, a Manager in a namespace of its own; None: there are no others.
-
-        `prepare` is called with it before its quorum is there.
-        """
-        if self.num_replica_groups < 2 or not self.lighthouse_address:
-            return None
-        known = {} if RUNS.members is None else {"expected_replicas": RUNS.members}
-        own = {
-            "pg": default_process_group(), "room_id": RUNS.evaluation(self.first_room, stage), "rank": self.global_rank,  # type: ignore[attr-defined]
-            "world_size": self.world_size, "use_async_quorum": False, "exit_on_drain": False, "min_replica_size": 1,  # type: ignore[attr-defined]
-        }  # fmt: skip
-        manager: Manager | None = None
-        try:
-            manager = Manager(**{**self._arguments.for_manager(), **known, **own})
-            prepare(manager)
-            manager.start_quorum()
-            RUNS.members = manager.num_participants()
-        except BaseException as error:
-            if manager is not None:
-                manager.shutdown()
-            if isinstance(error, (LighthouseError, QuorumTimeoutError)):
-                log.warning("share_evaluation: this replica group reads all data of this %s run: %s", stage, error)
-                return None
-            raise
-        return manager
-
-    def on_validation_start(self) -> None:
-        """The others wait for a replica that validates."""
-        super().on_validation_start()  # type: ignore[misc]
-        if self.manager is not None and self._trainer.validating and not self.uneven.left:
-            self._pause = self.manager.pause("validation", max_s=3600.0)
-            self._pause.__enter__()
-
-    def on_validation_end(self) -> None:
-        """The others need not wait any more."""
-        if self._pause is not None:
-            pause, self._pause = self._pause, None
-            pause.__exit__(None, None, None)
-        super().on_validation_end()  # type: ignore[misc]
 
 
 _classes: dict[str, type] = {}
@@ -313,8 +152,8 @@ def strategy_class(tree: str = "lightning.pytorch") -> type:
     """FaultTolerantStrategy for `lightning.pytorch` or `pytorch_lightning`."""
     if tree not in _classes:
         base = _compat.part(tree, "strategies.DDPStrategy")
-        _classes[tree] = type("FaultTolerantStrategy", (FaultTolerance, base), {
-            "_tree": tree, "strategy_name": NAME, "__doc__": FaultTolerance.__doc__, "__module__": "ft_lightning",
+        _classes[tree] = type("FaultTolerantStrategy", (DataParallel, base), {
+            "_tree": tree, "strategy_name": NAME, "__doc__": DataParallel.__doc__, "__module__": "ft_lightning",
             "register_strategies": classmethod(lambda cls, registry: registry.register(NAME, cls, override=True)),
         })  # fmt: skip
     return _classes[tree]

@@ -14,8 +14,9 @@ if TYPE_CHECKING:
 
 IMPORTS = (
     "accelerate", "accelerate.test_utils", "accelerate.test_utils.training", "accelerate.tracking", "transformers",
-    "transformers.trainer", "transformers.models.llama.modeling_llama", "ft_accelerate.accelerator",
-    "ft_accelerate.trainer.trainer",
+    "transformers.trainer", "transformers.models.llama.modeling_llama", "transformers.models.gpt2.modeling_gpt2",
+    "ft_accelerate.accelerator", "ft_accelerate.trainer.trainer", "ft_core.fsdp",
+    "torch.distributed.checkpoint.state_dict",
 )  # fmt: skip
 
 

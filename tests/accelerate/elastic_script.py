@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader  # noqa: E402
 from ft_accelerate import FaultTolerantAccelerator as Accelerator  # noqa: E402
 from ft_core import ElasticDataLoader  # noqa: E402
 from tests.data.managed import Counting  # noqa: E402
-from tests.data.worker import Numbers  # noqa: E402
+from tests.data.worker import Numbers, say  # noqa: E402
 
 
 def main() -> None:
@@ -53,13 +53,13 @@ def main() -> None:
             if accelerator.sync_gradients:
                 assert accelerator.manager is not None
                 if not accelerator.optimizer_step_was_skipped:
-                    print("on", accelerator.epoch, len(accelerator.manager.members), flush=True)
+                    say("on", accelerator.epoch, len(accelerator.manager.members))
                 if not hurry.exists():
                     pause.wait(pace_s)
     accelerator.end_training()
     faults = counting.faults()
-    print("faults", len(faults), *faults[:5], flush=True)
-    print("done", hashlib.sha256(counting.counts.detach().numpy().tobytes()).hexdigest()[:16], flush=True)
+    say("faults", len(faults), *faults[:5])
+    say("done", hashlib.sha256(counting.counts.detach().numpy().tobytes()).hexdigest()[:16])
 
 
 if __name__ == "__main__":

@@ -75,7 +75,7 @@ def test_data_that_is_read_otherwise(shared: Callable[..., None]) -> None:
     assert re.findall(r"\] some (.*)", running.text) == [str(every_other)] * 3
 
 
-@pytest.mark.parametrize("place", ["0:1:2:0", "1:1:2:1"])
+@pytest.mark.parametrize("place", [pytest.param("0:1:2:0", marks=pytest.mark.long), "1:1:2:1"])
 def test_a_group_killed_in_a_shared_evaluation_changes_no_metric(shared: Callable[..., None], place: str) -> None:
     """Before the first or between the two results of its third batch."""
     shared(KILL=place)
@@ -108,6 +108,7 @@ def test_a_group_frozen_in_a_shared_evaluation_is_not_waited_for_long(
     assert {said["bodies"] for said in found if said["number"] == 79} == {-(-PIECES // 3)}
 
 
+@pytest.mark.long
 def test_workers_that_stay_read_what_a_lost_group_had(shared: Callable[..., None]) -> None:
     shared(KILL="2:1:1:0", WORKERS="1")
     with job(SCRIPT, "--replicas", "3", "--standby", "0") as running:
@@ -141,7 +142,7 @@ def test_shuffled_data_is_shared_only_by_those_with_the_same_order(shared: Calla
     assert running.count("read it in another order.*shuffle=False") == (0 if order == "same" else 2)
 
 
-@pytest.mark.parametrize("place", ["-1:0:0:0", "0:2:1:0"])
+@pytest.mark.parametrize("place", ["-1:0:0:0", pytest.param("0:2:1:0", marks=pytest.mark.long)])
 def test_predictions_of_trainer_are_those_of_one_group_alone(shared: Callable[..., None], place: str) -> None:
     """Logits, labels, loss and metrics, to the bit; also with a group that is killed meanwhile."""
     shared(KILL=place)

@@ -495,6 +495,20 @@ def test_no_rank_has_joined_before_the_lighthouse_has_welcomed_the_group(
     group.close()
 
 
+def test_ranks_that_wait_inside_the_group_for_a_leader_that_is_gone_are_told_to_end(
+    lighthouse: LighthouseServer,
+) -> None:
+    """Rank 2 waits for a quorum, which is not inside the group: it is refused after connect_s, as ever."""
+    budget = TimeBudget.derive(4.0, overrides={"liveness_s": 0.4, "connect_s": 1.2})
+    group = Group(lighthouse.address(), budget=budget).start()
+    group.ask(2)
+    group.controls[0].shutdown()
+    assert "group rank 0 of g:1 is gone or frozen, and rank 1" in group.recorders[1].wait("kill")[0]
+    group.recorders[2].wait("refused")
+    assert group.recorders[2].of("kill") == []
+    group.close()
+
+
 def test_a_leader_that_never_comes_is_named() -> None:
     recorder = Recorder(Hello(ID, "g", 0, 0))
     settings = LeaseSettings("127.0.0.1:1", ID, replace(BUDGET, connect_s=0.3), setting="group rank 0's address")

@@ -31,6 +31,11 @@ VALIDATION_S = float(os.environ.get("VALIDATION_S", "0"))
 pause = threading.Event()
 
 
+def say(*words: object) -> None:
+    """In one piece: who is killed leaves no half line behind."""
+    os.write(1, (" ".join(map(str, words)) + "\n").encode())
+
+
 class Model(pl.LightningModule):
     """Dropout-free, so that all randomness is in the order of the data."""
 
@@ -46,18 +51,18 @@ class Model(pl.LightningModule):
         strategy: Any = self.trainer.strategy
         members, place = strategy.manager.num_participants(), strategy.distributed_sampler_kwargs
         shard = f"{place['rank']}/{place['num_replicas']}"
-        print("on", GROUP, self.current_epoch, batch_idx, members, shard, *ids.tolist(), flush=True)
+        say("on", GROUP, self.current_epoch, batch_idx, members, shard, *ids.tolist())
         return loss
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         del outputs, batch
         strategy: Any = self.trainer.strategy
         if strategy.step_vetoed and (batch_idx + 1) % ACCUMULATE == 0:
-            print("veto", self.current_epoch, batch_idx, flush=True)
+            say("veto", self.current_epoch, batch_idx)
 
     def on_validation_epoch_start(self) -> None:
         if not self.trainer.sanity_checking:
-            print("validating", self.current_epoch, self.trainer.fit_loop.batch_idx, flush=True)
+            say("validating", self.current_epoch, self.trainer.fit_loop.batch_idx)
             pause.wait(VALIDATION_S if self.current_epoch == 1 else 0)
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
@@ -93,7 +98,7 @@ def main() -> None:
     trainer.fit(model, DataLoader(data, BATCH, shuffle=True), DataLoader(data, 64))
     scheduler = trainer.lr_scheduler_configs[0].scheduler.last_epoch if trainer.lr_scheduler_configs else None
     digest = hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in model.state_dict().values()))
-    print("done", digest.hexdigest()[:12], trainer.global_step, trainer.current_epoch, scheduler, flush=True)
+    say("done", digest.hexdigest()[:12], trainer.global_step, trainer.current_epoch, scheduler)
 
 
 if __name__ == "__main__":

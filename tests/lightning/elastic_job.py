@@ -19,6 +19,7 @@ import torch  # noqa: E402
 from torch.utils.data import DataLoader  # noqa: E402
 
 from ft_lightning import FaultTolerantStrategy  # noqa: E402
+from tests.data.worker import say  # noqa: E402
 from tests.lightning.counting import Counts, Numbers  # noqa: E402
 
 STEP_S = 0.06
@@ -33,7 +34,7 @@ class Model(Counts):
         strategy: Any = self.trainer.strategy
         loader: Any = self.trainer.train_dataloader
         if loader.last_micro_batch and not strategy.step_vetoed:
-            print("commit", self.current_epoch, self.global_step, len(strategy.manager.members), flush=True)
+            say("commit", self.current_epoch, self.global_step, len(strategy.manager.members))
         if not hurry.exists():
             clock.wait(STEP_S)
 
@@ -54,7 +55,7 @@ def main() -> None:
     if "MAX_STEPS" in env:
         trainer.save_checkpoint(pathlib.Path(env["FOLDER"]) / f"{trainer.strategy.replica_group}.ckpt")
     faults = model.net.faults()
-    print("done", model.digest(), trainer.global_step, "faults", len(faults), *faults[:9], flush=True)
+    say("done", model.digest(), trainer.global_step, "faults", len(faults), *faults[:9])
 
 
 if __name__ == "__main__":

@@ -7,6 +7,6 @@ from tests.forge import Forge, Forged
 __all__ = ["IMPORTS", "Forge", "Forged"]
 IMPORTS = (
     "lightning", "lightning.pytorch.loggers", "lightning.pytorch.callbacks", "lightning.pytorch.cli",
-    "ft_lightning.trainer.strategy", "ft_lightning.fabric.strategy", "ft_lightning.trainer.monitor",
-    "ft_lightning._compat.writers",
+    "ft_lightning.trainer.strategy", "ft_lightning.trainer.sharded_strategy", "ft_lightning.fabric.strategy",
+    "ft_lightning.trainer.monitor", "ft_lightning._compat.writers",
 )  # fmt: skip

@@ -1,5 +1,7 @@
 """Calls Lightning's `fit` twice, GAP_S apart; in one of them (KILL: "<fit> <group>") a group kills itself once.
 
+With SIGNAL=SIGSTOP it freezes, until the other is in the second fit.
+
 Lines: `begins N DIGEST`, before the first batch, and `fit N DIGEST STEPS`.
 """
 
@@ -22,6 +24,7 @@ from torch.utils.data import DataLoader, TensorDataset  # noqa: E402
 GROUP = int(os.environ["FT_REPLICA_GROUP"])
 KILLED = pathlib.Path(os.environ["FOLDER"]) / "killed"
 KILL = tuple(map(int, os.environ["KILL"].split()))
+SIGNAL = signal.Signals[os.environ.get("SIGNAL", "SIGKILL")]
 clock = threading.Event()
 
 
@@ -39,8 +42,10 @@ class Model(pl.LightningModule):
         if batch_idx == 0 and self.trainer.global_step == 0:
             print("begins", self.fits, digest(self), flush=True)
         if batch_idx == 2 and (self.fits, GROUP) == KILL and not KILLED.exists():
-            KILLED.touch()
-            os.kill(os.getpid(), signal.SIGKILL)
+            KILLED.write_text(str(os.getpid()))
+            os.kill(os.getpid(), SIGNAL)
+        if self.fits == 1 and batch_idx == 6 and KILL[1] != GROUP and SIGNAL == signal.SIGSTOP:
+            os.kill(int(KILLED.read_text()), signal.SIGCONT)
         if self.fits == 1 and batch_idx == 2 and os.environ.get("FAIL"):
             raise ValueError("a mistake in the second fit")
         if self.fits == 1 and batch_idx > 4:  # a newcomer gets in between two steps

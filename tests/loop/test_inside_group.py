@@ -33,9 +33,18 @@ def test_an_attempt_without_a_verdict_is_left_alone() -> None:
 
 def test_several_ranks_have_final_gradients_when_backward_returns() -> None:
     attempt: Any = SimpleNamespace(number=1, planned=4, verdict=SimpleNamespace(weight=3))
-    model: Any = SimpleNamespace(gradient_reducer=SimpleNamespace(unsettled=True, rescale=None))
+    model: Any = SimpleNamespace(gradient_reducer=SimpleNamespace(unsettled=True, rescale=None), sharded=False)
     InsideGroup(2).settle(attempt, [model])
     assert attempt.planned == 4
+
+
+def test_sharded_models_are_corrected_like_those_of_one_rank() -> None:
+    """FSDP2 has reduced inside the group; each ring divides by what it planned."""
+    done: list[Any] = []
+    attempt: Any = SimpleNamespace(number=1, planned=4, verdict=SimpleNamespace(weight=3))
+    model: Any = SimpleNamespace(gradient_reducer=SimpleNamespace(unsettled=True, rescale=done.append), sharded=True)
+    InsideGroup(2).settle(attempt, [model])
+    assert done == [4 / 3]
 
 
 def test_several_ranks_need_a_process_group() -> None:

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import contextlib
+from traceback import StackSummary
+from typing import TYPE_CHECKING, Any
 
 import pytest
+from torch.distributed.checkpoint.api import CheckpointException
 
+from ft_core.loop.leadership import Leadership, Write
+from ft_core.loop.publishing import Publisher
 from tests.loop.looped import Looped
 from tests.runtime.harness import Crash, crash
 from tests.runtime.interleavings import once_launched
@@ -141,3 +146,27 @@ def test_the_death_of_another_one_changes_nothing(cluster: Cluster, dying: int) 
     cluster.check(steps=6, survivors=2)
     assert [r.led for r in replicas] == [[True], [], []]
     assert written(disk) == [f"r0 {n}" for n in range(1, 7)]
+
+
+def of_all_ranks() -> BaseException:
+    return CheckpointException("write", {1: (OSError("no space left on device"), StackSummary())})
+
+
+@pytest.mark.parametrize(
+    ("error", "collective", "tolerated"),
+    [(of_all_ranks(), True, True), (OSError("here"), True, False), (OSError("here"), False, True),
+     (KeyboardInterrupt(), False, False)],
+)  # fmt: skip
+def test_errors_that_all_ranks_of_a_group_know(error: BaseException, collective: bool, tolerated: bool) -> None:
+    """A disk without room is everybody's, in groups of several ranks as well; DCP tells all of them."""
+
+    def write() -> None:
+        raise error
+
+    failed: list[str] = []
+    window: Any = None
+    leadership = Leadership(window, Publisher(window, lambda: None), lambda _: None, failed.append, leads=True)
+    item = Write("step 3", write, None, lambda: None, 3, lambda: None, collective)
+    with contextlib.nullcontext() if tolerated else pytest.raises(type(error)):
+        leadership._tolerate(item, write)
+    assert failed == ["step 3"] * tolerated

@@ -88,6 +88,7 @@ def test_a_replica_that_comes_back_joins_the_run_that_the_others_are_in(
 
 
 @pytest.mark.process
+@pytest.mark.long  # Lightning's test of the same decision runs each time
 @pytest.mark.usefixtures("forged_workers")
 def test_a_later_run_that_is_lost_with_all_who_were_in_it_is_an_error(
     monkeypatch: pytest.MonkeyPatch, job_folder: pathlib.Path
@@ -113,6 +114,41 @@ def test_groups_of_two_ranks(job_folder: pathlib.Path) -> None:
     check_files(job_folder)
 
 
+@pytest.mark.process
+@pytest.mark.usefixtures("forged_workers")
+def test_the_leader_dies_while_it_saves_in_groups_of_two_ranks(
+    monkeypatch: pytest.MonkeyPatch, job_folder: pathlib.Path
+) -> None:
+    """Its group is started again; every checkpoint is whole, and nothing of the half-written one is left."""
+    fuse = job_folder / "fuse"
+    monkeypatch.setenv("FUSE", str(fuse))
+    with job(JOB, "--replicas", "2", "--nproc-per-replica", "2", "--max-restarts", "2") as running:
+        fuse.touch()
+        assert running.run() == 0, running.text
+    assert not fuse.exists()
+    ends = re.findall(r"\] (run 1: .*)", running.text)
+    assert len(ends) == 4, running.text
+    assert len(set(ends)) == 1, running.text
+    assert running.count("SIGKILL") >= 1
+    check_files(job_folder)
+
+
+@pytest.mark.process
+@pytest.mark.usefixtures("forged_workers")
+def test_the_others_wait_for_one_that_does_something_by_itself(
+    monkeypatch: pytest.MonkeyPatch, job_folder: pathlib.Path
+) -> None:
+    """Longer than a collective waits for a silent peer."""
+    monkeypatch.setenv("FT_TIMEOUT_S", "1.5")
+    monkeypatch.setenv("VALIDATE_S", "3")
+    with job(JOB, "--replicas", "2", "--min-replicas", "2") as running:
+        assert running.run() == 0, running.text
+    assert running.count(r"\] veto ") == 0, running.text
+    ends = re.findall(r"\] (run 0: .*)", running.text)
+    assert ends == [ends[0]] * 2, running.text
+    check_files(job_folder)
+
+
 def test_what_has_no_state_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"state\['step'\]=int has no state_dict\(\)"):
         TrainingLoop({"step": 3})  # type: ignore[dict-item]
@@ -127,6 +163,40 @@ def test_arguments_that_are_the_loops_own_are_refused() -> None:
 def test_positions(position: Any) -> None:
     with pytest.raises(ConfigError, match=r"the position must be a whole number from 0 to 2\^62"):
         TrainingLoop({}).open(position)
+
+
+def test_a_batch_without_a_model() -> None:
+    with pytest.raises(UsageError, match=r"before loop.wrap\(model\), or loop.replicate\(model\) of a sharded one"):
+        TrainingLoop({}).open()
+
+
+def test_a_sharded_run_that_is_passed_over_has_no_model() -> None:
+    """`replicate` has nothing to replicate it with: the others have finished."""
+    loop = TrainingLoop({})
+    loop._run.passed_over = loop._run.window.stopped = True
+    assert loop.open() is None
+
+
+def test_an_optimizer_of_parameters_that_nobody_averages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The groups would part without a word."""
+    monkeypatch.setattr("ft_core.loop.run.RUNS", Runs())
+    model, head, scale = nn.Linear(2, 1), nn.Linear(1, 1), nn.Parameter(torch.ones(2))
+    server = LighthouseServer("127.0.0.1:0", boot_window_ms=0, token="")
+    try:
+        for more, words in (([*head.parameters()], "head.weight"), ([scale], r"a tensor \[2\]")):
+            optimizer = torch.optim.SGD([*model.parameters(), *more], lr=0.1)
+            state: Any = {"model": model, "head": head, "optimizer": optimizer}
+            loop = TrainingLoop(state, lighthouse_addr=server.address(), replica_id="one", place=ReplicaGroup())
+            loop.wrap(model)
+            with pytest.raises(UsageError, match=rf"state\['optimizer'\] trains {words}, which no model has that was"):
+                loop.open()
+            for parameter in more:
+                parameter.requires_grad = False
+            assert loop.open() == 0
+            loop.vote()
+            loop.end()
+    finally:
+        server.shutdown()
 
 
 def one_run(address: str) -> list[weakref.ref[Any]]:

@@ -9,6 +9,7 @@ import pytest
 from ft_core.errors import JobFinishedError
 from ft_core.loop.division import Division
 from ft_core.loop.replica_group import ReplicaGroup
+from ft_core.loop.runs import PassedOverError
 from ft_core.loop.uneven import UnevenEnd
 from ft_core.loop.window import StepWindow
 
@@ -43,7 +44,7 @@ def test_a_window_and_an_uneven_end_stop() -> None:
     for ask in (StepWindow.before_batch, lambda window, _: UnevenEnd(window, lambda _: None).run_out()):
         manager = Finished()
         window = window_of(manager)
-        window.on_finished = lambda _: None  # it looked, and passes over the run
+        window.on_finished = lambda error: PassedOverError(str(error))  # it looked, and passes over the run
         ask(window, None)  # type: ignore[arg-type]
         assert window.stopped
         assert manager.shut_down == 1

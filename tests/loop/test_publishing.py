@@ -50,19 +50,46 @@ def test_a_write_that_fails_leaves_nothing(tmp_path: pathlib.Path) -> None:
     assert list((tmp_path / "made").iterdir()) == []
 
 
-def test_folders_of_two_groups(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_folders_of_two_writers(tmp_path: pathlib.Path) -> None:
     """A former leader's group, and another start of the same group, write to folders of their own."""
-    monkeypatch.setenv("FT_GROUP_ATTEMPT", "1")
-    first, other = (PlacedFolder(str(tmp_path), "step", 3, group) for group in (0, 1))
-    assert first.writing != other.writing
-    before = first.writing
-    monkeypatch.setenv("FT_GROUP_ATTEMPT", "2")
-    assert first.writing != before
-    for folder, text in (first, "first"), (other, "other"):
-        folder.begin()
-        pathlib.Path(folder.writing).mkdir()
-        (pathlib.Path(folder.writing) / "file").write_text(text)
-        folder.complete()
-    assert (pathlib.Path(first.beside) / "file").read_text() == "other"
-    first.discard()
+    folder = PlacedFolder(str(tmp_path), "step", 3)
+    stages = [folder.begin(str, first=True) for _ in range(2)]
+    assert stages[0] != stages[1]
+    assert folder.begin(lambda _: stages[0], first=False) == stages[0]  # another rank
+    for stage in stages:
+        pathlib.Path(stage).mkdir()
+        (pathlib.Path(stage) / "file").write_text(stage)
+        folder.complete(stage)
+    assert (pathlib.Path(folder.beside) / "file").read_text() == stages[1]
+    folder.discard()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_next_writer_sweeps_away_what_a_killed_one_left(tmp_path: pathlib.Path) -> None:
+    def left_by(name: str, pid: int) -> pathlib.Path:
+        return tmp_path / f".{name}.some-host-{pid}-0.writing"
+
+    left_by("step", 1).mkdir()
+    (left_by("step", 1) / "file").touch()
+    left_by("a.pt", 1).touch()
+    others = {left_by("step.2", 1), left_by("b.pt", 1), tmp_path / ".step.3.partial", tmp_path / "step"}
+    for path in others:
+        path.touch()
+    file = PlacedFile(str(tmp_path / "a.pt"), 3)
+    file.write(lambda path: pathlib.Path(path).touch())
+    PlacedFolder(str(tmp_path), "step", 3).begin(str, first=True)
+    assert set(tmp_path.iterdir()) == others | {pathlib.Path(file.beside)}
+
+
+def test_a_writer_that_was_swept_away_spoils_nothing(tmp_path: pathlib.Path) -> None:
+    """It was frozen, and its successor took it for dead."""
+    file = PlacedFile(str(tmp_path / "a.pt"), 3)
+
+    def frozen(path: str) -> None:
+        pathlib.Path(path).touch()
+        pathlib.Path(path).unlink()
+
+    with pytest.raises(FileNotFoundError, match="another one writes"):
+        file.write(frozen)
+    file.place()
     assert list(tmp_path.iterdir()) == []

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ft_core.protocol.group import events as ev
+from ft_core.protocol.group.group import Group
 from ft_core.protocol.group.merge import Mismatch, merge_asks, merge_votes
+from ft_core.protocol.group.settings import GroupSettings
 from ft_core.protocol.group.votes import MAX_OPEN_VOTES, Votes
+from ft_core.protocol.pushes import Order
 from ft_core.protocol.types import VOID, Ask, Outcome, Verdict, Version
 
 COMMIT, VETO, BROKEN = (Verdict(9, 2, o, o.value) for o in Outcome)
@@ -104,3 +109,76 @@ def test_an_untrained_group_half_healed_does_not_pass_for_a_healed_one() -> None
 def test_a_setting_that_differs_between_ranks_is_named() -> None:
     merged = merge_asks({0: ask(min_replicas=1), 1: ask(min_replicas=2)}, 2)
     assert merged == Mismatch("the ranks of a differ in min_replicas: [1, 2]; pass the same on all ranks")
+
+
+def test_groups_meet_only_if_they_are_alike_on_every_rank() -> None:
+    """Ranks may hold different models (the stages of a pipeline); those of one number meet in a ring."""
+
+    def group(*models: int) -> Ask:
+        asks = {r: ask(signature=m, signature_lines=(f"w float32 [{m}]",)) for r, m in enumerate(models)}
+        merged = merge_asks({r: replace(one, group_world_size=len(models)) for r, one in asks.items()}, len(models))
+        assert isinstance(merged, Ask)
+        return merged
+
+    assert group(1, 1).signature == 1
+    assert group(1, 2).signature == group(1, 2).signature
+    assert len({group(1, 1).signature, group(1, 2).signature, group(1, 3).signature, group(2, 1).signature}) == 4
+    assert group(1, 2).signature_lines == ("w float32 [1]", "on group rank 1: w float32 [2]")
+
+
+def told_to_end(*events: tuple[float, ev.Event]) -> list[float]:
+    """When a group of three with a liveness timeout of 1 s tells its ranks to end."""
+    group = Group(GroupSettings("a", 3, liveness_s=1.0, grace_s=0.1, connect_s=10.0))
+    found: list[float] = []
+    for rank in range(3):
+        group.handle(ev.RankJoined(rank, incarnation=rank + 1), 0.0)
+    waiting = list(events)
+    while waiting or group.next_at is not None:
+        due = group.next_at
+        if waiting and (due is None or waiting[0][0] <= due):
+            now, event = waiting.pop(0)
+        else:
+            assert due is not None
+            now, event = due, ev.Tick()
+        effects = group.handle(event, now)
+        group.validate()
+        found += [now for effect in effects if isinstance(effect, ev.TellAll) and kills(effect)]
+    return found
+
+
+def kills(effect: ev.TellAll) -> bool:
+    return isinstance(effect.push, Order) and effect.push.kill
+
+
+FROZEN = ev.RankGone(2, silent=True)
+
+
+def test_a_group_ends_whose_ranks_wait_inside_it_for_one_that_is_gone() -> None:
+    assert told_to_end((5.0, FROZEN)) == [6.0]
+    assert told_to_end((5.0, ev.RankGone(2, silent=False))) == [6.1]
+    assert told_to_end((5.0, FROZEN), (5.5, ev.RankAsked(0, ask(), None))) == [6.0], "rank 1 still waits"
+
+
+def test_a_group_waits_for_a_rank_that_nobody_waits_for_inside_it() -> None:
+    asked = tuple((5.5, ev.RankAsked(rank, ask(), None)) for rank in (0, 1))
+    assert told_to_end((5.0, FROZEN), *asked) == []
+    assert told_to_end((5.0, FROZEN), (5.9, ev.RankJoined(2, incarnation=3))) == [], "it is back"
+    assert told_to_end((5.0, ev.RankLeft(2)), (5.0, FROZEN)) == [], "it has said goodbye"
+
+
+def weighed(own: int | None, ring: int) -> Verdict:
+    return Verdict(7, 0, Outcome.COMMIT, weight=ring, own_weight=own)
+
+
+def test_ranks_that_must_weigh_alike_do_or_nobody_commits() -> None:
+    alike = merge_votes({0: weighed(3, 4), 1: weighed(3, 4)}, 2)
+    assert alike == Verdict(7, 0, Outcome.COMMIT, weight=4)
+    mine = merge_votes({0: weighed(3, 4), 1: weighed(1, 4)}, 2)
+    assert mine is not None
+    assert (mine.outcome, mine.own_weights) == (Outcome.VETO, (3, 1)), "also where it cancels out in the rings"
+    others = merge_votes({0: weighed(3, 4), 1: weighed(3, 5)}, 2)
+    assert others is not None
+    assert (others.outcome, others.own_weights) == (Outcome.VETO, ()), "that is another group's mistake"
+    free = merge_votes({0: weighed(None, 4), 1: weighed(None, 5)}, 2)
+    assert free is not None
+    assert free.outcome is Outcome.COMMIT, "whole models are averaged over all ranks of all groups"

@@ -56,7 +56,8 @@ def test_a_loss_learnt_between_vote_and_answer_waits_for_the_next_vote() -> None
     assert not told.change
     assert loses_b(rank) == (do.AbortUserGroup(rank.quorum_id),)
     # As the others of the group do, who have not learnt of it.
-    assert rank.settle(told) == Settled(commit=True, actions=(do.Abort(rank.quorum_id),))
+    told_on = do.TellGroup(rank.quorum_id, "lost b")
+    assert rank.settle(told) == Settled(commit=True, actions=(told_on, do.Abort(rank.quorum_id)))
     assert rank.boundary() == Go()
     assert not rank.may_launch(0.0)
     assert rank.own_vote() == Verdict(rank.quorum_id, 1, Outcome.BROKEN, "lost b")

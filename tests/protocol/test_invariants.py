@@ -71,7 +71,6 @@ VIOLATIONS: list[tuple[Callable[[], CheckedRank], Callable[[CheckedRank], None],
     (reducing, _set("highest_id", 1), "an id that is not the newest"),
     (reducing, _set("held.stable", Version(9, 9)), "step 9 stable at step 1"),
     (reducing, _set("attempt.pinned", False), "Phase.REDUCING, and may move"),
-    (moved, lambda rank: _set("settings", replace(rank.settings, group_world_size=2))(rank), "several ranks moves"),
     (moved, _set("asks", 1), "ask 2 is open, 1 is the newest"),
 ]  # fmt: skip
 

@@ -16,7 +16,7 @@ from ft_core.protocol.rank.moving import IN_TIME
 from ft_core.protocol.rank.phases import Go, MustAsk, Phase
 from ft_core.protocol.rank.rank import Settled
 from ft_core.protocol.rank.settings import RankRules
-from ft_core.protocol.types import Ask, Version
+from ft_core.protocol.types import Ask, Outcome, Version
 from tests.protocol.rig import QUORUM_S, Rig, kinds, member, new_rank, only, trained, wish
 
 OPENED = 100.0
@@ -163,10 +163,118 @@ def test_just_in_time() -> None:
     dies(rig)
 
 
-@pytest.mark.parametrize("settings", [{"group_world_size": 2}, {"rules": RankRules(r19_moves=False)}])
-def test_groups_of_several_ranks_and_those_without_the_rule_lose_the_attempt(settings: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "settings", [{"rules": RankRules(r19_moves=False)}, {"rules": RankRules(r19_groups=False), "group_world_size": 2}]
+)
+def test_without_the_rule_the_attempt_is_lost(settings: dict[str, Any]) -> None:
     rig = computing(trained(**settings))
     assert kinds(rig.handle("a", on.MemberLost(rig["a"].quorum_id, ("c",)))) == ["Abort", "TellGroup"]
+
+
+# ---------------------------------------------------------------- a rank of several
+
+
+def moving_rank() -> Rig:
+    """Rank 0 of a group of two has learnt that c is gone, and asks at once."""
+    rig = computing(trained(timeout_s=TIMEOUT_S, group_world_size=2))
+    actions = rig.handle("a", on.MemberLost(rig["a"].quorum_id, ("c",)))
+    assert kinds(actions) == ["Abort", "SendAsk"], "its ask tells the group, and that the attempt may go on"
+    assert isinstance(actions[1], do.SendAsk)
+    assert (actions[1].ask.moves, actions[1].ask.failed) == (True, True)
+    return rig
+
+
+def test_a_rank_whose_group_goes_on_enters_the_next_quorum_with_its_attempt() -> None:
+    rig = moving_rank()
+    rank = rig["a"]
+    assert rig.handle("a", on.MemberLost(rank.quorum_id, (rank.settings.replica_id,), moves=True)) == ()
+    assert rig.handle("a", on.MemberLost(rank.quorum_id, ("b",))) == (), "it has left that quorum"
+    sent = rank.formation.sent if rank.formation else None
+    assert sent is not None
+    assert kinds(rig.answer("a", rig.quorum([replace(sent, seq=2), member_ask("b", sent)]))) == [
+        "Entered", "Offer", "Configure",
+    ]  # fmt: skip
+    assert (rank.phase, rank.error) == (Phase.OPEN, None)
+
+
+def member_ask(name: str, like: Ask) -> Ask:
+    return replace(like, replica_id=name)
+
+
+def test_it_loses_the_attempt_if_another_rank_of_its_group_cannot_go_on() -> None:
+    rig = moving_rank()
+    rank, quorum_id = rig["a"], rig["a"].quorum_id
+    told = rig.handle("a", on.MemberLost(quorum_id, (rank.settings.replica_id,)))
+    assert told == (do.TellGroup(quorum_id, "another rank of this group could not go on with this step"),)
+    assert (rank.phase, rank.forming, rank.failure) == (Phase.BROKEN, False, None)
+    assert rank.own_vote().outcome is Outcome.BROKEN
+    assert rank.boundary() == MustAsk("lost c", failed=True)
+
+
+def test_what_another_rank_says_of_an_older_quorum_changes_nothing() -> None:
+    rig = moving_rank()
+    assert rig.handle("a", on.MemberLost(rig["a"].quorum_id - 1, (rig["a"].settings.replica_id,))) == ()
+    assert rig["a"].phase is Phase.ASKING
+
+
+def test_a_rank_that_learns_it_from_its_leader_goes_on_or_says_that_it_cannot() -> None:
+    rig = computing(trained(timeout_s=TIMEOUT_S, group_world_size=2))
+    mine = (rig["a"].settings.replica_id,)
+    assert kinds(rig.handle("a", on.MemberLost(rig["a"].quorum_id, mine, moves=True))) == ["Abort", "SendAsk"]
+    assert rig["b"].may_launch(OPENED)
+    other = (rig["b"].settings.replica_id,)
+    assert kinds(rig.handle("b", on.MemberLost(rig["b"].quorum_id, other, moves=True))) == ["Abort", "TellGroup"]
+    assert kinds(rig.handle("c", on.MemberLost(rig["c"].quorum_id, (rig["c"].settings.replica_id,)))) == [
+        "Abort", "TellGroup",
+    ], "the group loses the attempt"  # fmt: skip
+
+
+def test_a_rank_that_gives_up_going_on_tells_its_group() -> None:
+    rig = moving_rank()
+    assert kinds(rig.handle("a", on.StateWanted())) == ["TellGroup"]
+    rig = moving_rank()
+    rig.now += QUORUM_S + 1
+    assert kinds(rig.handle("a", on.Tick())) == ["TellGroup"]
+    rig = moving_rank()
+    assert kinds(rig.handle("a", on.ShutDown())) == ["TellGroup"]
+
+
+def test_a_rank_whose_next_quorum_does_not_stand_asks_again_and_loses_the_attempt_if_another_has_launched() -> None:
+    rig = moving_rank()
+    rank = rig["a"]
+    sent = rank.formation.sent if rank.formation else None
+    assert sent is not None
+    quorum = rig.quorum([sent, member_ask("b", sent)])
+    rank.handle(on.QuorumAnswered(rank.asks, quorum), rig.now)
+    failed = rig.handle("a", on.GroupsFailed(quorum.quorum_id, "no connection", here=True))
+    assert kinds(failed) == ["Abort", "Report"], "its next ask tells the others"
+    rig.now += ASK_AGAIN_S
+    again = only(rig.handle("a", on.Tick()), do.SendAsk).ask
+    assert (again.moves, again.quorum_id) == (True, quorum.quorum_id)
+    told = rig.handle("a", on.MemberLost(quorum.quorum_id, (rank.settings.replica_id,)))
+    assert kinds(told) == ["TellGroup"]
+    assert (rank.phase, rank.forming) == (Phase.BROKEN, False)
+
+
+def test_also_between_two_steps() -> None:
+    """Else its script would wait there, and the other's in a collective of the group's next step."""
+    rig = trained("ab", timeout_s=TIMEOUT_S, group_world_size=2)
+    rank = rig["a"]
+    assert rank.may_launch(rig.now)
+    rig.handle("a", on.CollectiveFailed(CollectiveError("b died")))
+    rig.handle("a", on.QuorumWanted(wish()))
+    sent = rank.formation.sent if rank.formation else None
+    assert sent is not None
+    assert not sent.moves
+    quorum = rig.quorum([sent, member_ask("b", sent)])
+    rank.handle(on.QuorumAnswered(rank.asks, quorum), rig.now)
+    rig.handle("a", on.GroupsFailed(quorum.quorum_id, "no connection", here=True))
+    rig.now += ASK_AGAIN_S
+    assert only(rig.handle("a", on.Tick()), do.SendAsk).ask.moves
+    assert kinds(rig.handle("a", on.MemberLost(quorum.quorum_id, (rank.settings.replica_id,)))) == ["TellGroup"]
+    assert (rank.phase, rank.forming, rank.failure) == (Phase.BROKEN, False, None), (
+        "its script goes on, to the next step"
+    )
 
 
 def test_only_deaths_move() -> None:

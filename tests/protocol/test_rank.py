@@ -152,7 +152,8 @@ def test_after_its_vote_a_rank_follows_its_group_whatever_fails() -> None:
     assert rig.handle("a", NAN) == ()
     assert rig.handle("a", on.CollectiveFailed(CollectiveError("a bucket, late"))) == ()
     assert not rank.may_launch(0.0), "the attempt is over"
-    assert rank.settle(vote) == Settled(commit=True, actions=(do.Abort(vote.quorum_id),))
+    told = do.TellGroup(vote.quorum_id, "a bucket, late")
+    assert rank.settle(vote) == Settled(commit=True, actions=(told, do.Abort(vote.quorum_id)))
     assert rank.boundary() == Go(), "the group's other rank has not heard of it"
     assert rank.own_vote().reason == "a bucket, late"
     rig.fail("b", "a bucket failed")

@@ -131,7 +131,7 @@ def line(effect: Effect) -> str:
             return f"tell {', '.join(to)}: {reason}"
         case ChangePending(to, _, reason):
             return f"change -> {', '.join(to)}: {reason}"
-        case MemberLost(to, _, lost, _):
+        case MemberLost(to, _, lost):
             return f"lost {', '.join(lost)} -> {', '.join(to)}"
         case Superseded(to, _):
             return f"superseded -> {to}"

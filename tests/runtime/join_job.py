@@ -20,7 +20,8 @@ from ft_core import DistributedDataParallel, Manager, Optimizer, ProcessGroupGlo
 
 
 def say(*words: object) -> None:
-    print(*words, flush=True)
+    """In one piece: who is killed leaves no half line behind."""
+    os.write(1, (" ".join(map(str, words)) + "\n").encode())
 
 
 def main() -> None:

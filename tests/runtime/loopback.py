@@ -145,8 +145,8 @@ class Loopback:
                 self._to(targets, Reason(reason, paused_s))
             case events.ChangePending(targets, quorum_id, reason):
                 self._to(targets, Change(quorum_id, reason))
-            case events.MemberLost(targets, quorum_id, lost, held):
-                self._to(targets, Lost(quorum_id, lost, held))
+            case events.MemberLost(targets, quorum_id, lost, held, failed):
+                self._to(targets, Lost(quorum_id, lost, held, failed))
             case events.Paused(targets, quorum_id, who, for_s):
                 self._to(targets, Busy(quorum_id, who, for_s))
             case events.Superseded(replica_id, quorum_id):

@@ -26,6 +26,7 @@ from tests.runtime.harness import (
     crash_seen,
     digest_of,
     fail,
+    with_batch_norm,
 )
 from tests.runtime.interleavings import once_held, once_launched, together, until_broken
 
@@ -237,6 +238,14 @@ def test_a_silently_differing_replica_is_reported_and_healed(
             by_step.setdefault(commit.step, set()).add(commit.digest)
     assert [step for step, digests in by_step.items() if len(digests) > 1] == [4]  # found at the next check, not later
     assert sorted(by_step) == list(range(1, 9))
+
+
+def test_buffers_that_forward_changes_are_not_compared(cluster: Cluster) -> None:
+    """Each replica has seen other batches when the comparison is made; they are alike again after the commit."""
+    replicas = [Replica(i, steps=6, build=with_batch_norm, parity_check_every=2) for i in range(2)]
+    cluster.run(*replicas)
+    cluster.check(steps=6)
+    assert [r.vetoes for r in replicas] == [[], []]
 
 
 def test_parity_holds_through_healing(cluster: Cluster) -> None:

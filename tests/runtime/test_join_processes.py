@@ -44,11 +44,13 @@ def test_a_death_in_the_middle(forge: Forge) -> None:
         for replica in (first, last):
             replica.wait_end()
         assert said(first, "done") == said(last, "done")
-        # Every batch ended in one verdict. A step that `last` vetoed may have been committed by `first`, whose fence
-        # came back before the death (two_generals.txt): then it healed over it. No other commit is missing.
+        # Every batch ended in one verdict. The step that `last` vetoed may have been committed by `first`, whose fence
+        # came back before the death (two_generals.txt): then it heals over it. Until that is done nobody has a gradient
+        # (`first` has no batches any more), so that attempt is vetoed as well. No other commit is missing.
         commits, vetoes = ([int(line.split()[1]) for line in said(last, word)] for word in ("commit", "veto"))
         assert len(commits) + len(vetoes) == 80
         steps = int(said(last, "done")[0].split()[-1])
         missing = sorted(set(range(1, steps + 1)) - set(commits))
-        assert missing in ([], [step + 1 for step in vetoes])
+        assert missing in ([], [step + 1 for step in vetoes[:1]])
+        assert vetoes[1:] in ([], missing)
         assert steps == 80 - len(vetoes) + len(missing)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from ft_core import DistributedDataParallel
 from ft_core.errors import ConfigError, UsageError
 from ft_core.protocol.rank.ballot import MAX_WEIGHT
-from ft_core.reduction.batch_weights import BatchWeights, unweigh_inputs, weigh_outputs
+from ft_core.reduction.batch_weights import BatchWeights, refuse_unequal, unweigh_inputs, weigh_outputs
 from tests.runtime.harness import CLASSES, FEATURES, Cluster, Replica, adamw, crash, mlp, sgd, soft_error
 
 if TYPE_CHECKING:
@@ -344,3 +344,8 @@ def test_outputs_are_weighed_wherever_they_are() -> None:
 
 class NoTensors:
     """An output that hides its tensors."""
+
+
+def test_weights_that_must_be_equal() -> None:
+    with pytest.raises(UsageError, match=r"those of this group have set 3, 1 \(1: or none\)"):
+        refuse_unequal((3, 1))

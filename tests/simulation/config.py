@@ -6,7 +6,7 @@ import random
 from dataclasses import dataclass, field
 from typing import Any
 
-from ft_core.protocol.group.group import GroupRules
+from ft_core.protocol.group.settings import GroupRules
 from ft_core.protocol.lighthouse.rules import Rules
 from ft_core.protocol.rank.settings import RankRules
 from ft_core.settings import MAX_REPLICAS
@@ -92,6 +92,8 @@ class Config:
     """The script makes one more after its backward, and waits for it nowhere."""
     absent: int = -1
     """A group that is not there at first."""
+    inside: bool = False
+    """The ranks of a group communicate in each forward pass, as those of a sharded model do."""
     late_rank: bool = False
     """The last rank of a group starts later than the others."""
     member_rules: RankRules = field(default_factory=RankRules)
@@ -129,4 +131,6 @@ class Config:
         if values["ranks"] > 1 and "faults" not in fixed and rng.random() < 0.6:
             values["faults"] += ("rank_stream", "late_vote")
             values.setdefault("late_rank", rng.random() < 0.3)
+        if values["ranks"] > 1:
+            values.setdefault("inside", rng.random() < 0.5)
         return Config(**values)

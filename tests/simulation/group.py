@@ -153,6 +153,12 @@ class Group:
             word = self.name if alone and world.rng.random() < 0.5 else self.rid
             world.at(world.between(0.01, 0.6), None, self._supervisor, word)
 
+    def ordered_to_end(self, reason: str) -> None:
+        """All its processes end, also one that is frozen, and its supervisor starts it again."""
+        if self.alive:
+            self.die(f"ends: {reason}")
+            self.world.at(self.world.between(0.02, 1.0), None, self.world.restart, self.number)
+
     def _supervisor(self, word: str) -> None:
         lighthouse = self.world.lighthouse
         if lighthouse is not None:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from ft_core.protocol.rank.ballot import EXHAUSTED
 from ft_core.protocol.rank.phases import Heal
-from ft_core.protocol.types import VOID, Quorum, Verdict, Version
+from ft_core.protocol.types import VOID, Outcome, Quorum, Verdict, Version
 from tests.simulation.samples import accounted
 
 if TYPE_CHECKING:
@@ -79,6 +79,10 @@ class History:
     lapses: dict[str, float] = field(default_factory=dict)
     """rank -> attempts that were lost because no member had a lease, since one last had."""
     verdicts: dict[tuple[str, int, int], tuple[Verdict, bool]] = field(default_factory=dict)
+    script_steps: dict[tuple[str, int, int], int] = field(default_factory=dict)
+    """Which step of its script the first rank of a group made of an attempt."""
+    apart: set[str] = field(default_factory=set)
+    """Groups of which a rank has missed a verdict, without its leader: from then on it is behind in its script."""
     """(group, quorum, attempt) -> what the first of its ranks to know made of it, and whether it did so alone."""
     returned: int = 0
     """Commits without the share of a participant."""
@@ -229,8 +233,12 @@ class History:
         known, was_alone = self.verdicts.setdefault(key, (verdict, alone))
         if known.outcome is not verdict.outcome and (alone or was_alone):
             self.remainder["R12: a rank without its leader does not apply what the others do"] += 1
+            self.apart.add(rank.group.rid)
         elif known.outcome is not verdict.outcome:
             raise Violation("R12", f"{rank.name} is told {verdict.outcome}, another rank of its group {known.outcome}")
+        steps = self.script_steps.setdefault(key, rank.steps)
+        if verdict.outcome is Outcome.COMMIT and rank.steps != steps and rank.group.rid not in self.apart:
+            raise Violation("R12", f"{rank.name} commits its step {rank.steps} with step {steps} of another rank")
 
     def settled(self, rank: Rank, verdict: Verdict) -> None:
         """A replica settled an attempt: those that hold its base agree on the rounds of data, and end them together."""

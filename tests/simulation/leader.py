@@ -1,9 +1,9 @@
 """A replica group's inner control plane in the simulation: the real machine of its leader, and a stream per other rank.
 
 `Leader` is the shell around a `protocol.group.Group`: it performs its effects on the simulated network. A `RankLink` is
-what one rank keeps of it, as `control.link.RankControl` does: the ask and the vote that are open, which it presents
-anew on every new `RankStream`, and what it knows of verdicts. Rank 0 shares a process with the leader and needs no
-stream. A stream is in order, and what is under way is lost when it breaks.
+what one rank keeps of it, the shell around a `protocol.group.follower.Follower`, as `control.link.RankControl` is: what
+is open is presented anew on every new `RankStream`. Rank 0 shares a process with the leader and needs no stream. A
+stream is in order, and what is under way is lost when it breaks.
 """
 
 from __future__ import annotations
@@ -12,10 +12,11 @@ from collections import deque
 from typing import TYPE_CHECKING
 
 from ft_core.protocol.group import events as ev
+from ft_core.protocol.group.follower import Broken, Follower, FollowerSettings, Unreachable
 from ft_core.protocol.group.group import Group as Machine
-from ft_core.protocol.group.group import GroupSettings
+from ft_core.protocol.group.settings import GroupSettings
 from ft_core.protocol.group.votes import Verdicts
-from ft_core.protocol.pushes import Acked, Answer, Lost, Push, Welcome
+from ft_core.protocol.pushes import Acked, Answer, Order, Push, Welcome
 from ft_core.protocol.types import Ask, Verdict
 from tests.simulation import encoding
 from tests.simulation.history import Violation
@@ -115,10 +116,13 @@ class RankLink:
         """As the leader sees it."""
         self.cut = False
         """The rank cannot open a stream to its leader."""
+        config = self.world.config
+        self.machine = Follower(
+            FollowerSettings(rank.group.rid, self.index, config.grace_s, config.liveness_s, config.quorum_s)
+        )
         self._open_ask: Ask | None = None
-        self._open_vote: Verdict | None = None
-        self._quorum_id = 0
-        self._welcomes = 0
+        self._waits_for: Verdict | None = None
+        """The vote whose verdict the rank's script waits for."""
         self._own_breaks: set[int] = set()
         """Quorums that this rank has left before its leader said so."""
 
@@ -138,15 +142,28 @@ class RankLink:
         """The rank sees its stream end."""
         if stream is self.stream:
             stream.client_open = stream.ready = False
-            self.world.at(self.world.config.grace_s, self.rank, self._leader_gone, self._welcomes)
+            self.machine.ended(self.world.now)
+            self._wake()
             self.world.at(self.world.between(0.0, 0.03), self.rank, self.open)
 
-    def _leader_gone(self, welcomes: int) -> None:
-        """Past the grace this rank cannot be told anything any more."""
-        if welcomes == self._welcomes and self.verdicts.broke(self._quorum_id, "group rank 0 is gone"):
-            self._own_breaks.add(self._quorum_id)
-            self._look()
-            self.rank.on_push(Lost(self._quorum_id, (self.rank.group.rid,)))
+    def _wake(self) -> None:
+        if self.machine.next_at is not None:
+            self.world.at(max(0.0, self.machine.next_at - self.world.now), self.rank, self._absent)
+
+    def _absent(self) -> None:
+        """What follows from the leader's absence."""
+        while not self.rank.group.done and (said := self.machine.due(self.world.now)) is not None:
+            match said:
+                case Broken():
+                    if self.verdicts.broke(said.quorum_id, said.reason):
+                        self._own_breaks.add(said.quorum_id)
+                        self._look()
+                        self.rank.on_push(said.told(self.rank.group.rid))
+                case Order():
+                    self.rank.on_push(said)
+                case Unreachable():
+                    self.rank.on_push(Order(kill=True, reason="group rank 0 was not reached"))
+            self._wake()
 
     def renew(self) -> None:
         """Renew the stream: what this rank does, and the age of the group's lease in return."""
@@ -161,11 +178,13 @@ class RankLink:
     def ask(self, ask: Ask) -> None:
         """This rank's part of the group's ask."""
         self._open_ask = ask
+        self.machine.asks(ask.seq)
         self._send(ev.RankAsked(self.index, ask))
 
     def vote(self, vote: Verdict) -> None:
         """This rank's vote; the group's verdict settles the attempt."""
-        self._open_vote = vote
+        self._waits_for = vote
+        self.machine.votes(vote)
         self._send(ev.RankVoted(self.index, vote))
         self._look()
 
@@ -178,7 +197,7 @@ class RankLink:
             self._expired(broken, alone=False)
 
     def _expired(self, broken: Verdict, alone: bool) -> None:
-        vote = self._open_vote
+        vote = self._waits_for
         if vote is not None and (vote.quorum_id, vote.attempt) == (broken.quorum_id, broken.attempt):
             self.world.history.verdict_in_group(self.rank, broken, alone=alone)
             self.rank.settle(broken)
@@ -205,14 +224,13 @@ class RankLink:
             case Acked():
                 self.rank.machine.acknowledged(push.clock_s - push.lease_age_s)
                 return
-            case Answer():
-                if self._open_ask is None or self._open_ask.seq != push.seq:
-                    return
-                self._open_ask = None
-                if self._quorum_id != push.quorum.quorum_id:  # else the same answer, once more
-                    self._open_vote, self._quorum_id = None, push.quorum.quorum_id
             case _:
-                pass
+                if not self.machine.took(push):
+                    return
+        if isinstance(push, Answer):
+            self._open_ask = None
+            if self._waits_for is not None and self._waits_for.quorum_id != push.quorum.quorum_id:
+                self._waits_for = None
         self.verdicts.take(push, self.rank.group.rid, now)
         self._look()
         if not isinstance(push, Verdict):
@@ -222,18 +240,18 @@ class RankLink:
         if self.stream is None:
             return
         self.stream.ready = True
-        self._welcomes += 1
+        self.machine.opened()
         if self._open_ask is not None:
             self.stream.send(ev.RankAsked(self.index, self._open_ask))
-        if self._open_vote is not None:
-            self.stream.send(ev.RankVoted(self.index, self._open_vote))
+        if self.machine.vote is not None:
+            self.stream.send(ev.RankVoted(self.index, self.machine.vote))
 
     def _look(self) -> None:
         """should_commit waits for the verdict on the open vote."""
-        vote = self._open_vote
+        vote = self._waits_for
         found = self.verdicts.result(vote.quorum_id, vote.attempt) if vote is not None else None
         if found is not None:
-            self._open_vote = None
+            self._waits_for = None
             self.world.history.verdict_in_group(self.rank, found, alone=found.quorum_id in self._own_breaks)
             self.world.at(self.world.between(0.0, 0.002), self.rank, self.rank.settle, found)
 

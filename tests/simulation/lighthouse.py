@@ -82,8 +82,8 @@ class Lighthouse:
                     self._check_lost(replica_id)
                 error = JobFinishedError if finished else StateLostError if lost else RefusedError
                 self._push(replica_id, Refusal(error(reason)))
-            case room_events.MemberLost(to, quorum_id, lost, held):
-                self._push_all(to, Lost(quorum_id, lost, held))
+            case room_events.MemberLost(to, quorum_id, lost, held, failed):
+                self._push_all(to, Lost(quorum_id, lost, held, failed))
             case room_events.ChangePending(to, quorum_id, reason):
                 self._push_all(to, Change(quorum_id, reason))
             case room_events.Paused(to, quorum_id, who, for_s):

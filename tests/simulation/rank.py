@@ -64,6 +64,8 @@ class Rank:
         self.busy_until = self.back_at = 0.0
         """Until when it has announced to be busy, and when it will really be back; 0: it is not busy."""
         self.token = 0
+        self.steps = 0
+        """Steps that its script has begun: their collectives inside the group meet those of the others' same step."""
         """Which activity of the script is current: a timer with an older one is void."""
         self.asked_at = 0.0
         self.reducing = False
@@ -217,13 +219,15 @@ class Rank:
             case Reason():
                 self.dispatch(on.NoQuorumYet(push.text, push.paused_s))
             case Lost():
-                self.dispatch(on.MemberLost(push.quorum_id, push.lost, push.held))
+                self.dispatch(on.MemberLost(push.quorum_id, push.lost, push.held, push.moves))
             case Over():
                 self.dispatch(on.Superseded(push.quorum_id))
             case Change():
                 self.dispatch(on.ChangePending(push.quorum_id, push.reason))
             case Busy():
                 self.dispatch(on.Paused(push.quorum_id, push.replica_id, push.for_s))
+            case Order(kill=True):
+                self.world.at(0.0, None, self.group.ordered_to_end, push.reason)
             case Order():
                 self.dispatch(on.DrainOrdered(push.reason))
             case _:
@@ -351,6 +355,7 @@ class Rank:
             if machine.attempt.awaits_lease and not machine.broken:
                 world.at(world.between(0.05, 0.1), self, self._then, self.token, self._poll)
             elif machine.broken:  # its group agreed to stay: what broke is told in the next vote
+                self.steps += 1
                 self._vote()
             else:
                 self._settle_in()
@@ -468,6 +473,7 @@ class Rank:
 
     def _forward(self) -> None:
         world, group, token = self.world, self.group, self.token
+        self.steps += 1
         length = world.config.forward_s * world.between(0.5, 1.5)
         if world.now < group.slow_until:
             length *= 8
@@ -482,6 +488,10 @@ class Rank:
 
     def _compute(self, length: float, part: int, parts: int) -> None:
         """Forward has come so far: between its parts the script makes collectives of its own."""
+        if self.world.config.inside and any(rank.stopped for rank in self.group.ranks):
+            hangs = functools.partial(self._compute, length, part, parts)
+            self.world.at(0.05, self, self._then, self.token, hangs)
+            return
         if part == parts:
             self._launch()
             return

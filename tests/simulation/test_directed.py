@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from ft_core.protocol.group.group import GroupRules
+from ft_core.protocol.group.settings import GroupRules
 from ft_core.protocol.lighthouse.rules import Rules
 from ft_core.protocol.rank.settings import RankRules
 from tests.simulation.config import Config
@@ -84,6 +84,47 @@ def test_a_rank_frozen_alone_holds_the_others_for_a_liveness_timeout(seed: int) 
     world = play(seed, (5.0, freeze_a_rank), **RANKS)
     assert standstill(world, "a", 5.0, 20.0) < world.config.liveness_s + 0.6
     assert standstill(world, "b", 21.0, 30.0) < 2.0, "it comes back as one"
+
+
+def freeze_a_rank_for_ever(world: World) -> None:
+    named(world, "b").ranks[1].stop()
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_group_whose_ranks_wait_for_a_frozen_one_ends_as_a_whole(seed: int) -> None:
+    """Its ranks communicate in their forward pass, so nothing else ends that wait; the group is started again."""
+    world = play(seed, (5.0, freeze_a_rank_for_ever), **RANKS, inside=True)
+    assert standstill(world, "a", 5.0, 20.0) < world.config.liveness_s + 0.6
+    assert standstill(world, "b", 5.0, 30.0) < 2 * world.config.liveness_s + 4.0, "restart and heal included"
+
+
+def test_without_the_order_it_never_comes_back() -> None:
+    off = GroupRules(r12_ends=False)
+    worlds = [play(s, (5.0, freeze_a_rank), **RANKS, inside=True, group_rules=off) for s in SEEDS]
+    assert min(standstill(world, "b", 5.0, 20.0) for world in worlds) > 13.0, "until the rank is thawed"
+
+
+def kill_a_rank(world: World) -> None:
+    """kill -9 of rank 1 alone: what ends at once are its ring and its stream to its leader."""
+    rank = named(world, "b").ranks[1]
+    rank.leave_ring()
+    rank.link.stream.break_()
+    rank.stop()
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_rank_that_dies_alone_costs_the_other_group_no_grace(seed: int) -> None:
+    """A second of it here, so that it shows; as long as one member's word is worth something, nobody waits for it."""
+    world = play(seed, (5.0, kill_a_rank), **RANKS, inside=True, grace_s=1.0)
+    assert standstill(world, "a", 5.0, 10.0) < 0.6
+    off = play(seed, (5.0, kill_a_rank), **RANKS, inside=True, grace_s=1.0, group_rules=GroupRules(r12_accused=False))
+    assert standstill(off, "a", 5.0, 10.0) > 1.0
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_group_whose_ranks_do_not_wait_for_each_other_waits_for_a_frozen_one(seed: int) -> None:
+    world = play(seed, (5.0, freeze_a_rank), **RANKS)
+    assert not [text for _, text, args in world.story if "ends:" in text % args]
 
 
 def test_without_its_leaders_report_it_holds_them_for_the_timeout() -> None:
@@ -194,9 +235,23 @@ def test_a_death_during_forward_costs_no_attempt(seed: int) -> None:
         assert longer > gap + 0.5
 
 
-def test_attempts_move_in_most_runs_in_which_somebody_dies() -> None:
-    situation: dict[str, Any] = {"groups": 3, "forward_s": 2.0, "liveness_s": 0.2}
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_attempts_move_in_most_runs_in_which_somebody_dies(ranks: int) -> None:
+    situation: dict[str, Any] = {"groups": 3, "ranks": ranks, "forward_s": 2.0, "liveness_s": 0.2}
     assert sum(play(seed, (9.0, kill("c")), **situation).history.moved for seed in SEEDS) >= len(SEEDS)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_rank_that_dies_alone_during_forward_costs_the_other_group_no_attempt(seed: int) -> None:
+    situation: dict[str, Any] = {"groups": 2, "ranks": 2, "forward_s": 2.0, "liveness_s": 0.2, "inside": True}
+    world = play(seed, (9.0, kill_a_rank), **situation)
+    without = play(seed, (9.0, kill_a_rank), **situation, member_rules=RankRules(r19_groups=False))
+    before, after = (max(at for at in commits(w, "a") if at < 9.0) for w in (world, without))
+    assert before == after, "the runs are the same until the kill"
+    gap, longer = (min(at for at in commits(w, "a") if at > 9.0) - before for w in (world, without))
+    if world.history.moved == 2:  # else a rank had launched already
+        assert gap < 3.2
+        assert longer > gap + 0.5
 
 
 @pytest.mark.parametrize("seed", SEEDS)

@@ -25,8 +25,9 @@ Which rule is shown necessary where (seeds needed until the first violation when
 | R12 votes wait for paused ranks | GroupRules.r12_pauses | 1 | I7 a group breaks its quorum, a rank of it paused |
 | R12 a vote that waited too long is taken back | GroupRules.r12_withdraws | 3 | R12 a rank commits, another does not |
 | R12 verdicts are told again before breaks | GroupRules.r12_verdict_first | 28 | R12 a rank commits, another does not |
-| R12 what a rank has missed is told again | GroupRules.r12_retold | 61 | R12 a rank commits, another does not |
+| R12 what a rank has missed is told again | GroupRules.r12_retold | 95 | R12 a rank commits, another does not |
 | R12 an ask that lost a rank is made anew | GroupRules.r12_void_ask | 17 | I3 two quorums commit side by side |
+| R12 ranks go on in mid-step together | GroupRules.r12_moves | 1 | R12 ranks commit different steps of the script |
 | a pause extends limits | RankRules.pauses_extend | 66 | I7 a survivor gives up while a peer is paused |
 | pauses are told to new quorums | Rules.pauses_told | 6 | I7 a collective times out, a member paused |
 | R14 answers are repeated only in force | Rules.r14_in_force | 44 | I3 two quorums commit side by side |
@@ -51,7 +52,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from ft_core.protocol.group.group import GroupRules
+from ft_core.protocol.group.settings import GroupRules
 from ft_core.protocol.lighthouse.rules import Rules
 from ft_core.protocol.rank.settings import RankRules
 from tests.simulation.config import Config
@@ -60,7 +61,7 @@ from tests.simulation.world import Result, simulate
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-SEEDS = int(os.environ.get("FT_SIM_SEEDS", "600"))
+SEEDS = int(os.environ.get("FT_SIM_SEEDS", "400"))
 START = int(os.environ.get("FT_SIM_START", "0"))
 CHUNK = 200
 THOROUGH = 5000
@@ -176,13 +177,23 @@ NECESSARY: dict[str, tuple[int, str, dict[str, Any]]] = {
         {"ranks": 2, "faults": ("late_vote",), "fault_every_s": 0.3, "group_rules": GroupRules(r12_withdraws=False)},
     ),
     "R12 verdict first": (60, "R12", {**LOST_STREAMS, "group_rules": GroupRules(r12_verdict_first=False)}),
-    "R12 retold": (200, "R12/I3", {**LOST_STREAMS, "group_rules": GroupRules(r12_retold=False)}),
+    "R12 retold": (
+        200, "R12/I3",
+        {
+            **LOST_STREAMS, "groups": 2, "faults": ("rank_stream", "soft", "late"),
+            "group_rules": GroupRules(r12_retold=False),
+        },
+    ),
     "R12 void ask": (
         200, "I3",
         {
             "ranks": 2, "faults": ("cut_lighthouse", "freeze_rank"), "fault_every_s": 0.3,
             "group_rules": GroupRules(r12_void_ask=False),
         },
+    ),
+    "R12 moves": (
+        100, "R12",
+        {"ranks": 2, "faults": ("kill", "configure"), "fault_every_s": 0.3, "group_rules": GroupRules(r12_moves=False)},
     ),
     "pauses extend": (
         200, "I7", {"groups": 3, "faults": ("pause", "skip"), "member_rules": RankRules(pauses_extend=False)},

@@ -17,7 +17,7 @@ import asyncio
 import logging
 import threading
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from ft_core.control.group.pending_votes import Waiting
@@ -25,8 +25,9 @@ from ft_core.control.group.tls import group_tls
 from ft_core.control.lighthouse.lease_client import LeaseClient
 from ft_core.errors import ConfigError, FaultToleranceError, ProtocolError
 from ft_core.protocol.group import events as ev
-from ft_core.protocol.group.group import Group, GroupSettings
+from ft_core.protocol.group.group import Group
 from ft_core.protocol.group.ranks import Join
+from ft_core.protocol.group.settings import GroupSettings
 from ft_core.protocol.lighthouse.events import Left
 from ft_core.protocol.pushes import Acked, Answer, Order, Refusal, Welcome
 from ft_core.protocol.types import VOID, Verdict, Version
@@ -43,6 +44,8 @@ if TYPE_CHECKING:
     from ft_core.rpc.lasting_stream import LeaseSettings, PushHandler
     from ft_core.rpc.loop_server import Stream
 
+PART_S = 2.0
+"""How long the leader of a group that has finished waits for the other ranks to say goodbye, too."""
 FLUSH_S = 0.5
 """How long a leader that shuts down waits for its last messages to leave."""
 TELL_S = 5.0
@@ -104,6 +107,8 @@ class GroupServer(StreamHost[RankCaller]):
         self._stopping = False
         self._all_know = threading.Event()
         """No rank is left that would have to be told of a refusal."""
+        self._all_left = threading.Event()
+        """Every rank has said goodbye."""
         self.lease = LeaseClient(settings, self)
         self._server = LoopServer("ft-group", server_options(budget.liveness_s), group_tls(settings))
         join: grpc.RpcMethodHandler[bytes, bytes] = grpc.stream_stream_rpc_method_handler(self.serve)
@@ -142,6 +147,11 @@ class GroupServer(StreamHost[RankCaller]):
             self._pauses = paused_s > 0
             self.post(ev.RankProgress(self._local_rank, phase, paused_s))
 
+    def wait_for_goodbyes(self, timeout_s: float) -> None:
+        """The group has finished: let the other ranks say so before their streams end. At most PART_S."""
+        if self._server.post(self._look_for_goodbyes):
+            self._all_left.wait(min(PART_S, timeout_s))
+
     def shutdown(self, timeout_s: float) -> None:
         """End lease and server; if the group was refused, not before every rank was told, or TELL_S."""
         self.lease.shutdown(timeout_s)
@@ -156,7 +166,10 @@ class GroupServer(StreamHost[RankCaller]):
 
     def hello(self) -> Hello:
         """What to present when the lease is (re-)opened."""
-        return self._handler.hello()
+        hello, asked_with = self._handler.hello(), self._group.signature
+        if asked_with is None or not hello.signature:
+            return hello
+        return replace(hello, signature=asked_with[0], signature_lines=asked_with[1])
 
     def on_push(self, push: Push) -> None:
         """Something arrived from the lighthouse."""
@@ -270,6 +283,7 @@ class GroupServer(StreamHost[RankCaller]):
             case Left():
                 caller.left = True
                 self._feed(ev.RankLeft(rank))
+                self._look_for_goodbyes()
             case _:
                 raise ProtocolError("a stream has one Join only")
 
@@ -277,6 +291,7 @@ class GroupServer(StreamHost[RankCaller]):
         if not (caller.left or self._stopping):
             silent = caller.stream.silence_s > 0.75 * self.settings.budget.liveness_s
             self._feed(ev.RankGone(caller.rank, silent))
+            self._look_for_goodbyes()
 
     # ------------------------------------------------------------ the end (loop)
 
@@ -284,6 +299,10 @@ class GroupServer(StreamHost[RankCaller]):
         """The rest of the ranks may be starting up: they would find nobody here, and never learn what was refused."""
         if self.fatal is not None and not self._group.expected:
             self._all_know.set()
+
+    def _look_for_goodbyes(self) -> None:
+        if all(caller.left for caller in self._ranks.values()):
+            self._all_left.set()
 
     def _end(self, done: threading.Event) -> None:
         self._stopping = True

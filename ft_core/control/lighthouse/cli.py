@@ -75,6 +75,7 @@ def _parser() -> argparse.ArgumentParser:
         type=int,
         help="time running groups have to return after a restart of this server (500; none on port 0)",
     )
+    option("events", metavar="DIR", help="write what happens there, as JSON lines (FT_EVENTS, else nowhere)")
     parser.add_argument("--version", action="version", version=f"ft-lighthouse {release()}")
     return parser
 
@@ -122,6 +123,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             grace_ms=arguments.grace_ms,
             boot_window_ms=arguments.boot_window_ms,
             insecure=arguments.insecure,
+            events=arguments.events,
         )
     except ConfigError as error:
         print(f"ft-lighthouse: {_as_options(str(error))}", file=sys.stderr)

@@ -27,7 +27,9 @@ from collections import deque
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
+from ft_core.control.lighthouse.room_events import RoomEvents
 from ft_core.errors import FaultToleranceError, JobFinishedError, ProtocolError, RefusedError, StateLostError
+from ft_core.events.event_log import SILENT
 from ft_core.protocol.lighthouse.events import (
     Announce,
     Asked,
@@ -60,6 +62,7 @@ from ft_core.settings import DEFAULT_ROOM
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from ft_core.events.event_log import Events
     from ft_core.rpc.loop_server import Stream
     from ft_core.settings import LighthouseSettings
 
@@ -122,18 +125,22 @@ class Rooms(StreamHost[Lease]):
         settings: of the lighthouse.
         liveness_s: the keepalive timeout its server runs with.
         unknown: nobody can know this lighthouse's address from before, so nobody is waited for at its start.
+        events: where to write what happens.
     """
 
     _name = "the lighthouse"
     _first = "Hello"
     _log = _log
 
-    def __init__(self, settings: LighthouseSettings, liveness_s: float, unknown: bool = False) -> None:
+    def __init__(
+        self, settings: LighthouseSettings, liveness_s: float, unknown: bool = False, events: Events = SILENT
+    ) -> None:
         self._offset = time.time() - time.monotonic()  # rooms are told wall-clock seconds that never jump
         super().__init__(settings.token, HELLO_S, self.now)
         self.settings = settings
         self.liveness_s = liveness_s
         self._rooms: dict[str, RoomShell] = {}
+        self._events = RoomEvents(events)
         self._signatures: dict[int, tuple[str, ...]] = {}
         self._generation = 0
         self._seq = 0
@@ -150,7 +157,8 @@ class Rooms(StreamHost[Lease]):
         return f"Rooms(rooms={len(self._rooms)}, leases={len(self._callers)}, liveness={self.liveness_s:g} s)"
 
     def close(self) -> None:
-        """Cancel all timers."""
+        """Cancel all timers, and end the log."""
+        self._events.close()
         for shell in self._rooms.values():
             shell.stop()
         if self._beat_timer is not None:
@@ -193,10 +201,17 @@ class Rooms(StreamHost[Lease]):
         """Hand events to a room (after the asks that came before them), perform what follows, set its timer."""
         now = self.now()
         self._notice_stall(now)
-        asks, shell.asks = shell.asks, []
-        effects = shell.room.handle_all((*asks, *events), now)
+        effects = self._decide(shell, events, now)
         self._perform(shell, effects)
         self._arm(shell)
+        return effects
+
+    def _decide(self, shell: RoomShell, events: Sequence[Event], now: float, *, first: bool = False) -> list[Effect]:
+        """Hand a room events, and the asks that came: before them, or after the `first` of them."""
+        asks, shell.asks = shell.asks, []
+        taken = (*events, *asks) if first else (*asks, *events)
+        effects = shell.room.handle_all(taken, now)
+        self._events.fed(shell.room, taken, effects, now)
         return effects
 
     def _arm(self, shell: RoomShell) -> None:
@@ -221,7 +236,7 @@ class Rooms(StreamHost[Lease]):
                 case ChangePending():
                     self._push(shell, effect.to, Change(effect.quorum_id, effect.reason))
                 case MemberLost():
-                    self._push(shell, effect.to, Lost(effect.quorum_id, effect.lost, effect.held))
+                    self._push(shell, effect.to, Lost(effect.quorum_id, effect.lost, effect.held, effect.failed))
                 case Paused():
                     self._push(shell, effect.to, Busy(effect.quorum_id, effect.replica_id, effect.for_s))
                 case Superseded():
@@ -276,10 +291,10 @@ class Rooms(StreamHost[Lease]):
             return
         self._beat_at = now
         _log.warning("the lighthouse itself stood still for %.1f s", stood_still_s)
+        self._events.stood_still(stood_still_s)
         for shell in self._rooms.values():
             if shell.leases:
-                asks, shell.asks = shell.asks, []
-                self._perform(shell, shell.room.handle_all((Turbulence(), *asks), now))
+                self._perform(shell, self._decide(shell, (Turbulence(),), now, first=True))
                 self._arm(shell)
 
     def _lease_opened(self) -> None:
@@ -319,9 +334,8 @@ class Rooms(StreamHost[Lease]):
         )
         now = self.now()
         self._notice_stall(now)
-        asks, shell.asks = shell.asks, []
-        self._perform(shell, shell.room.handle_all(asks, now))
-        effects = shell.room.handle(hello, now)
+        self._perform(shell, self._decide(shell, (), now))
+        effects = self._decide(shell, (hello,), now)
         mine = (effect for effect in effects if isinstance(effect, Refuse) and effect.to == hello.replica_id)
         refusal = next(mine, None)
         if refusal is not None:
@@ -383,6 +397,7 @@ class Rooms(StreamHost[Lease]):
         if asking and reason != shell.said:
             shell.said = reason
             self.say(shell, f"no quorum yet: {reason}")
+            self._events.explained(shell.room)
 
     def _share_signature(self, signature: int, lines: tuple[str, ...]) -> tuple[str, ...]:
         """Equal signatures are kept once, not per replica (they are the largest thing a trainer sends)."""

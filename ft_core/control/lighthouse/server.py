@@ -15,6 +15,9 @@ import os
 from ft_core.control.lighthouse.room_host import Rooms
 from ft_core.control.lighthouse.unary_calls import Calls
 from ft_core.errors import ConfigError
+from ft_core.events.event_log import open_events
+from ft_core.events.schema import LIGHTHOUSE as ROLE
+from ft_core.events.schema import VARIABLE
 from ft_core.network import is_loopback
 from ft_core.rpc.channel import (
     LIGHTHOUSE,
@@ -22,6 +25,7 @@ from ft_core.rpc.channel import (
     grpc,
     join_host,
     reachable_host,
+    release,
     server_options,
     split_bind,
     token_metadata,
@@ -57,6 +61,7 @@ class LighthouseServer:
         tls: certificates; None: FT_TLS_CERT, FT_TLS_KEY, FT_TLS_CA.
         insecure: anybody who reaches the address may take part, stop the job, or take it over, and that is meant so.
         one_job: it ends with its job: what that has committed is not forgotten when its scripts have ended (R21).
+        events: folder of the job's event files (docs/events.md); None: FT_EVENTS; '': none are written.
 
     Raises:
         ConfigError: a value cannot work, or the address cannot be bound.
@@ -77,6 +82,7 @@ class LighthouseServer:
         tls: Tls | None = None,
         insecure: bool = False,
         one_job: bool = False,
+        events: str | None = None,
     ) -> None:
         host, port = split_bind(bind, "bind")
         unknown = boot_window_ms is None and port == 0
@@ -108,11 +114,17 @@ class LighthouseServer:
             _log.log(logging.INFO if insecure else logging.WARNING, OPEN, f"bind={bind}")
         self._scheme = "http" if tls is None else "https"
         self._host = reachable_host(host)
-        self._rooms = Rooms(settings, liveness_s, unknown)
+        log = open_events(os.environ.get(VARIABLE, "") if events is None else events, ROLE, ROLE, release())
+        self._rooms = Rooms(settings, liveness_s, unknown, log)
         self._calls = Calls(self._rooms)
         self._server = LoopServer("ft-lighthouse", server_options(liveness_s), tls)
         lease: grpc.RpcMethodHandler[bytes, bytes] = grpc.stream_stream_rpc_method_handler(self._rooms.serve)
-        self._server.start(host, port, "bind", {LIGHTHOUSE: {"Lease": lease, **self._calls.handlers()}})
+        try:
+            self._server.start(host, port, "bind", {LIGHTHOUSE: {"Lease": lease, **self._calls.handlers()}})
+        except BaseException:
+            log.close()
+            raise
+        log.emit("lighthouse_started", address=self.address(), min_replicas=min_replicas)
 
     def __repr__(self) -> str:
         return f"LighthouseServer({self.address()}, {self._rooms!r})"

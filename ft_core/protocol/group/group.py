@@ -4,8 +4,12 @@ Theory of operation. What happens to the group comes in as an event, what its sh
 `handle` is the only way in, and `next_at` says when a `Tick` is due. The group asks when every rank has asked
 (`merge_asks`), and has a verdict when every rank has voted (`merge_votes`); pushes of the lighthouse go on to every
 rank. A rank that is broken, or whose stream ends and is not open again within the grace, breaks the group in that
-quorum: votes on it are BROKEN, and every rank is told that its own group is lost. Without a rank the group can neither
-go on nor ask, which is reported, so that the other groups do not wait for it.
+quorum: votes on it are BROKEN, and every rank is told that its own group is lost. There is no grace in a quorum that
+has broken for somebody, here or in another group: that speaks against whoever has no connection, as the lighthouse
+judges closed leases (`protocol.lighthouse.absence`). Without a rank the group can neither
+go on nor ask, which is reported, so that the other groups do not wait for it. If it stays away for a liveness timeout,
+and one that is there has not asked by then, that one waits for it in a collective of the group, which ends in half an
+hour or never: all ranks are told to end.
 
 What a rank may have missed while its stream was away it is told when it is open again: verdicts and breaks of quorums,
 pauses, a drain, why there is no quorum yet. Its own ask and vote it presents anew, and gets the same answers.
@@ -18,51 +22,25 @@ Ownership: one shell, which calls it from one thread.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ft_core.errors import ConfigError
 from ft_core.protocol.group import events as ev
 from ft_core.protocol.group.merge import Mismatch, merge_asks
-from ft_core.protocol.group.ranks import ANY_GROUP, Join, RankRecord, never_came, not_asked, unwanted
+from ft_core.protocol.group.moving import moving_from, why_it_stays
+from ft_core.protocol.group.ranks import ANY_GROUP, Join, RankRecord, never_came, not_asked, stuck, unwanted
 from ft_core.protocol.group.votes import Verdicts, Votes
 from ft_core.protocol.pauses import GroupPauses
 from ft_core.protocol.pushes import Busy, Lost, Order, Reason, Refusal, Welcome
 from ft_core.protocol.types import Ask, Outcome, Verdict
 
 if TYPE_CHECKING:
+    from ft_core.protocol.group.settings import GroupSettings
     from ft_core.protocol.pushes import Push
 
 LATE_S = 1.0
-"""After this long, ranks that have asked are told which ranks have not."""
-
-
-@dataclass(frozen=True, slots=True)
-class GroupRules:
-    """Switches for the simulation: each rule that lives here can be turned off to show its need."""
-
-    r12_pauses: bool = True
-    r12_retold: bool = True
-    r12_verdict_first: bool = True
-    r12_void_ask: bool = True
-    r12_withdraws: bool = True
-    """Of the ranks' ends: a vote that has waited too long is taken back, and the leader says whether in time."""
-
-
-@dataclass(frozen=True, slots=True)
-class GroupSettings:
-    """What a group is run with. Durations in seconds."""
-
-    replica_id: str
-    world_size: int
-    liveness_s: float
-    grace_s: float
-    """How long the stream of a rank may be away."""
-    connect_s: float
-    """Within how long the ranks have to come."""
-    drains: bool = False
-    """An order to drain ends the group's asking: no rank enters another quorum, so all of them leave alike."""
-    rules: GroupRules = GroupRules()
+"""After this long, ranks that have asked are told which ranks have not; those that want to go on lose the attempt."""
 
 
 class Group:
@@ -82,12 +60,16 @@ class Group:
         self._room: str | None = None
         self._open: Ask | None = None
         """The group's ask that the lighthouse has not answered."""
+        self.signature: tuple[int, tuple[str, ...]] | None = None
+        """Of the models of all ranks, with its lines, as it was asked with last."""
         self._seq = 0
         self._votes = Votes(settings.world_size)
         self._verdicts = Verdicts()
         self._pauses = GroupPauses(settings.world_size)
         self._incomplete = False
         """The lighthouse knows that a rank is missing."""
+        self._left_by_others = 0
+        """The newest quorum that another group has left because its data plane broke; 0: none."""
         self._drain: Order | None = None
         self._reason: Reason | None = None
         """Why there is no quorum yet, as the lighthouse said last of the ask that is open."""
@@ -99,6 +81,8 @@ class Group:
         """Every rank has to have connected by then."""
         self._waited = False
         """That was waited for."""
+        self._ends_at: float | None = None
+        """A rank is away: when the group ends, if another one is stuck then."""
 
     def __repr__(self) -> str:
         here = sum(rank.here for rank in self._ranks.values())
@@ -111,7 +95,7 @@ class Group:
     @property
     def next_at(self) -> float | None:
         """When a Tick is due; None: not before the next event."""
-        times = (self._late_at, self._come_until, *(rank.lost_at for rank in self._ranks.values()))
+        times = (self._late_at, self._come_until, self._ends_at, *(rank.lost_at for rank in self._ranks.values()))
         return min((at for at in times if at is not None), default=None)
 
     @property
@@ -182,6 +166,11 @@ class Group:
 
     # ------------------------------------------------------------ time
 
+    def _has_broken(self) -> bool:
+        """The quorum in force has broken for somebody: a stream that is away has not just blinked."""
+        broken = self._left_by_others, *self._verdicts.broken
+        return self.settings.rules.r12_accused and self.quorum_id != 0 and self.quorum_id in broken
+
     def _age(self, now: float, out: list[ev.Effect]) -> None:
         if self._come_until is not None and now >= self._come_until:
             self._come_until, self._waited = None, True
@@ -192,7 +181,7 @@ class Group:
         if self._late_at is not None and now >= self._late_at:
             self._tell_late(now, out)
         for number, rank in self._ranks.items():
-            if rank.lost_at is not None and now >= rank.lost_at:
+            if rank.lost_at is not None and (now >= rank.lost_at or self._has_broken()):
                 rank.lost_at = None
                 self._asks.pop(number, None)
                 self.late = self.late if self._asks else ""
@@ -201,6 +190,13 @@ class Group:
                     "rank 0 ended)",
                     out,
                 )
+                if self.settings.rules.r12_ends:
+                    self._ends_at = now + self.settings.liveness_s
+        if self._ends_at is not None and now >= self._ends_at:
+            self._ends_at = None
+            why = stuck(self.settings.replica_id, self._ranks, self._asks)
+            if why and self.fatal is None:
+                out.append(ev.TellAll(Order(kill=True, reason=why)))
 
     # ------------------------------------------------------------ ranks come and go
 
@@ -217,6 +213,8 @@ class Group:
         rank.incarnation, rank.here, rank.left, rank.lost_at = event.incarnation, True, False, None
         if not self._absent():
             self._come_until = None
+        if all(other.here or other.left for other in self._ranks.values()):
+            self._ends_at = None
         if self.fatal is not None:
             out.append(ev.Tell(event.rank, Refusal(self.fatal)))
         elif self._admitted:
@@ -245,7 +243,7 @@ class Group:
     def _refuse(self, error: Exception, out: list[ev.Effect]) -> None:
         if self.fatal is not None:
             return
-        self.fatal, self._come_until, self._late_at = error, None, None
+        self.fatal, self._come_until, self._late_at, self._ends_at = error, None, None, None
         for rank in self._ranks.values():
             rank.lost_at = None
         out.append(ev.Refuse(error))
@@ -257,11 +255,15 @@ class Group:
         if answered is not None and answered[0] == ask.seq:
             out.append(ev.Announce(answered[1], ((number, ask.seq),)))
             return
+        known = self._asks.get(number)
+        again = known is not None and known.moves and known.quorum_id == ask.quorum_id
+        if ask.moves and not again and not self._goes_on(number, ask, out):
+            return
         if ask.replica_id == ANY_GROUP:  # it need not know what its group is called and how many ranks it has
             ask = replace(ask, replica_id=self.settings.replica_id, group_world_size=self.settings.world_size)
         self._room = event.room or self._room
         self._asks[number] = ask
-        if ask.failed and ask.quorum_id:
+        if not ask.moves and ask.quorum_id and (ask.failed or moving_from(self._asks)):
             self._break(number, ask.quorum_id, ask.reason or f"group rank {number} lost its process group", out)
         if self._drain is not None and self.settings.drains:
             self.late, self._late_at = "", None  # nobody is waited for any more
@@ -288,10 +290,13 @@ class Group:
             return
         self._seq += known is None or known != before or (self._incomplete and self.settings.rules.r12_void_ask)
         self._open, self._reason, self._incomplete = replace(merged, seq=self._seq), None, False
+        self.signature = merged.signature, merged.signature_lines
         out.append(ev.AskLighthouse(self._open, self._room))
 
     def _tell_late(self, now: float, out: list[ev.Effect]) -> None:
         self._late_at = None
+        if moving := moving_from(self._asks):
+            self._break(None, moving, "a rank of this group has neither gone on nor ended its attempt", out)
         absent = [number for number in self._ranks if number not in self._asks]
         if not self._asks or not absent:
             return
@@ -302,23 +307,31 @@ class Group:
     def _on_answered(self, event: ev.Answered, now: float, out: list[ev.Effect]) -> None:
         if self._open is None or self._open.seq != event.seq:
             return
-        asks, self._asks, self._open, self._reason = self._asks, {}, None, None
+        self._open = self._reason = None
+        if len(self._asks) < self.settings.world_size:
+            # No rank enters it: those that did would be a step further than the one that is away, and asks again.
+            self._incomplete = True
+            reason = f"a rank of {self.settings.replica_id} went while the quorum formed"
+            out.append(ev.ReportIncomplete(event.quorum.quorum_id, reason))
+            return
+        asks, self._asks = self._asks, {}
         self.quorum_id, self.late, self._late_at = event.quorum.quorum_id, "", None
         self._verdicts.pauses.forget()
         self._pauses.new_quorum()
         for number, ask in asks.items():
             self._ranks[number].answered = (ask.seq, event.quorum)
         out.append(ev.Announce(event.quorum, tuple((number, ask.seq) for number, ask in asks.items())))
-        if len(asks) < self.settings.world_size:
-            self._lacks_a_rank(f"a rank of {self.settings.replica_id} went while the quorum formed", out)
         self._share_pause(now, out)  # what was open when the quorum formed is news to it
 
     # ------------------------------------------------------------ votes and breaks
 
     def _on_voted(self, event: ev.RankVoted, out: list[ev.Effect]) -> None:
         vote = event.vote
-        verdict = self._votes.cast(event.rank, vote)
         decided = self._verdicts.result(vote.quorum_id, vote.attempt)
+        if decided is None and moving_from(self._asks) == vote.quorum_id and self.settings.rules.r12_moves:
+            self._break(None, vote.quorum_id, f"group rank {event.rank} has voted already", out)
+            decided = self._verdicts.result(vote.quorum_id, vote.attempt)
+        verdict = self._votes.cast(event.rank, vote)
         to: tuple[int, ...] = (event.rank,)
         if decided is None:
             if verdict is None:
@@ -339,6 +352,28 @@ class Group:
             out.append(ev.Decide(waiting, Verdict(quorum_id, attempt, Outcome.BROKEN, reason)))
         lost = Lost(quorum_id, (mine,))
         out += [ev.Tell(other, lost) for other in self._ranks if other != rank and other not in self._asks]
+        moving = [other for other, ask in self._asks.items() if ask.moves and self.settings.rules.r12_moves]
+        for other in moving:
+            del self._asks[other]
+        self.late = self.late if self._asks else ""
+        out += [ev.Tell(other, lost) for other in moving if other != rank]
+        if moving and self._open is not None:
+            self._incomplete = True  # their ask is void
+            out.append(ev.ReportIncomplete(quorum_id, reason))
+
+    def _goes_on(self, number: int, ask: Ask, out: list[ev.Effect]) -> bool:
+        """A rank has launched nothing of its attempt, which is to go on in the next quorum (R19): `group.moving`."""
+        voted = self._votes.undecided(ask.quorum_id)
+        why = why_it_stays(ask, self.quorum_id, self._asks, self._verdicts.broken, voted)
+        mine = (self.settings.replica_id,)
+        if why and self.settings.rules.r12_moves:
+            self._break(number, ask.quorum_id, why, out)
+            out.append(ev.Tell(number, Lost(ask.quorum_id, mine)))
+            return False
+        if not self._asks:
+            news = Lost(ask.quorum_id, mine, moves=True)
+            out += [ev.Tell(other, news) for other in self._ranks if other != number]
+        return True
 
     def _lacks_a_rank(self, reason: str, out: list[ev.Effect]) -> None:
         """Without a rank the group can neither go on nor ask: the other groups learn it now, not at their timeout."""
@@ -356,6 +391,8 @@ class Group:
 
     def _on_pushed(self, push: Push, now: float, out: list[ev.Effect]) -> None:
         self._verdicts.take(push, self.settings.replica_id, now)
+        if isinstance(push, Lost) and push.failed:
+            self._left_by_others = push.quorum_id
         if isinstance(push, Reason) and self._open is not None:
             self._reason = push
         out.append(ev.TellAll(push))
@@ -389,6 +426,8 @@ class Group:
         assert self._open is None or whole or self._incomplete, "an ask is open with a rank missing, and not reported"
         assert not (self._incomplete and whole) or drained or self.fatal, "all have asked, and it still counts as short"
         assert not self.late or (self._asks and not whole), self.late
+        moving = {(ask.moves, ask.quorum_id if ask.moves else 0) for ask in self._asks.values()}
+        assert len(moving) < 2 or not self.settings.rules.r12_moves, "some ranks go on, and others have asked"
         assert self._reason is None or self._open is not None, "a reason without an ask"
         assert self.fatal is None or self.next_at is None, "a group that was refused waits for nothing"
         for quorum_id in self._verdicts.broken:

@@ -13,8 +13,9 @@ from __future__ import annotations
 import hashlib
 import struct
 from dataclasses import dataclass, replace
+from typing import Any
 
-from ft_core.protocol.lighthouse.model_signature import NOT_KNOWN, first_differing, settings_in
+from ft_core.protocol.lighthouse.model_signature import NOT_KNOWN, SETTING, first_differing, settings_in
 from ft_core.protocol.types import VOID, Ask, Outcome, Verdict
 
 UNEVEN = "a group contributed on some of its ranks only: a rank of it could not be healed"
@@ -62,16 +63,48 @@ def merge_asks(asks: dict[int, Ask], world_size: int) -> Ask | Mismatch | None:
         heal_addresses=tuple(address for ask in ordered for address in ask.heal_addresses[:1]),
         heals_before_forward=all(ask.heals_before_forward for ask in ordered),
         heals_late=any(ask.heals_late for ask in ordered),
+        moves=False,
         from_scratch=any(ask.from_scratch for ask in ordered),
         stable=min(ask.stable for ask in ordered),
+        **_signature(ordered),
         unreachable=tuple(sorted(unreachable)),
         reached=tuple(sorted({i for ask in ordered for i in ask.reached} - unreachable)),
     )
 
 
+def _signature(asks: list[Ask]) -> dict[str, Any]:
+    """The group's signature: what its ranks have in common, or all of theirs, as a pipeline's stages have.
+
+    The ranks of one number meet in a ring, so groups may meet only if they are alike on every rank.
+    """
+    first = asks[0]
+    if all(ask.signature == first.signature for ask in asks):
+        return {}
+    lines = list(first.signature_lines)
+    for rank, ask in enumerate(asks):
+        if ask.signature != first.signature:
+            lines += [f"on group rank {rank}: {line}" for line in ask.signature_lines if not line.startswith(SETTING)]
+    return {"signature": _mixture([ask.signature for ask in asks]), "signature_lines": tuple(lines)}
+
+
 def _mixture(lineages: list[int]) -> int:
     text = b"".join(struct.pack("<Q", lineage & (2**64 - 1)) for lineage in lineages)
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1
+
+
+def _weighed_alike(lead: Verdict, votes: list[Verdict]) -> Verdict:
+    """Where the ranks of a group make each gradient together (FSDP2), each has to count it as the others do.
+
+    Differences in another group show in the sums of the rings: that step is lost, and no more of this group.
+    """
+    own = tuple(vote.own_weight for vote in votes if vote.own_weight is not None)
+    if len(set(own)) > 1:
+        reason = "the ranks of this group have set different batch weights"
+        return replace(lead, outcome=Outcome.VETO, reason=reason, own_weights=own)
+    if own and any(vote.weight != lead.weight for vote in votes):
+        reason = "the ranks of another group have set different batch weights"
+        return replace(lead, outcome=Outcome.VETO, reason=reason)
+    return lead
 
 
 def is_decided(votes: dict[int, Verdict], world_size: int) -> bool:
@@ -97,8 +130,11 @@ def merge_votes(votes: dict[int, Verdict], world_size: int) -> Verdict | None:
     lead = vetoes[0] if vetoes else ordered[0]
     if not vetoes and any(vote.missing != lead.missing for vote in ordered):
         lead = replace(lead, outcome=Outcome.VETO, reason=UNEVEN)
+    elif not vetoes:
+        lead = _weighed_alike(lead, ordered)
     return replace(
         lead,
+        own_weight=None,
         change=any(vote.change for vote in ordered),
         healed=all(vote.healed for vote in ordered),
         exhausted=any(vote.exhausted for vote in ordered),

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from ft_core.errors import ConfigError, RefusedError
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping
+    from collections.abc import Collection, Mapping, Sequence
 
     from ft_core.protocol.types import Quorum
 
@@ -72,6 +72,21 @@ def not_asked(mine: str, absent: Collection[int], ranks: Mapping[int, RankRecord
     if gone:
         text += f" (not connected: {', '.join(map(str, gone))})"
     return text + (f" (paused, for at most {paused_s:.0f} s more)" if paused_s else "")
+
+
+def stuck(mine: str, ranks: Mapping[int, RankRecord], asked: Collection[int]) -> str:
+    """Why the group `mine` has to end: ranks are away, and others wait for them, not for a quorum; else ''."""
+    away = [rank for rank, known in ranks.items() if known.incarnation and not (known.here or known.left)]
+    waiting = [rank for rank, known in ranks.items() if known.here and rank not in asked]
+    return ends(mine, away, waiting) if away and waiting else ""
+
+
+def ends(mine: str, away: Sequence[int], waiting: Sequence[int]) -> str:
+    """Why the group `mine` ends."""
+    return (
+        f"group rank {', '.join(map(str, away))} of {mine} is gone or frozen, and rank {', '.join(map(str, waiting))} "
+        "has not come to the next step: it waits inside the group, which ends as a whole to be started again"
+    )
 
 
 def never_came(mine: str, absent: Collection[int], port: int, connect_s: float, world_size: int) -> RefusedError:

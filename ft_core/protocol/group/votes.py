@@ -119,7 +119,7 @@ class Verdicts:
         match push:
             case Verdict():
                 self.decided(push)
-            case Lost() if replica_id in push.lost:
+            case Lost() if replica_id in push.lost and not push.moves:
                 self.broke(push.quorum_id, "another rank of this group is broken")
             case Busy():
                 self.pauses.announce(push.replica_id, push.for_s, now)

@@ -172,6 +172,8 @@ class MemberLost:
     lost: tuple[str, ...]
     held: Version = VOID
     """The oldest state that one of them held when it said goodbye; VOID unless all of them did (R16)."""
+    failed: bool = False
+    """One of them has left because its data plane broke."""
 
 
 @dataclass(frozen=True, slots=True)

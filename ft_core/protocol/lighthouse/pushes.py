@@ -108,7 +108,8 @@ def departure(ask: Ask, current: Current, records: Mapping[str, Record], *, firs
             peer.peer_reported_failure = True
     living = {i: r for i in current.members if (r := records.get(i)) is not None and r.life is Life.UP}
     others = tuple(i for i, r in living.items() if i != ask.replica_id and r.ask is None)
-    return [MemberLost(others, current.quorum_id, (ask.replica_id,))] if first and others else []
+    lost = MemberLost(others, current.quorum_id, (ask.replica_id,), failed=ask.failed)
+    return [lost] if first and others else []
 
 
 def superseded(quorum_id: int, records: Mapping[str, Record]) -> list[Superseded]:

@@ -89,11 +89,16 @@ class Refused:
 
 @dataclass(frozen=True, slots=True)
 class MemberLost:
-    """Members of a quorum are gone; `held`: the state that all of them held when they said so, VOID if one did not."""
+    """Members of a quorum are gone; `held`: the state that all of them held when they said so, VOID if one did not.
+
+    This rank's own replica_id among `lost`: another rank of its group left. `moves`: the attempt goes on in the next
+    quorum if no rank of the group has launched any of it (R19).
+    """
 
     quorum_id: int
     lost: tuple[str, ...]
     held: Version = VOID
+    moves: bool = False
 
 
 @dataclass(frozen=True, slots=True)

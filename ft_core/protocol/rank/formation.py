@@ -50,6 +50,8 @@ class Formation:
     wait: Wait
     moves: bool = False
     """An attempt that is open goes on in this quorum (R19), unless somebody needs state there."""
+    again: bool = False
+    """A quorum of this formation has ended before its process groups stood."""
     sent: Ask | None = None
     """The ask that is open."""
     asked_at: float = -math.inf

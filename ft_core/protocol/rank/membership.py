@@ -68,19 +68,6 @@ class Membership(RankState):
         self.error = None
         return GO
 
-    def hands_over(self) -> MustAsk | None:
-        """Why a rank that is to leave asks for one more quorum first (R16); None: it does not.
-
-        Who leaves a quorum that stands says so in a last ballot, and all that it holds others hold, too. Where the
-        quorum broke that is not known: it may be the only one that holds the last commit. It enters one more quorum, in
-        which the others are healed, and leaves that. Not in groups of several ranks: those end with the order to drain.
-        """
-        if self.plan is None or self.plan.size == 1 or self.settings.group_world_size > 1:
-            return None
-        why = self.boundary()
-        known = self.held.version <= self.held.stable or self.held.version == VOID or self.attempt.behind
-        return why if isinstance(why, MustAsk) and why.failed and not known else None
-
     # ------------------------------------------------------------ a quorum forms
 
     def _on_wanted(self, event: on.QuorumWanted, now: float) -> Actions:
@@ -146,7 +133,8 @@ class Membership(RankState):
             min_replicas=settings.min_replicas, group_world_size=settings.group_world_size,
             signature=self.attempt.signature, commit_failures=self.retries.vetoes, heals_late=self.heals_late,
             stable=held.stable, unbuilt=self.unbuilt, unbuilt_here=self.unbuilt_here, unreachable=self.links[0],
-            reached=self.links[1], from_scratch=formation.wish.template.from_scratch or held.restored,
+            reached=self.links[1], moves=self._moves_with_others,
+            from_scratch=formation.wish.template.from_scratch or held.restored,
         )  # fmt: skip
         formation.asked_at = now
         return self._present(ask, now)
@@ -265,7 +253,7 @@ class Membership(RankState):
         if formation.wait.over(now):
             limit = f"no usable quorum within {formation.wish.timeout_s:g} s"
             return self._no_quorum(QuorumTimeoutError(f"{limit}: {self.broken_reason}"))
-        formation.why = MustAsk(self.broken_reason, failed=True)
+        formation.why, formation.again = MustAsk(self.broken_reason, failed=True), True
         formation.sent, formation.send_at = None, now + ASK_AGAIN_S
         formation.look_at = formation.tell_at = math.inf
         self._to(Cause.ASK)
@@ -273,12 +261,20 @@ class Membership(RankState):
 
     def _no_quorum(self, error: Exception) -> Actions:
         """The wait ends without a quorum."""
-        self.formation, self.failure = None, error
+        moved, self.formation, self.failure = self._moves_with_others, None, error
         if self.phase is Phase.ASKING and self.plan is None:
             self._to(Cause.NONE_FORMED)
         elif self.phase is Phase.ASKING:
             self._give_up(error)
-        return ()
+        return (do.TellGroup(self.quorum_id, self.broken_reason),) if moved else ()
+
+    def _stop_moving(self, error: CollectiveError) -> Actions:
+        """The attempt that was to be made in the next quorum is lost, here and on the group's other ranks (R12)."""
+        told: Actions = (do.TellGroup(self.quorum_id, str(error)),) if self._moves_with_others else ()
+        self.error = self.error or error
+        self.formation = None
+        self._give_up(error)
+        return told
 
     def _give_up(self, error: Exception) -> None:
         """Why it asked is why it is broken, as before it did."""
@@ -292,11 +288,7 @@ class Membership(RankState):
             return (do.OfferLive(),)
         if not self.settings.rules.r19_gives_way:
             return ()
-        error = CollectiveError("a newcomer needs state, which is given between two steps only")
-        self.error = self.error or error
-        self.formation = None
-        self._give_up(error)
-        return ()
+        return self._stop_moving(CollectiveError("a newcomer needs state, which is given between two steps only"))
 
     def _on_refused(self, event: on.Refused, now: float) -> Actions:
         self.refused = self.refused or event.error
@@ -340,13 +332,14 @@ class Membership(RankState):
         self.attempt.voted = False
         return lost
 
-    def _break(self, reason: str, now: float, *, abort: bool = True) -> Actions:
-        """The same, and everybody learns it at once."""
+    def _break(self, reason: str, now: float, *, abort: bool = True, tells: bool = True) -> Actions:
+        """The same, and everybody learns it at once (`tells`: this group by that, else by an ask that follows)."""
         if not self._mark_broken(reason):
             return ()
         end: do.Action = do.Abort(self.quorum_id) if abort else do.CancelReceive()
+        tells = tells and (self.formation is None or not self._alike)  # who asks again goes on, if the others can
         again = self._ask_again(now) if self.formation is not None else ()
-        return (end, do.TellGroup(self.quorum_id, reason), *again)
+        return (end, *((do.TellGroup(self.quorum_id, reason),) if tells else ()), *again)
 
     def _fail(self, error: Exception, now: float) -> Actions:
         self.error = self.error or error
@@ -367,10 +360,14 @@ class Membership(RankState):
         return self._fail(event.error, now)
 
     def _on_lost(self, event: on.MemberLost, now: float) -> Actions:
+        mine = self.settings.replica_id in event.lost
         if self._not_of_this_quorum(event):
-            return ()
+            stays = mine and not event.moves and self._moves_with_others and self.quorum_id == event.quorum_id
+            error = CollectiveError("another rank of this group could not go on with this step")
+            return self._stop_moving(error) if stays and self.phase is Phase.ASKING else ()
         gone = event.held == VOID
-        out = self._lost(f"{'lost' if gone else 'left by'} {', '.join(event.lost)}", now, event.held, moves=gone)
+        moves = gone and (event.moves or not mine)
+        out = self._lost(f"{'lost' if gone else 'left by'} {', '.join(event.lost)}", now, event.held, moves=moves)
         if not gone and self.plan is not None:
             self.parted += tuple(rank for rank, name in enumerate(self.plan.quorum.ids) if name in event.lost)
             if self.phase is not Phase.REDUCING:
@@ -408,14 +405,16 @@ class Membership(RankState):
         if parted and phase is Phase.REDUCING and held > attempt.base:
             self.ask_next = self.ask_next or reason
             return ()
-        moves = moves and phase is Phase.OPEN and may_move(attempt, self.settings, now) and not self.departure.leaving
+        ends = self.departure.leaving or self.departure.drain_wanted
+        moves = moves and phase is Phase.OPEN and not ends and may_move(attempt, self.settings, now)
+        wish = self.wish if moves else None
         idle = phase is Phase.OPEN and attempt.idle  # nothing waits here; others may read the last ballot
-        out = self._break(reason, now, abort=not (parted and idle))
+        out = self._break(reason, now, abort=not (parted and idle), tells=wish is None or not self._alike)
         if out and self.error is None:
             self.error = CollectiveError(reason)
-        if out and moves and self.wish is not None and not self.departure.drain_wanted:
-            template = replace(self.wish.template, heals_before_forward=False)
-            wish = replace(self.wish, template=template, prefetch=False, hands_over=False)
+        if out and wish is not None:
+            template = replace(wish.template, heals_before_forward=False)
+            wish = replace(wish, template=template, prefetch=False, hands_over=False)
             out += self._begin(MustAsk(reason, failed=True), wish, now, moves=True)
         return out
 

@@ -4,7 +4,8 @@ How it works. What a rank computes in its forward pass depends on the state the 
 part: that is looked at when the first gradient is launched. So a rank that learns of a death before asks for the next
 quorum at once, while forward runs, and launches there; nothing is computed again. State can be given and taken at step
 boundaries only, so a quorum in which somebody needs any is left again, and the attempt is lost, as one is that had
-launched something.
+launched something. The ranks of a group are at different places of their step when one of them learns it: they go on
+together, or lose the attempt together (R12, `protocol.group.moving`).
 
 Invariant: an attempt that moves builds on the version and lineage of the new quorum, and nobody was told who takes part
 in it (`Attempt.pinned`).
@@ -33,11 +34,11 @@ def may_move(attempt: Attempt, settings: RankSettings, now: float) -> bool:
     would wait for it in the next quorum, too.
 
     A script that makes collectives of its own may make them whenever the quorum is new: all members then do, and one
-    in the middle of a step does not. That one makes none shows in the first completed attempt of a quorum. The ranks
-    of a group are at different places of their step when one of them learns it: they lose the attempt together (R12).
+    in the middle of a step does not. That one makes none shows in the first completed attempt of a quorum.
     """
     return (
-        settings.rules.r19_moves and settings.group_world_size == 1 and not attempt.pinned
+        settings.rules.r19_moves and (settings.group_world_size == 1 or settings.rules.r19_groups)
+        and not attempt.pinned
         and attempt.number > 0 and attempt.user_ops == 0 and attempt.heal is Heal.NONE and not attempt.behind
         and now - attempt.opened_at < IN_TIME * settings.timeout_s
         and not (attempt.soft_error or attempt.awaits_lease)

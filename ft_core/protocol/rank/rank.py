@@ -23,7 +23,7 @@ from ft_core.protocol.rank import actions as do
 from ft_core.protocol.rank import events as on
 from ft_core.protocol.rank.ballot import NO_LEASE
 from ft_core.protocol.rank.membership import Membership
-from ft_core.protocol.rank.phases import USABLE, Cause, Heal, Phase
+from ft_core.protocol.rank.phases import USABLE, Cause, Heal, MustAsk, Phase
 from ft_core.protocol.types import VOID, Outcome, Verdict
 
 if TYPE_CHECKING:
@@ -180,9 +180,10 @@ class Rank(Membership):
         attempt.awaits_lease = verdict.lapsed and rules.r3_waits
         self._to(Cause.SETTLE)
         self._agreed_to_stay = self._alike and not self.ask_next
-        if lost:
-            self._mark_broken(lost)
-        return Settled(commit and current, self._over())
+        told: Actions = ()
+        if lost and self._mark_broken(lost) and self._alike:
+            told = (do.TellGroup(self.quorum_id, lost),)  # the others may wait for this rank to go on with them (R19)
+        return Settled(commit and current, (*told, *self._over()))
 
     def divisor(self, verdict: Verdict) -> int:
         """What the sum of the gradients is divided by: what really went into it (R10), never what was planned."""
@@ -271,6 +272,19 @@ class Rank(Membership):
         return ()
 
     # ------------------------------------------------------------ data, and the end
+
+    def hands_over(self) -> MustAsk | None:
+        """Why a rank that is to leave asks for one more quorum first (R16); None: it does not.
+
+        Who leaves a quorum that stands says so in a last ballot, and all that it holds others hold, too. Where the
+        quorum broke that is not known: it may be the only one that holds the last commit. It enters one more quorum, in
+        which the others are healed, and leaves that. Not in groups of several ranks: those end with the order to drain.
+        """
+        if self.plan is None or self.plan.size == 1 or self.settings.group_world_size > 1:
+            return None
+        why = self.boundary()
+        known = self.held.version <= self.held.stable or self.held.version == VOID or self.attempt.behind
+        return why if isinstance(why, MustAsk) and why.failed and not known else None
 
     def _on_data_ended(self, event: on.DataEnded, now: float) -> Actions:
         self.data.run_out(applies=event.applies, ends=event.ends)

@@ -32,6 +32,7 @@ class RankRules:
     r17_shares: bool = True
     r19_moves: bool = True
     r19_gives_way: bool = True
+    r19_groups: bool = True
 
 
 @dataclass(frozen=True, slots=True)

@@ -132,6 +132,15 @@ class RankState:
         """Other ranks of this group decide with this one whether to go on (R12)."""
         return self.settings.group_world_size > 1 and self.settings.rules.r12_alike
 
+    @property
+    def _moves_with_others(self) -> bool:
+        """The attempt is made in the next quorum if no other rank of the group has launched any of it (R12, R19).
+
+        Also after a quorum whose process groups did not stand here: they may stand on the others.
+        """
+        formation = self.formation
+        return self._alike and formation is not None and (formation.moves or formation.again)
+
     def overdue(self, limit_s: float, now: float) -> float | None:
         """When to look again at a collective that has waited for `limit_s`; None: nobody is paused, it is too long."""
         return self.pauses.look_again(-math.inf, limit_s, now)
@@ -160,7 +169,6 @@ class RankState:
         assert self.plan is None or self.held.stable <= attempt.base, f"{self.held.stable} stable at {attempt.base}"
         assert phase not in (Phase.REDUCING, Phase.COUNTED) or attempt.pinned, f"{phase}, and may move"
         if self.formation is not None:
-            assert not (self.formation.moves and self.settings.group_world_size > 1), "a group of several ranks moves"
             sent = self.formation.sent
             assert sent is None or sent.seq == self.asks, f"ask {sent.seq} is open, {self.asks} is the newest"
 

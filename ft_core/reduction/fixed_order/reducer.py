@@ -335,6 +335,9 @@ class FixedOrderReducer:
         self._settled = self._micro = None
         self._stage = _Stage.NONE
 
+    def step_opens(self) -> None:
+        """Collecting the state changes nothing here."""
+
     def state_loaded(self) -> None:
         """Nothing here depends on the module's state."""
 

@@ -78,7 +78,11 @@ def pb_push(push: Push) -> pb.Push:
             return pb.Push(change_pending=pb.ChangePending(quorum_id=push.quorum_id, reason=clip(push.reason)))
         case Lost():
             held = pb_version(push.held)
-            return pb.Push(member_lost=pb.MemberLost(quorum_id=push.quorum_id, lost=push.lost, held=held))
+            return pb.Push(
+                member_lost=pb.MemberLost(
+                    quorum_id=push.quorum_id, lost=push.lost, held=held, failed=push.failed, moves=push.moves
+                )
+            )
         case Busy():
             for_ms = min(to_ms(push.for_s), MAX_DURATION_MS)
             return pb.Push(paused=pb.Paused(quorum_id=push.quorum_id, replica_id=push.replica_id, for_ms=for_ms))
@@ -147,7 +151,8 @@ def decode_push(data: bytes, *, they_are: str = "the lighthouse", we_are: str = 
         case "member_lost":
             check.texts("lost", m.member_lost.lost, MAX_REPLICAS)
             held = read_version(m.member_lost.held, check, "held") if m.member_lost.HasField("held") else VOID
-            return Lost(m.member_lost.quorum_id, tuple(m.member_lost.lost), held)
+            lost = m.member_lost
+            return Lost(lost.quorum_id, tuple(lost.lost), held, lost.failed, lost.moves)
         case "paused":
             check.text("replica_id", m.paused.replica_id)
             return Busy(m.paused.quorum_id, m.paused.replica_id, from_ms(m.paused.for_ms, check, "for_ms"))

@@ -79,7 +79,7 @@ def pb_ask(ask: Ask) -> pb.Ask:
         heals_before_forward=ask.heals_before_forward, heals_late=ask.heals_late,
         commit_failures=ask.commit_failures, data=ask.data, unreachable=ask.unreachable, reached=ask.reached,
         unbuilt=clip(ask.unbuilt, MAX_UNBUILT), unbuilt_here=ask.unbuilt_here, stable=pb_version(ask.stable),
-        from_scratch=ask.from_scratch,
+        from_scratch=ask.from_scratch, moves=ask.moves,
     )  # fmt: skip
     _check_ask(message, Check(ConfigError, "Ask"))
     return message
@@ -98,6 +98,7 @@ def read_ask(m: pb.Ask) -> Ask:
         heals_before_forward=m.heals_before_forward, heals_late=m.heals_late,
         commit_failures=m.commit_failures, data=m.data, unreachable=tuple(m.unreachable), reached=tuple(m.reached),
         unbuilt=clip(m.unbuilt, MAX_UNBUILT), unbuilt_here=m.unbuilt_here, from_scratch=m.from_scratch,
+        moves=m.moves,
         stable=read_version(m.stable, check, "stable") if m.HasField("stable") else VOID,
     )  # fmt: skip
 
@@ -252,6 +253,7 @@ def pb_verdict(v: Verdict) -> pb.Verdict:
         quorum_id=v.quorum_id, attempt=v.attempt, outcome=_OUTCOMES[v.outcome], reason=clip(v.reason), weight=v.weight,
         contributors=v.contributors, change=v.change, healed=v.healed, exhausted=v.exhausted, stop=v.stop,
         behind=v.behind, drain=v.drain, missing=v.missing, lapsed=v.lapsed, trails=v.trails,
+        own_weight=0 if v.own_weight is None else v.own_weight + 1, own_weights=v.own_weights,
     )  # fmt: skip
 
 
@@ -265,8 +267,10 @@ def read_verdict(m: pb.Verdict) -> Verdict:
     check.number("attempt", m.attempt, 0, INT64)
     check.number("contributors", m.contributors, 0, MAX_REPLICAS)
     check.number("missing", len(m.missing), 0, MAX_REPLICAS)
+    check.number("own_weights", len(m.own_weights), 0, MAX_RANKS)
     check.number("missing", max(m.missing, default=0), 0, MAX_REPLICAS - 1)
     return Verdict(
         m.quorum_id, m.attempt, outcome, clip(m.reason), m.weight, m.contributors, tuple(m.missing), m.change, m.healed,
         m.exhausted, m.stop, m.behind, m.drain, m.lapsed, m.trails,
+        m.own_weight - 1 if m.own_weight else None, tuple(m.own_weights),
     )  # fmt: skip

@@ -1,0 +1,120 @@
+"""Checkpoints of a whole job: written by two ranks, one of which is killed, loaded by one, three, and plain torch."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import re
+import signal
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+from ft_core.loop import latest
+from tests.fsdp.modes import MODES, Net
+from tests.launch.job import Job, job
+
+pytestmark = [pytest.mark.process, pytest.mark.timeout(120), pytest.mark.usefixtures("forged_workers")]
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+
+
+Trains = Callable[..., Job]
+
+
+@pytest.fixture
+def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> pathlib.Path:
+    for name, value in {"PYTHONPATH": str(ROOT), "PACE_S": "0.01"}.items():
+        monkeypatch.setenv(name, value)
+    return tmp_path / "checkpoints"
+
+
+@pytest.fixture
+def train(monkeypatch: pytest.MonkeyPatch, folder: pathlib.Path) -> Trains:
+    """Trains up to a batch. `kill`: a line at which a rank of the leading group is killed."""
+
+    def train(batches: int, *options: str, kill: str = "") -> Job:
+        monkeypatch.setenv("BATCHES", str(batches))
+        monkeypatch.setenv("SAVE", str(folder))
+        with job(ROOT / "tests/fsdp/loop_job.py", *options) as running:
+            if kill:
+
+                def act(_: Any) -> None:
+                    os.kill(int(re.findall(r"\] pid 0 1 (\d+)", running.text)[-1]), signal.SIGKILL)
+
+                running.when(kill, act)
+            assert running.run() == 0, running.text
+        return running
+
+    return train
+
+
+def digests(running: Job, word: str) -> dict[int, set[str]]:
+    found: dict[int, set[str]] = {}
+    for batch, digest in re.findall(rf"\] {word} \d (\d+) (\w+)", running.text):
+        found.setdefault(int(batch), set()).add(digest)
+    return found
+
+
+@pytest.mark.parametrize("asynchronous", [pytest.param("", marks=pytest.mark.long), "1"])
+def test_any_number_of_ranks_goes_on_from_what_two_have_written(
+    monkeypatch: pytest.MonkeyPatch, folder: pathlib.Path, train: Trains, asynchronous: str
+) -> None:
+    """The leading group loses a rank just after a commit that is saved: the other one has made sure of it."""
+    monkeypatch.setenv("ASYNC", asynchronous)
+    two = ("--nproc-per-replica", "2")
+    saved = digests(train(100, "--replicas", "2", *two, kill=r"\] saving 0 40 "), "saving")
+    assert {batch: len(found) for batch, found in saved.items()} == {20: 1, 40: 1, 60: 1, 80: 1, 100: 1}
+    kinds = ("batch", "once") if asynchronous else ("batch",)
+    names = {f"{kind}_{batch}" for kind in kinds for batch in saved} | {"latest"}
+    there = {path.name for path in folder.iterdir()}
+    assert names - there <= ({"batch_40", "once_40"} if asynchronous else set()), (
+        "an asynchronous write ends with its leader"
+    )
+    assert there <= names, "nothing is left of what was not finished"
+    assert latest(folder) == str(folder / "batch_100")
+    for ranks, batches in ((3, 120), (1, 140)):
+        running = train(batches, "--replicas", "1", "--nproc-per-replica", str(ranks))
+        before, saved = saved, digests(running, "saving")
+        loaded = digests(running, "loaded")
+        assert loaded == {batches - 20: before[batches - 20]}, running.text
+    whole = folder.parent / "whole.pt"
+    # What three have written plain torch reads, too.
+    dcp_to_torch_save(folder / "batch_140", whole)
+    state = torch.load(whole)
+    net = Net(MODES["clip"])
+    net.load_state_dict(state["model"])
+    assert state["progress"] == {"batch": 140}
+    assert set(state["optimizer"]["state"]) == {name for name, _ in net.named_parameters()}
+
+
+def test_a_disk_without_room(monkeypatch: pytest.MonkeyPatch, folder: pathlib.Path, train: Trains) -> None:
+    """The leading group ends, and its successor trains on; nothing is left of what could not be written."""
+    monkeypatch.setenv("NO_ROOM", "20")
+    running = train(60, "--replicas", "2", "--nproc-per-replica", "2")
+    assert running.count(r"CheckpointException ranks") > 0, running.text
+    assert running.count("back: ") == 1, running.text
+    assert {path.name for path in folder.iterdir()} == {"batch_40", "batch_60", "latest"}
+    assert running.count(r"\] done \d \d 60 ") == 4
+
+
+def test_a_job_that_is_lost_as_a_whole_goes_on_from_its_newest_checkpoint(
+    monkeypatch: pytest.MonkeyPatch, folder: pathlib.Path
+) -> None:
+    """Nobody has the state any more, and the lighthouse knows of steps that were committed."""
+    monkeypatch.setenv("BATCHES", "60")
+    monkeypatch.setenv("SAVE", str(folder))
+    with job(ROOT / "tests/fsdp/loop_job.py", "--replicas", "2", "--nproc-per-replica", "2") as running:
+
+        def kill(_: Any) -> None:
+            for pid in re.findall(r"\] pid \d \d (\d+)", running.text):
+                os.kill(int(pid), signal.SIGKILL)
+
+        running.when(r"\] commit 45 0 0 ", kill)
+        assert running.run() == 0, running.text
+    assert running.count(r"\] loaded \d 40 ") == 4, running.text
+    ends = re.findall(r"\] done \d (\d) 60 (\w+)", running.text)
+    assert len(ends) == 4, running.text
+    assert len(set(ends)) == 2

@@ -1,0 +1,84 @@
+"""Two groups of two ranks end with the bits of torch's HSDP over the same four processes, in every mode."""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import re
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from tests.fsdp.modes import MODES
+from tests.launch.job import job
+
+pytestmark = [pytest.mark.process, pytest.mark.timeout(240)]
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+Digests = dict[tuple[str, int, int], str]
+LIMIT_S = 180.0
+
+
+def read(text: str) -> Digests:
+    found = (json.loads(line) for line in re.findall(r"DIGEST (\[[^\]]*\])", text))
+    return {(name, group, rank): digest for name, group, rank, digest in found}
+
+
+LONG = {"no reshard", "recompute", "momentum", "compiled blocks", "offload"}
+"""Modes that are looked at by scripts/check-long only."""
+QUICK = [mode for mode in MODES if mode not in LONG]
+
+
+def native(modes: list[str]) -> Digests:
+    words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [*words, "-m", "tests.fsdp.modes", "native", *(mode.replace(" ", "_") for mode in modes)],
+        capture_output=True, text=True, timeout=LIMIT_S, env=env, cwd=ROOT, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return read(done.stdout)
+
+
+def both(modes: list[str]) -> tuple[Digests, Digests]:
+    """Torch's, and ours."""
+    names = " ".join(mode.replace(" ", "_") for mode in modes)
+    with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor(1) as pool:
+        patch.setenv("PYTHONPATH", str(ROOT))
+        theirs = pool.submit(native, modes)
+        with job(f"{ROOT / 'tests/fsdp/modes.py'} ours {names}", "--replicas", "2", "--nproc-per-replica", "2") as run:
+            assert run.run() == 0, run.text
+        return theirs.result(), read(run.text)
+
+
+@pytest.fixture(scope="module")
+def quick() -> tuple[Digests, Digests]:
+    return both(QUICK)
+
+
+@pytest.fixture(scope="module")
+def others() -> tuple[Digests, Digests]:
+    return both(sorted(LONG))
+
+
+@pytest.mark.parametrize("mode", QUICK)
+def test_equal_to_hsdp(quick: tuple[Digests, Digests], mode: str) -> None:
+    compare(quick, mode)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("mode", sorted(LONG))
+def test_equal_to_hsdp_in_more_modes(others: tuple[Digests, Digests], mode: str) -> None:
+    compare(others, mode)
+
+
+def compare(digests: tuple[Digests, Digests], mode: str) -> None:
+    theirs, ours = ({key: value for key, value in found.items() if key[0] == mode} for found in digests)
+    assert len(theirs) == 4
+    if mode == "bf16 reduced in bf16":  # torch sums over the groups in bfloat16, the ring in float32
+        assert ours != theirs
+        assert len({(rank, digest) for (_, _, rank), digest in ours.items()}) == 2, "all groups hold the same"
+        return
+    assert ours == theirs

@@ -1,0 +1,106 @@
+"""Where the events of a run go, and what ftrun, its lighthouse and its workers write there."""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import signal
+import tempfile
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from ft_core.events.schema import check
+from ft_core.launch import run_events
+from ft_core.launch.options import parse
+from ft_core.launch.run_events import folder_for, prepare
+from tests.launch.job import job
+
+if TYPE_CHECKING:
+    import re
+
+
+@pytest.fixture
+def script(tmp_path: pathlib.Path) -> pathlib.Path:
+    """Writes down which folder it was given, and waits until it is told to end."""
+    path = tmp_path / "worker.py"
+    path.write_text(
+        "import os, pathlib, sys, threading\n"
+        f"folder = pathlib.Path({str(tmp_path)!r})\n"
+        "print('given', os.environ['FT_EVENTS'] or 'nothing')\n"
+        "while not (folder / 'end').exists(): threading.Event().wait(0.01)\n"
+    )
+    return path
+
+
+def test_the_folder_is_the_named_one_or_one_of_the_run(tmp_path: pathlib.Path) -> None:
+    usual = os.path.join(tempfile.gettempdir(), f"ftrun-events-{os.getuid()}", "abc")
+    assert folder_for(None, "", "abc", {}) == usual
+    assert folder_for(None, "/logs", "abc", {}) == "/logs/abc/events"
+    assert folder_for(None, "/logs", "abc", {"FT_EVENTS": "/shared"}) == "/shared"
+    assert folder_for("/named", "/logs", "abc", {"FT_EVENTS": "/shared"}) == "/named"
+    assert folder_for("off", "", "abc", {"FT_EVENTS": "/shared"}) == ""
+    assert folder_for(None, "", "abc", {"FT_EVENTS": "off"}) == ""
+    assert folder_for("here", "", "abc", {}) == os.path.abspath("here")
+
+
+def test_the_option_reaches_the_workers(script: pathlib.Path) -> None:
+    spec = parse(["--events", "/named", str(script)], {})
+    assert spec.environment(0, "x", 1)["FT_EVENTS"] == "/named"
+    assert "events in /named" in spec.announcement("x")[0]
+
+
+def test_old_runs_beside_it_are_forgotten(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run_events, "KEPT_RUNS", 3)
+    above = tmp_path / f"ftrun-events-{os.getuid()}"
+    for number in range(6):
+        (above / f"run{number}").mkdir(parents=True)
+        os.utime(above / f"run{number}", (number, number))
+    assert prepare(str(above / "new")) == ""
+    assert sorted(path.name for path in above.iterdir()) == ["new", "run4", "run5"]
+    (tmp_path / "mine" / "other").mkdir(parents=True)
+    for number in range(6):
+        assert prepare(str(tmp_path / "mine" / f"{number}")) == ""
+    assert len(list((tmp_path / "mine").iterdir())) == 7, "a folder that the user named is the user's"
+
+
+@pytest.mark.process
+def test_a_kill_a_restart_and_the_end_are_written(script: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    def kill(found: re.Match[str]) -> None:
+        os.kill(int(found[1]), signal.SIGKILL)
+
+    def end(_: re.Match[str]) -> None:
+        (tmp_path / "end").touch()
+
+    folder = tmp_path / "events"
+    with job(script, "--replicas", "2", "--events", str(folder)) as running:
+        running.when(r"\[replica-1\] started \(pid (\d+)\)", kill)
+        running.when(r"\[replica-1\] started", end, after=[r"\[replica-1\] rank 0 .* was ended by SIGKILL"])
+        assert running.run() == 0, running.text
+    assert running.count(f"given {folder}") >= 1
+    sources = {path.name.partition(".")[0]: path for path in folder.iterdir()}
+    assert sorted(sources) == ["ftrun-replica-0-1", "lighthouse"]
+    events = [json.loads(line) for line in sources["ftrun-replica-0-1"].read_text().splitlines()]
+    assert [check(event) for event in events] == [""] * len(events)
+    of: dict[str, list[dict[str, Any]]] = {}
+    for event in events:
+        of.setdefault(event["kind"], []).append(event)
+    (failed,) = of["failed"]
+    assert (failed["group"], failed["code"], failed["excuse"]) == ("replica-1", -signal.SIGKILL, "")
+    assert failed["sentence"].endswith("was ended by SIGKILL")
+    assert [(event["group"], event["restarts"]) for event in of["started"]][-1] == ("replica-1", 1)
+    assert {(event["group"], event["how"]) for event in of["ended"]} == {
+        ("replica-0", "finished"), ("replica-1", "finished"),
+    }  # fmt: skip
+    assert (of["run_ended"][0]["status"], of["run_ended"][0]["restarts"]) == (0, 1)
+    assert events[-1]["kind"] == "closed"
+
+
+@pytest.mark.process
+def test_an_unwritable_folder_is_one_line_and_the_job_runs(script: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    (tmp_path / "end").touch()
+    with job(script, "--replicas", "2", "--events", str(script / "events")) as running:
+        assert running.run() == 0, running.text
+    assert running.count("events cannot be written to") == 1
+    assert running.count("given nothing") == 2
