@@ -43,6 +43,8 @@ if TYPE_CHECKING:
 MAX_IDLE = 16
 MAX_ADDRESS_LOCKS = 256
 IDENTIFY_ATTEMPTS = 3
+MIN_TIMEOUT_S = 0.001
+"""c10d counts timeouts in milliseconds, and takes none below the first."""
 STORE_TIMEOUT = timedelta(minutes=5)  # c10d's own default
 
 
@@ -92,12 +94,16 @@ class StorePool:
         return f"StorePool({len(self._idle)} idle)"
 
     def take(self, address: Endpoint, timeout_s: float) -> StoreClient:
-        """Return a client of the taker's own, an idle one if there is one; raises PeerError like `connect`."""
+        """Return a client of the taker's own, an idle one if there is one; raises PeerError like `connect`.
+
+        `timeout_s` is the timeout of what is asked of it, too: an idle client has that of whoever used it before.
+        """
         while True:
             client = self._pop(address)
             if client is None:
                 return connect(address, timeout_s)
             if client.is_alive():
+                _set_timeout(client.store, timeout_s)
                 return client
 
     def give_back(self, client: StoreClient) -> None:
@@ -188,6 +194,7 @@ def connect(address: Endpoint, timeout_s: float) -> StoreClient:
         for attempt in range(1, IDENTIFY_ATTEMPTS + 1):
             before = set(_connected_to(hosts, address.port))
             store = _make_client(address, hosts, before, deadline)
+            _set_timeout(store, timeout_s)  # it was made with what was left
             new = set(_connected_to(hosts, address.port)) - before
             if len(new) == 1:
                 fd = new.pop()
@@ -240,7 +247,7 @@ def _make_client(address: Endpoint, hosts: set[str], before: set[int], deadline:
     """Construct the client on a thread of its own, and cut that thread's connection if it does not come back."""
     made: list[TCPStore] = []
     problem: list[Exception] = []
-    remaining_s = max(0.001, deadline - time.monotonic())
+    remaining_s = max(MIN_TIMEOUT_S, deadline - time.monotonic())
 
     def make() -> None:
         try:
@@ -261,6 +268,10 @@ def _make_client(address: Endpoint, hosts: set[str], before: set[int], deadline:
         socket_table.shut_down(lambda connection: connection in ends)
     reason = problem[0] if problem else f"no answer within {remaining_s:.1f} s (is something else listening there?)"
     raise PeerError(f"cannot open a client of the store at {address}: {reason}")
+
+
+def _set_timeout(store: TCPStore, timeout_s: float) -> None:
+    store.set_timeout(timedelta(seconds=max(MIN_TIMEOUT_S, timeout_s)))
 
 
 def _remember(fd: int) -> None:

@@ -175,10 +175,9 @@ class RankShell:
                     return
             try:
                 self.control.ask(action.ask, room=action.room)
+                return
             except Exception as error:  # noqa: BLE001 - the link has been refused: the reason is the machine's to keep
                 refused = error
-            else:
-                return
         self.dispatch(on.Refused(refused))
 
     def _abort(self, action: do.Abort) -> None:

@@ -21,7 +21,15 @@ from ft_core.errors import CollectiveError, ConfigError, PeerError, UsageError
 from ft_core.process_group import ProcessGroupGloo, socket_table
 from ft_core.process_group import store_pool as stores
 from ft_core.process_group.gloo import connections, incarnation, reaper, rendezvous
-from tests.process_group.ranks import GROUP_TIMEOUT, Store, configure_all, gloo_groups, in_threads, wait_until
+from tests.process_group.ranks import (
+    GROUP_TIMEOUT,
+    Store,
+    configure_all,
+    gloo_groups,
+    in_threads,
+    set_aside_lost_groups,
+    wait_until,
+)
 
 AT_ONCE_S = 2.0
 """Far below any timeout here (10 s and more). Measured: 1 to 50 ms alone; up to 0.4 s beside the other tests of
@@ -216,6 +224,7 @@ def test_an_abort_ends_work_also_where_gloo_loses_a_send(store: Store, by: str) 
                 groups[1].abort()  # nobody waits there, so nobody looks at the connections
             ends.append(futures[1].result(5))
             assert max(ends) - aborted_at < AT_ONCE_S
+    set_aside_lost_groups()
 
 
 # ------------------------------------------------------------------------------------------------------------- forming
@@ -327,6 +336,9 @@ def test_a_rank_that_died_after_publishing_does_not_hold_up_an_abort(
         begin = time.monotonic()
         with pytest.raises(PeerError):
             future.result(5)
+        assert time.monotonic() - begin < AT_ONCE_S
+        # Gloo multiplies the timeout it is given: the thread that waits in it must not stay for that long.
+        assert wait_until(lambda: not any(thread.name == "ft-gloo-form" for thread in threading.enumerate()))
         assert time.monotonic() - begin < AT_ONCE_S
     group.configure("", "replica0", 0, 1)
     pending(group).wait()

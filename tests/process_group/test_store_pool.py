@@ -132,6 +132,17 @@ def connected_to(store: Store) -> int:
     return sum(1 for _ in socket_table.connections(lambda connection: connection.peer.port == store.server.port))
 
 
+def test_a_client_has_its_takers_timeout(store: Store, pool: stores.StorePool) -> None:
+    """One that somebody in a hurry has opened would fail the next group that forms."""
+    hurried = pool.take(address_of(store), 0.25)
+    assert hurried.store.timeout == timedelta(seconds=0.25)
+    pool.give_back(hurried)
+    assert pool.take(address_of(store), 20) is hurried
+    assert hurried.store.timeout == timedelta(seconds=20)
+    pool.give_back(hurried)
+    assert pool.take(address_of(store), -1).store.timeout == timedelta(milliseconds=1)
+
+
 def test_a_dead_idle_client_is_not_used(pool: stores.StorePool) -> None:
     server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     address = Endpoint("127.0.0.1", server.port)

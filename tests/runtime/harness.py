@@ -181,9 +181,13 @@ class Replica:
         self.optimizer = OptimizerWrapper(self.manager, self.inner)
 
     def at(self, point: str) -> None:
-        action = self.actions.pop((self.step, point), None)
-        if action is not None:
-            action(self)
+        """Act as ordered for this step, or for one that this replica never came to: it was healed over it.
+
+        That can happen at any death: who waits in a fence when a connection ends may miss a commit that others have.
+        """
+        due = [(step, where) for step, where in self.actions if where == point and step <= self.step]
+        if due:
+            self.actions.pop(min(due))(self)
 
     def loss(self) -> Tensor:
         x, y = batch_of(self.index, self.manager.current_step())  # a newcomer was healed by start_quorum

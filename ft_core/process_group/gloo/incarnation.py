@@ -50,6 +50,8 @@ MAX_CONNECT_S = 5.0
 
 An abort in these milliseconds leaves the constructor's thread behind for as long: it may be waiting for a connection,
 and nothing ends that."""
+WAITS_FOR_A_CONNECTION = 5
+"""Gloo waits this many times the timeout it is given for each connection while a group forms (`Pair::waitUntil`)."""
 STUCK_S = 0.5
 """How long a forming thread may take to notice that it should end, before it counts as stuck in a call."""
 MAX_FORMING = 64
@@ -178,7 +180,7 @@ class Incarnation:
         self.connections.rendezvous = exchange
         options = TorchGloo._Options()  # type: ignore[attr-defined]  # not in torch's stub
         options._devices = [self._create_device(client)]
-        options._timeout = min(spec.timeout, timedelta(seconds=MAX_CONNECT_S))
+        options._timeout = min(spec.timeout, timedelta(seconds=MAX_CONNECT_S)) / WAITS_FOR_A_CONNECTION
         try:
             return TorchGloo(exchange, spec.rank, spec.world_size, options)
         finally:
