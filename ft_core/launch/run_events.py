@@ -1,7 +1,8 @@
 """`RunEvents`: what ftrun does and sees, as events for the job's log; and where the events of a run go.
 
 How it works. The supervisor calls one method for each thing that happens. `folder_for` names the folder: what the user
-said, or one of the run. ftrun keeps the events of the last KEPT_RUNS runs that named no folder.
+said, or one of the run. ftrun keeps the events of the last KEPT_RUNS runs that named no folder, and of all that are
+still alive.
 
 Invariants: an unwritable folder is reported once, before anything is started, and the run goes on without events.
 Threads: any; the supervisor's main thread in nearly all cases.
@@ -13,6 +14,7 @@ import contextlib
 import os
 import shutil
 import tempfile
+import time
 from typing import TYPE_CHECKING
 
 from ft_core.events.event_log import open_events
@@ -27,6 +29,8 @@ if TYPE_CHECKING:
 
 KEPT_RUNS = 20
 """Runs of one user on this machine whose events are kept where no folder was named."""
+QUIET_S = 600.0
+"""A run that has written nothing for so long is over: one that is alive writes every second."""
 OFF = "off"
 """What switches events off on the command line."""
 
@@ -60,12 +64,27 @@ def prepare(folder: str) -> str:
     except OSError as error:
         return f"events cannot be written to {folder} ({error.strerror}): the run goes on without them"
     if os.path.basename(above) == f"ftrun-events-{os.getuid()}":
-        with contextlib.suppress(OSError):
-            runs = sorted((entry.stat().st_mtime, entry.path) for entry in os.scandir(above) if entry.is_dir())
-            for _, path in runs[:-KEPT_RUNS]:
-                if path != folder:
-                    shutil.rmtree(path, ignore_errors=True)
+        _forget_old_runs(above, folder)
     return ""
+
+
+def _forget_old_runs(above: str, mine: str) -> None:
+    """Remove all but the newest; never one that still writes, however many have begun since it did."""
+    found = []
+    with contextlib.suppress(OSError), os.scandir(above) as runs:
+        for run in runs:
+            with contextlib.suppress(OSError):  # another run has removed it
+                if run.is_dir():
+                    found.append((_last_written(run), run.path))
+    for last_written, path in sorted(found)[:-KEPT_RUNS]:
+        if path != mine and time.time() - last_written > QUIET_S:
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def _last_written(run: os.DirEntry[str]) -> float:
+    """When the newest file of a run was written; of the folder, where there is none. Raises OSError."""
+    with os.scandir(run.path) as files:
+        return max((file.stat().st_mtime for file in files), default=run.stat().st_mtime)
 
 
 class RunEvents:

@@ -48,6 +48,7 @@ def test_a_rank_freezes_and_another_is_killed(monkeypatch: pytest.MonkeyPatch) -
         healed = [r"back: replica-1 ", r"replica-1:\w+: healed to step"]
         running.when(r"\] commit \d+ 1 1 ", lambda _: send(running, "0 1", signal.SIGKILL), after=healed)
         assert running.run() == 0, running.text
+    assert len(at) == 2, running.text
     assert at[1] - at[0] < 2 * LIVENESS_S + SLACK_S, running.text
     assert running.count("group rank 0 of replica-1:.* is gone or frozen, and rank 1 has not come") == 1
     assert running.count(r"back: replica-0 ") == 1, running.text

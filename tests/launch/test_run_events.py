@@ -65,6 +65,42 @@ def test_old_runs_beside_it_are_forgotten(tmp_path: pathlib.Path, monkeypatch: p
     assert len(list((tmp_path / "mine").iterdir())) == 7, "a folder that the user named is the user's"
 
 
+def test_a_run_that_still_writes_is_never_forgotten(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of three weeks, beside which many short ones have come and gone; its folder is older than all of theirs."""
+    monkeypatch.setattr(run_events, "KEPT_RUNS", 3)
+    above = tmp_path / f"ftrun-events-{os.getuid()}"
+    for number in range(6):
+        (above / f"run{number}").mkdir(parents=True)
+        (above / f"run{number}" / "events").touch()
+        os.utime(above / f"run{number}" / "events", (100 + number, 100 + number))
+    (above / "weeks").mkdir()
+    (above / "weeks" / "events").touch()
+    os.utime(above / "weeks", (1, 1))
+    assert prepare(str(above / "new")) == ""
+    assert sorted(path.name for path in above.iterdir()) == ["new", "run5", "weeks"]
+
+
+def test_runs_that_vanish_while_they_are_looked_at_do_no_harm(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Found by two tests side by side: another run had begun to forget the same ones."""
+    monkeypatch.setattr(run_events, "KEPT_RUNS", 1)
+    above = tmp_path / f"ftrun-events-{os.getuid()}"
+    for number in range(3):
+        (above / f"run{number}").mkdir(parents=True)
+        os.utime(above / f"run{number}", (number, number))
+    look = run_events._last_written
+
+    def looks(run: os.DirEntry[str]) -> float:
+        if run.name == "run1":
+            os.rmdir(run.path)
+        return look(run)
+
+    monkeypatch.setattr(run_events, "_last_written", looks)
+    assert prepare(str(above / "new")) == ""
+    assert [path.name for path in above.iterdir()] == ["new"]
+
+
 @pytest.mark.process
 def test_a_kill_a_restart_and_the_end_are_written(script: pathlib.Path, tmp_path: pathlib.Path) -> None:
     def kill(found: re.Match[str]) -> None:
