@@ -4,10 +4,12 @@ SAVE: a folder; a checkpoint of the job every 20 batches, and the newest is load
 trains on, and twice. NO_ROOM: from 5 batches before this one to 10 after it files cannot be written. FULL=1: the
 model's state is gathered, which is refused. ODD: a group that shards on a mesh of another name. LATE: "GROUP RANK PLACE
 SECONDS", who comes later than its siblings; PLACE is `start` (of the process), `loop` or `open` (of the first step).
+FREEZE: "GROUP RANK BATCH", who stops itself between forward and backward, where the others of its group wait for it.
 END: a file that will hold the number of batches, in place of BATCHES.
 
-Lines: `pid GROUP RANK PID`, `commit BATCH GROUP RANK DIGEST` (of this rank's shards of parameters and optimizer state),
-`veto BATCH`, `done GROUP RANK BATCH DIGEST`, `saving|loaded GROUP BATCH WHOLE` (digest of all that all ranks hold).
+Lines: `pid GROUP RANK PID`, `freezes GROUP RANK BATCH`, `commit BATCH GROUP RANK DIGEST` (of this rank's shards of
+parameters and optimizer state), `veto BATCH`, `done GROUP RANK BATCH DIGEST`, `saving|loaded GROUP BATCH WHOLE` (digest
+of all that all ranks hold).
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import hashlib
 import os
 import pathlib
 import resource
+import signal
 import threading
 from datetime import timedelta
 from typing import Any
@@ -94,6 +97,14 @@ def linger(place: str) -> None:
         say("here", *late)
 
 
+def freeze(rank: int, batch: int) -> None:
+    """If this rank is to: its group has begun this batch with it, and cannot end it."""
+    at = f"{os.environ['FT_REPLICA_GROUP']} {rank} {batch}"
+    if os.environ.get("FREEZE") == at:
+        say("freezes", at)
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+
 def main() -> None:
     """Train."""
     torch.set_num_threads(1)
@@ -108,6 +119,7 @@ def main() -> None:
     state: Any = {"model": model, "optimizer": optimizer, "progress": progress}
     loop = TrainingLoop(state, timeout=timedelta(seconds=20))
     loop.replicate(*roots)
+    net.register_forward_hook(lambda *_: freeze(rank, progress.batch))
     if SAVE and loop.resume(SAVE):
         say("loaded", loop.group, progress.batch, whole(net, optimizer))
     say("pid", loop.group, rank, os.getpid())

@@ -34,16 +34,12 @@ def digests(running: Job) -> dict[tuple[int, int], list[str]]:
 
 def test_a_rank_freezes_and_another_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each time its group ends as a whole, is started again, and heals shard to shard."""
-    for name, value in {"PYTHONPATH": str(ROOT), "FT_LIVENESS_S": str(LIVENESS_S), "BATCHES": "400"}.items():
+    settings = {"FT_LIVENESS_S": str(LIVENESS_S), "BATCHES": "400", "FREEZE": "1 0 20"}
+    for name, value in {"PYTHONPATH": str(ROOT), **settings}.items():
         monkeypatch.setenv(name, value)
     at: list[float] = []
     with job(ROOT / "tests/fsdp/loop_job.py", "--replicas", "2", "--nproc-per-replica", "2") as running:
-
-        def freeze(_: object) -> None:
-            at.append(time.monotonic())
-            send(running, "1 0", signal.SIGSTOP)
-
-        running.when(r"\] commit 20 0 0 ", freeze)
+        running.when(r"\] freezes 1 0 20", lambda _: at.append(time.monotonic()))
         running.when(r"replica-1\] rank \d \(pid \d+\) was ended by SIGKILL", lambda _: at.append(time.monotonic()))
         healed = [r"back: replica-1 ", r"replica-1:\w+: healed to step"]
         running.when(r"\] commit \d+ 1 1 ", lambda _: send(running, "0 1", signal.SIGKILL), after=healed)
