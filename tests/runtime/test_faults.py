@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from datetime import timedelta
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import pytest
 import torch
@@ -16,6 +16,9 @@ from ft_core.protocol.pushes import Change
 from ft_core.protocol.rank import events as rank_events
 from tests.runtime.harness import LIMIT_S, Cluster, Crash, Replica, both, crash, fail, hang, soft_error
 from tests.runtime.interleavings import once_held, once_launched, until_broken
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Work
 
 POINTS = ["boundary", "started", "forward", "backward", "stepped"]
 SHORT: dict[str, Any] = {"timeout": timedelta(seconds=1), "time_overrides": {"join_s": 0.3, "heal_s": 5.0}}
@@ -237,7 +240,17 @@ def test_a_pause_kills_no_survivor_that_waits_for_a_quorum(cluster: Cluster) -> 
 def test_a_failed_collective_rebuilds_the_group(cluster: Cluster) -> None:
     """The others have the sum, and commit it; one that is between two when it learns of it loses nothing."""
     others = [Replica(i, at={(4, "boundary"): until_broken}) for i in (0, 2)]
-    bad = Replica(1, pg=flaky, at={(3, "forward"): collective_fails, (3, "backward"): once_held(others, 4)})
+
+    class Learns(FakeProcessGroupWrapper):
+        """It ends its connections as soon as it learns of the error: not before the others have read what they need."""
+
+        def _launch(self, name: str, *arguments: Any) -> Work:
+            work = super()._launch(name, *arguments)
+            if self.errored() is not None:
+                once_held(others, 4)(bad)
+            return work
+
+    bad = Replica(1, pg=lambda: Learns(ProcessGroupGloo(hostname="127.0.0.1")), at={(3, "forward"): collective_fails})
     cluster.run(others[0], bad, others[1])
     cluster.check(steps=6)
     cluster.check_numbers()
