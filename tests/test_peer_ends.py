@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import queue
 import socket
 from contextlib import closing
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from ft_core.process_group.peer_ends import SUPPORTED, PeerEnds
+from tests.descriptors import descriptors
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -105,7 +105,7 @@ def test_a_descriptor_that_is_closed_already_is_left_out(ends: PeerEnds, told: q
 
 
 def test_stop_leaves_nothing_behind(told: queue.Queue[int]) -> None:
-    before = len(os.listdir("/proc/self/fd"))
+    before = descriptors()
     mine, theirs = pair()
     watch = PeerEnds("test", told.put)
     for number in range(5):
@@ -116,4 +116,4 @@ def test_stop_leaves_nothing_behind(told: queue.Queue[int]) -> None:
     mine.close()
     theirs.close()
     assert told.empty()
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert descriptors() - before == set()

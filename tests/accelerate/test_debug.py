@@ -26,6 +26,7 @@ from ft_accelerate.debug import LISTENS, ft_debug_launcher
 from ft_core import DistributedDataParallel, Manager, Optimizer, ProcessGroupGloo
 from ft_core.errors import ConfigError, UsageError
 from tests.accelerate import debug_job
+from tests.descriptors import descriptors
 from tests.process_group.ranks import wait_until
 
 if TYPE_CHECKING:
@@ -43,10 +44,10 @@ def children() -> set[int]:
 @pytest.fixture(autouse=True)
 def _nothing_left() -> Iterator[None]:
     TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # c10d keeps a pipe from its first store on
-    before, files = children(), len(os.listdir("/proc/self/fd"))
+    before, files = children(), descriptors()
     yield
-    assert children() == before
-    assert len(os.listdir("/proc/self/fd")) <= files
+    assert children() - before == set()
+    assert descriptors() - files == set()
 
 
 def train(folder: Path, steps: int = 4) -> None:

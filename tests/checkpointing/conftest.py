@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import concurrent.futures
-import contextlib
-import os
 import threading
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +10,7 @@ import pytest
 import torch
 
 from ft_core.checkpointing import StateServer
+from tests.descriptors import descriptors
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -21,14 +20,6 @@ MIB = 1 << 20
 
 def heal_threads() -> list[str]:
     return sorted(t.name for t in threading.enumerate() if t.name.startswith("ft-heal"))
-
-
-def open_fds() -> set[str]:
-    found = set()
-    for fd in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(FileNotFoundError):  # closed meanwhile: by a thread of a test before, or by listdir
-            found.add(f"{fd} {os.readlink(f'/proc/self/fd/{fd}')}")
-    return found
 
 
 def make_state(seed: int = 0, mib: int = 24) -> dict[str, Any]:
@@ -55,10 +46,10 @@ def assert_same_state(a: Any, b: Any) -> None:
 @pytest.fixture(autouse=True)
 def _nothing_left() -> Iterator[None]:
     """Every test must leave the process as it found it."""
-    before = open_fds()
+    before = descriptors()
     yield
     assert heal_threads() == []
-    assert {fd for fd in open_fds() - before if "socket" in fd} == set()
+    assert {fd for fd in descriptors() - before if "socket" in fd} == set()
 
 
 @pytest.fixture

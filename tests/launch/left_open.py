@@ -5,14 +5,13 @@ Prints, as JSON, the descriptors and threads that the second run has left.
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import json
-import os
 import pathlib
 import sys
 import threading
 
+from tests.descriptors import descriptors
 from tests.launch.job import job
 
 
@@ -22,11 +21,7 @@ def ftrun(script: pathlib.Path, *options: str) -> tuple[list[str], list[str]]:
         running.run()
     del running
     gc.collect()
-    found = []
-    for number in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(FileNotFoundError):  # the listing's own
-            found.append(f"{number} {os.readlink(f'/proc/self/fd/{number}')}")
-    return found, [thread.name for thread in threading.enumerate()]
+    return list(descriptors()), [thread.name for thread in threading.enumerate()]
 
 
 def main() -> None:

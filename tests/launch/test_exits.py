@@ -17,6 +17,7 @@ import pytest
 
 from ft_core.launch.processes.exits import Exits
 from ft_core.launch.processes.keeper import NOTICE
+from tests.descriptors import descriptors
 from tests.launch.lingering import THREAD, linger
 
 if TYPE_CHECKING:
@@ -259,7 +260,7 @@ def test_a_pipe_of_deaths_that_is_closed_costs_only_the_notices() -> None:
 
 
 def test_close_ends_the_thread_and_all_descriptors_and_may_be_repeated() -> None:
-    before = len(os.listdir("/proc/self/fd"))
+    before = descriptors()
     watcher = Exits()
     watcher.start()
     with waiting() as (process,):
@@ -267,7 +268,7 @@ def test_close_ends_the_thread_and_all_descriptors_and_may_be_repeated() -> None
         watcher.close()
         watcher.close()
         assert watcher.watch(process.pid, lambda _: None) is False
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert descriptors() - before == set()
     assert "ftrun-exits" not in [thread.name for thread in threading.enumerate()]
 
 

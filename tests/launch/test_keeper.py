@@ -21,6 +21,7 @@ import pytest
 from ft_core.launch.processes import keeper as keeper_module
 from ft_core.launch.processes import stub
 from ft_core.launch.processes.keeper import Keeper
+from tests.descriptors import descriptors
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -242,13 +243,13 @@ def test_close_of_a_keeper_that_was_killed_or_stopped(monkeypatch: pytest.Monkey
 
 
 def test_a_keeper_that_cannot_be_started_leaves_nothing_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    before = len(os.listdir("/proc/self/fd"))
+    before = descriptors()
     with pytest.raises(OSError, match="No such file"):
         Keeper(str(tmp_path / "missing"))
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
     with pytest.raises(OSError, match="No such file"):
         Keeper(str(tmp_path))
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert descriptors() - before == set()
 
 
 def test_a_stub_without_a_keeper_ends(keeper: Keeper) -> None:

@@ -16,6 +16,7 @@ import pytest
 
 from ft_core.launch.output import streams as module
 from ft_core.launch.output.streams import MAX_LINE, TAIL, Output, Stream
+from tests.descriptors import descriptors
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -261,10 +262,10 @@ def test_a_full_disk_does_not_stop_the_output(output: Output, shown: Shown) -> N
 
 
 def test_a_file_that_cannot_be_opened_leaves_nothing_open(output: Output, tmp_path: Path) -> None:
-    before = len(os.listdir("/proc/self/fd"))
+    before = descriptors()
     with pytest.raises(OSError, match="Is a directory"):
         output.open("a-0/0", deque(), err=False, path=str(tmp_path))
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert descriptors() - before == set()
 
 
 def test_the_tail_is_of_both_streams_and_bounded(output: Output) -> None:
@@ -333,7 +334,7 @@ def test_a_child_that_keeps_the_pipe_is_heard_until_it_ends(output: Output, show
 
 
 def test_close_shows_what_is_there_and_may_be_repeated(shown: Shown) -> None:
-    before = len(os.listdir("/proc/self/fd"))
+    before = descriptors()
     output = Output(shown)
     output.start()
     worker = Worker(output)
@@ -346,7 +347,7 @@ def test_close_shows_what_is_there_and_may_be_repeated(shown: Shown) -> None:
     with pytest.raises(BrokenPipeError):
         worker.write(b"too late")
     worker.end()
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert descriptors() - before == set()
 
 
 # ---------------------------------------------------------------- ftrun as a whole
