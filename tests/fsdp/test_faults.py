@@ -89,9 +89,10 @@ def test_a_group_that_is_sharded_otherwise_does_not_stop_the_others(
     assert len(set(ended)) == 1, "the two ranks of one group"
 
 
-def test_batch_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_batch_weights(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
     """Committed is the mean over all samples, of groups that had three times as many and others."""
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.setenv("FOLDER", str(tmp_path))
     with job(ROOT / "tests/fsdp/weights_job.py", "--replicas", "2", "--nproc-per-replica", "2") as running:
         assert running.run() == 0, running.text
     found = re.findall(r"\] weighted \d \d (\S+) (\S+)", running.text)
@@ -101,10 +102,11 @@ def test_batch_weights(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(("weights", "wrong", "right"), [("3,2 1,1", "3, 2", [1]), ("3,1 1,3", "(3, 1|1, 3)", [])])
 def test_batch_weights_that_differ_in_a_group_are_refused(
-    monkeypatch: pytest.MonkeyPatch, weights: str, wrong: str, right: list[int]
+    monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path, weights: str, wrong: str, right: list[int]
 ) -> None:
     """Each shard would count its group otherwise than the others do. A group that sets them right loses a step."""
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.setenv("FOLDER", str(tmp_path))
     monkeypatch.setenv("WEIGHTS", weights)
     options = ("--replicas", "2", "--nproc-per-replica", "2", "--max-restarts", "0")
     with job(ROOT / "tests/fsdp/weights_job.py", *options) as running:

@@ -2,12 +2,16 @@
 
 WEIGHTS: of each rank of each group, as "3,3 1,1".
 
+Nobody leaves the first step before all have its end: a group that is refused and exits could break the quorum of one
+whose last collective is not through. FOLDER is where each rank says that it has it.
+
 Lines: `weighted GROUP RANK ERROR NORM` (largest difference, and largest gradient), or `vetoed GROUP RANK`.
 """
 
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,9 +21,11 @@ from torch import nn
 from ft_core import Manager, ProcessGroupGloo
 from ft_core.fsdp import replicate
 from tests.fsdp.modes import MODES, RANKS, batch, built, mesh_of
+from tests.process_group.ranks import wait_until
 
 WEIGHTS = [[int(weight) for weight in group.split(",")] for group in os.environ.get("WEIGHTS", "3,3 1,1").split()]
 MODE = MODES["fp32"]
+PATIENCE_S = 20.0
 
 
 def gradients(net: Any, member: int) -> list[torch.Tensor]:
@@ -28,6 +34,16 @@ def gradients(net: Any, member: int) -> list[torch.Tensor]:
     tokens, targets = batch(0, member)
     nn.functional.cross_entropy(net(tokens).flatten(0, 1), targets.flatten()).backward()
     return [parameter.grad._local_tensor.clone() for parameter in net.parameters()]
+
+
+def ended(manager: Manager, group: int, rank: int) -> bool:
+    """Whether the step was committed, when all ranks of all groups have come to its end, however it was."""
+    folder = Path(os.environ["FOLDER"])
+    try:
+        return manager.should_commit()
+    finally:
+        (folder / f"{group}-{rank}").touch()
+        wait_until(lambda: len(list(folder.iterdir())) == sum(map(len, WEIGHTS)), PATIENCE_S)
 
 
 def main() -> None:
@@ -47,7 +63,7 @@ def main() -> None:
     manager.start_quorum()
     manager.set_batch_weight(mine[group])
     gradients(net, RANKS * group + rank)
-    if not manager.should_commit():
+    if not ended(manager, group, rank):
         os.write(1, f"vetoed {group} {rank}\n".encode())
         manager.shutdown()
         return
