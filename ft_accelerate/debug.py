@@ -135,7 +135,7 @@ def _open(
     attempts = [secrets.token_hex(8) for _ in range(groups)]
     common = {
         **keeper.environment(),
-        "FT_LIGHTHOUSE": lighthouse, "FT_TOKEN": token, "FT_HOSTNAME": HERE,
+        "FT_LIGHTHOUSE": lighthouse, "FT_TOKEN": token, "FT_ADMIN_TOKEN": "", "FT_HOSTNAME": HERE,
         "FT_NUM_REPLICA_GROUPS": str(groups), "FT_MIN_REPLICAS": str(groups),
         "WORLD_SIZE": str(num_processes), "LOCAL_WORLD_SIZE": str(num_processes), "MASTER_ADDR": HERE,
         "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0", "GLOO_SOCKET_IFNAME": "lo",

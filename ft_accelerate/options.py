@@ -170,6 +170,10 @@ class LaunchSettings:
     lighthouse_bind: str | None = _setting(
         "host:port where the launcher's own lighthouse listens, for groups on other machines.", "--lighthouse-bind"
     )
+    admin_token_file: str | None = _setting(
+        "File with the token that the launcher's own lighthouse takes orders to drain and kill with.",
+        "--admin-token-file", per_group=True,
+    )  # fmt: skip
     local_addr: str | None = _setting("Address at which other machines reach this one.", "--local-addr", per_group=True)
     run_id: str | None = _setting("Name of this run.", "--run-id", per_group=True)
     redirects: str | None = _setting("Streams to write into files only, as torchrun's --redirects.", "--redirects")

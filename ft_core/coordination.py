@@ -14,12 +14,15 @@ import threading
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
+from ft_core.access import asks_nothing, insecure, job_token
+from ft_core.certificates import Tls
 from ft_core.control.group.server import GroupServer
 from ft_core.control.lighthouse.client import LighthouseClient, Quorum, QuorumMember, data_as_text, public_quorum
 from ft_core.control.lighthouse.lease_client import LeaseSettings
 from ft_core.control.lighthouse.server import LighthouseServer
 from ft_core.control.link import RankControl
 from ft_core.errors import ConfigError, LighthouseError, QuorumTimeoutError
+from ft_core.network import is_loopback
 from ft_core.protocol.group.ranks import ANY_GROUP
 from ft_core.protocol.lighthouse.events import Hello
 from ft_core.protocol.pushes import Answer, Refusal
@@ -89,7 +92,8 @@ class ManagerServer:
         replica_id: of the group; unique among the groups.
         lighthouse_addr: host:port or http://host:port.
         hostname: what the group's ranks can reach this machine by; '': its name.
-        bind: host:port to listen on; port 0 takes any free one.
+        bind: host:port to listen on; port 0 takes any free one. What other machines can reach needs a token, or
+            certificates with a CA. None: any port, for other machines only if there is either.
         store_addr: the group's c10d store, handed to the other groups.
         world_size: number of ranks.
         heartbeat_interval: how often the lease is renewed.
@@ -107,7 +111,7 @@ class ManagerServer:
         replica_id: str,
         lighthouse_addr: str,
         hostname: str = "",
-        bind: str = "[::]:0",
+        bind: str | None = None,
         store_addr: str = "",
         world_size: int = 1,
         heartbeat_interval: timedelta = timedelta(milliseconds=100),
@@ -116,11 +120,14 @@ class ManagerServer:
         *,
         token: str | None = None,
     ) -> None:
-        host, port = split_bind(bind, "bind")
+        token = job_token(os.environ) if token is None else token
+        self._tls = Tls.from_env(os.environ)
+        stays = (not hostname or is_loopback(hostname)) and asks_nothing(token, self._tls, insecure(os.environ))
+        host, port = split_bind(("localhost:0" if stays else "[::]:0") if bind is None else bind, "bind")
         budget = _budget(connect_timeout, heartbeat_interval.total_seconds())
         settings = LeaseSettings(
             address=lighthouse_addr, replica_id=replica_id, budget=budget, setting="lighthouse_addr",
-            token=os.environ.get("FT_TOKEN", "") if token is None else token,
+            token=token, tls=self._tls,
         )  # fmt: skip
         handler = _Silent(Hello(replica_id, replica_id, 0, 0, group_world_size=world_size))
         self.store_addr = store_addr
@@ -138,7 +145,7 @@ class ManagerServer:
 
     def address(self) -> str:
         """http://host:port for `ManagerClient`."""
-        return f"http://{join_host(self._host, self._group.port)}"
+        return f"http{'s' if self._tls else ''}://{join_host(self._host, self._group.port)}"
 
     def shutdown(self) -> None:
         """End the group's lease and stop listening. Idempotent."""

@@ -5,7 +5,8 @@ them meet. Both configure a new group there, the server as rank 0, the client as
 with it, on a thread of its own. When `forward` returns or raises, the server's end of the group is shut down, so that
 the client's collectives fail instead of waiting, and it opens a new session. Nothing of one session outlives it.
 
-With FT_TOKEN set, a session is given only to those who know it. The group's own connections know no tokens, and Gloo
+With FT_TOKEN set, a session is given only to those who know it, and with FT_TLS_* it is asked for over TLS; other
+machines are listened to only with one of them. The group's own connections know neither, and Gloo
 ends the process that receives more bytes than its tensor has: clients are trusted, as the ranks of a job are.
 Threads: one accepts, one per session. Invariant: at most MAX_SESSIONS at a time.
 """
@@ -23,12 +24,16 @@ import uuid
 from abc import ABC, abstractmethod
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
 from urllib.parse import urlsplit
 
+from ft_core.access import asks_nothing, check_listener, insecure, job_token
+from ft_core.certificates import CertificateFiles, Tls
 from ft_core.checkpointing.http import auth
 from ft_core.errors import CollectiveError, ConfigError
 from ft_core.network import advertised_host
 from ft_core.process_group import ProcessGroup, open_store
+from ft_core.rpc.channel import check_scheme
 
 __all__ = ["ParameterServer"]
 
@@ -48,21 +53,31 @@ class ParameterServer(ABC):
         port: to listen on for new sessions; 0: any free one.
         store_port: of the c10d store in which groups form; 0: any free one.
         hostname: what clients reach this machine by; None: FT_HOSTNAME, FT_INTERFACE, else the address of the default
-            route.
+            route, or 127.0.0.1 if there is neither a token nor certificates with a CA.
 
     Raises:
         ConfigError: a port is taken, or the host is not this machine.
     """
 
     def __init__(self, port: int, store_port: int = 0, *, hostname: str | None = None) -> None:
-        self._host = advertised_host(hostname or os.environ.get("FT_HOSTNAME"), os.environ.get("FT_INTERFACE"))
-        self._token = os.environ.get("FT_TOKEN", "")
+        self._token, trusts_all = job_token(os.environ), insecure(os.environ)
+        self._tls = Tls.from_env(os.environ)
+        named, interface = hostname or os.environ.get("FT_HOSTNAME"), os.environ.get("FT_INTERFACE")
+        if not (named or interface) and asks_nothing(self._token, self._tls, trusts_all):
+            named = "127.0.0.1"
+        self._host = advertised_host(named, interface)
+        check_listener(
+            f"hostname={self._host!r}: a parameter server", self._host, self._token, self._tls,
+            "whoever reaches it may open sessions", trusts_all,
+        )  # fmt: skip
+        if self._tls is not None:
+            self._tls.check_serves("sessions would be given out").check_names(self._host)
         self._lock = threading.Lock()
         self._groups: dict[str, ProcessGroup] = {}
         """Of the sessions that are open."""
         self._closed = False
         try:
-            self._server = _Server((self._host, port), self)
+            self._server = _Server((self._host, port), self, None if self._tls is None else self._tls.files())
         except OSError as error:
             raise ConfigError(f"port={port}: cannot listen on {self._host}: {error}; name another one, or 0") from None
         try:
@@ -79,8 +94,8 @@ class ParameterServer(ABC):
         return f"{type(self).__name__}({self.address()}, {len(self._groups)} sessions)"
 
     def address(self) -> str:
-        """http://host:port/new_session, for `new_session`."""
-        return f"http://{_bracketed(self._host)}:{self._server.server_address[1]}{PATH}"
+        """http://host:port/new_session (with certificates https://), for `new_session`."""
+        return f"http{'s' if self._tls else ''}://{_bracketed(self._host)}:{self._server.server_address[1]}{PATH}"
 
     @classmethod
     @abstractmethod
@@ -103,14 +118,22 @@ class ParameterServer(ABC):
         Shut the group down when it is no longer needed.
 
         Raises:
+            ConfigError: certificates are set on one side only.
             CollectiveError: the server is not there, refuses, or the group did not form.
         """
         request = urllib.request.Request(address)
-        token = os.environ.get("FT_TOKEN", "")
+        token, tls = job_token(os.environ), Tls.from_env(os.environ)
+        if tls is not None and not address.startswith("https:"):
+            raise ConfigError(
+                f"{address!r} does not use TLS, and FT_TLS_* are set here: set them there too, or unset them here"
+            )
+        check_scheme(address, "address", tls)
         if token:
             request.add_header("Authorization", auth.sign(token, "GET", urlsplit(address).path))
         try:
-            with urllib.request.urlopen(request, timeout=ASK_S) as answer:
+            context = None if tls is None else tls.files().look().client
+            opener = urllib.request.build_opener(_NoWayOn, urllib.request.HTTPSHandler(context=context))
+            with opener.open(request, timeout=ASK_S) as answer:
                 session = json.loads(answer.read(MAX_ANSWER_BYTES))
             where, session_id = str(session["store_addr"]), str(session["session_id"])
         except (OSError, ValueError, KeyError, TypeError) as error:  # urllib's own errors are OSErrors
@@ -166,15 +189,40 @@ class ParameterServer(ABC):
         return not self._token or auth.verify(self._token, "GET", PATH, header)
 
 
+class _NoWayOn(urllib.request.HTTPRedirectHandler):
+    """Whoever answers for the server does not send its clients elsewhere, and their proof of the token with them."""
+
+    def redirect_request(self, *_: object) -> None:
+        """None: a redirect is an error."""
+
+
 class _Server(ThreadingHTTPServer):
     """Listens for new sessions."""
 
     daemon_threads = True
 
-    def __init__(self, address: tuple[str, int], owner: ParameterServer) -> None:
+    def __init__(self, address: tuple[str, int], owner: ParameterServer, files: CertificateFiles | None) -> None:
         self.owner = owner
+        self._files = files
         self.address_family = socket.getaddrinfo(*address, type=socket.SOCK_STREAM)[0][0]
         super().__init__(address, _Handler)
+        if files is not None:
+            files.watch()
+
+    def get_request(self) -> tuple[socket.socket, Any]:
+        """A connection; with certificates, keys are agreed on by its own thread, when it reads."""
+        plain, where = super().get_request()
+        context = None if self._files is None else self._files.now.server
+        if context is None:
+            return plain, where
+        return context.wrap_socket(plain, server_side=True, do_handshake_on_connect=False), where
+
+    def server_close(self) -> None:
+        """Stop listening."""
+        super().server_close()
+        if self._files is not None:
+            self._files.unwatch()
+            self._files = None
 
 
 class _Handler(BaseHTTPRequestHandler):

@@ -154,7 +154,9 @@ class LighthouseSettings:
     boot_window_s: float = 0.5
     """After a start, leases that were never seen are unknown rather than dropped for this long (R9)."""
     grace_s: float = 0.1
-    token: str = ""
+    token: str = dataclasses.field(default="", repr=False)
+    admin_token: str = dataclasses.field(default="", repr=False)
+    """For orders to drain and exit; '': `token` is enough."""
     one_job: bool = False
     """It serves a single job and ends with it: no goodbye makes place for another one (R21)."""
 
@@ -176,10 +178,10 @@ def _positive(value: object) -> bool:
 
 KNOWN_ENVIRONMENT = (
     "FT_LIGHTHOUSE", "FT_REPLICA_ID", "FT_REPLICA_GROUP", "FT_NUM_REPLICA_GROUPS", "FT_MIN_REPLICAS", "FT_TIMEOUT_S",
-    "FT_MANAGER_PORT", "FT_HOSTNAME", "FT_INTERFACE", "FT_TOKEN", "FT_TLS_CERT", "FT_TLS_KEY", "FT_TLS_CA",
-    "FT_WITNESS", "FT_LIVENESS_S", "FT_GRACE_S", "FT_JOIN_S", "FT_CONNECT_S", "FT_QUORUM_S", "FT_HEAL_S",
-    "FT_TRANSFER_IDLE_S", "FT_AUTONOMY_S", "FT_ORPHAN_S", "FT_PROGRESS_S", "FT_RECONNECT_S", "FT_GROUP_ATTEMPT",
-    "FT_PREDECESSORS", "FT_FROM_SCRATCH", "FT_LOG", "FT_EVENTS",
+    "FT_MANAGER_PORT", "FT_HOSTNAME", "FT_INTERFACE", "FT_TOKEN", "FT_ADMIN_TOKEN", "FT_INSECURE", "FT_TLS_CERT",
+    "FT_TLS_KEY", "FT_TLS_CA", "FT_WITNESS", "FT_LIVENESS_S", "FT_GRACE_S", "FT_JOIN_S", "FT_CONNECT_S", "FT_QUORUM_S",
+    "FT_HEAL_S", "FT_TRANSFER_IDLE_S", "FT_AUTONOMY_S", "FT_ORPHAN_S", "FT_PROGRESS_S", "FT_RECONNECT_S",
+    "FT_GROUP_ATTEMPT", "FT_PREDECESSORS", "FT_FROM_SCRATCH", "FT_LOG", "FT_EVENTS",
 )  # fmt: skip
 _OVERRIDES = {
     f"FT_{name.upper()}": name
@@ -207,7 +209,7 @@ class Environment:
     manager_port: int | None
     hostname: str | None
     interface: str | None
-    token: str
+    token: str = dataclasses.field(repr=False)
     from_scratch: bool
     """A job that has committed, and whose state is lost, may begin again at step 0 (R21)."""
     events: str
@@ -266,13 +268,14 @@ class Environment:
             hostname=string("FT_HOSTNAME"),
             interface=string("FT_INTERFACE"),
             token=env.get("FT_TOKEN", ""),
-            from_scratch=_switch(env, "FT_FROM_SCRATCH"),
+            from_scratch=switch(env, "FT_FROM_SCRATCH"),
             events=env.get("FT_EVENTS", ""),
             overrides=overrides,
         )
 
 
-def _switch(env: Mapping[str, str], name: str) -> bool:
+def switch(env: Mapping[str, str], name: str) -> bool:
+    """Whether a variable says yes; not set: no. Raises ConfigError for anything but 1 and 0."""
     value = env.get(name, "").lower()
     if value not in ("", "0", "1", "false", "true"):
         raise ConfigError(f"{name}={env[name]!r} must be 1 (yes) or 0 (no)")
@@ -309,7 +312,7 @@ def parse_address(text: str, setting: str) -> tuple[str, int]:
         ConfigError: the form is wrong; the message names `setting`, the value and the forms that work.
     """
     bare = text
-    for scheme in ("http://", "https://", "grpc://"):
+    for scheme in ("http://", "https://", "grpc://", "grpcs://"):
         bare = bare.removeprefix(scheme)
     bare = bare.rstrip("/")
     host, separator, port = bare.rpartition(":")

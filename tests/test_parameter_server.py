@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import socket
 import threading
 import urllib.error
 import urllib.request
@@ -14,10 +15,13 @@ import torch
 
 from ft_core import ParameterServer, ProcessGroupGloo, parameter_server
 from ft_core.errors import CollectiveError, ConfigError
+from tests.certificates import Authority, environment
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
 
+    from ft_core.certificates import Tls
     from ft_core.process_group import ProcessGroup
 
 WAIT_S = 20.0
@@ -152,3 +156,68 @@ def test_a_port_that_is_taken(server: Adding) -> None:
 
     with pytest.raises(ConfigError, match=f"store_port={port}: no store can listen"):
         Stored()
+
+
+@pytest.fixture
+def encrypted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Tls:
+    tls = Authority().files(tmp_path / "tls")
+    for name, text in environment(tls).items():
+        monkeypatch.setenv(name, text)
+    return tls
+
+
+def test_sessions_are_asked_for_over_tls(encrypted: Tls, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    server = Adding()
+    assert server.address().startswith("https://127.0.0.1:")
+    silent = socket.create_connection(("127.0.0.1", server._server.server_address[1]))
+    pg = Adding.new_session(server.address())  # while somebody else's handshake hangs
+    assert ask(pg, 1.0) == 24.0
+    pg.shutdown()
+    silent.close()
+    with pytest.raises(ConfigError, match="does not use TLS, and FT_TLS_"):
+        Adding.new_session(server.address().replace("https:", "http:"))
+    for name, text in environment(Authority().files(tmp_path / "other")).items():
+        monkeypatch.setenv(name, text)
+    with pytest.raises(CollectiveError, match="certificate verify failed"):
+        Adding.new_session(server.address())
+    for name in environment(encrypted):
+        monkeypatch.delenv(name)
+    with pytest.raises(ConfigError, match="asks for TLS, and there are no certificates"):
+        Adding.new_session(server.address())
+    server.shutdown()
+
+
+def test_nobody_is_sent_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A redirect would take the proof of the token along, and leave TLS."""
+    monkeypatch.setenv("FT_TOKEN", "secret")
+    with socket.create_server(("127.0.0.1", 0)) as elsewhere, socket.create_server(("127.0.0.1", 0)) as listener:
+        elsewhere.setblocking(False)
+
+        def redirect() -> None:
+            with listener.accept()[0] as sock:
+                sock.recv(65536)
+                where = f"http://127.0.0.1:{elsewhere.getsockname()[1]}/new_session"
+                sock.sendall(f"HTTP/1.1 302 Found\r\nLocation: {where}\r\nContent-Length: 0\r\n\r\n".encode())
+
+        thread = threading.Thread(target=redirect, daemon=True)
+        thread.start()
+        with pytest.raises(CollectiveError, match="302"):
+            Adding.new_session(f"http://127.0.0.1:{listener.getsockname()[1]}/new_session")
+        thread.join(WAIT_S)
+        with pytest.raises(BlockingIOError):
+            elsewhere.accept()
+
+
+def test_for_other_machines_it_needs_a_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Public(Adding):
+        def __init__(self, hostname: str | None) -> None:
+            ParameterServer.__init__(self, 0, hostname=hostname)
+
+    with pytest.raises(ConfigError, match=r"hostname='0\.0\.0\.0': a parameter server without FT_TOKEN: whoever"):
+        Public("0.0.0.0")
+    alone = Public(None)
+    assert alone.address().startswith("http://127.0.0.1:")
+    alone.shutdown()
+    monkeypatch.setenv("FT_INSECURE", "1")
+    server = Public("0.0.0.0")
+    server.shutdown()

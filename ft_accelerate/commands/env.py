@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from ft_accelerate.yaml_config import Document
 
-SECRET = ("FT_TOKEN",)
+SECRET = ("FT_TOKEN", "FT_ADMIN_TOKEN")
 
 
 def main(argv: Sequence[str]) -> int:

@@ -34,7 +34,8 @@ class HTTPTransport(CheckpointTransport[T]):
     """Serves this replica's state and fetches from others.
 
     `timeout`: default deadline of a transfer. `num_chunks` is accepted for compatibility; state is always cut into
-    ranges of 4 MiB. `hostname`: what peers connect to (default: this machine's name). `bind`, `port`: where to listen.
+    ranges of 4 MiB. `hostname`: what peers connect to (default: this machine's name). `bind`, `port`: where to listen
+    (default: as `StateServer`: without a token on this machine only).
     `token`: the job's secret, default `FT_TOKEN`. `idle_s`: how long a donor may be silent.
     `tls`: the job's certificates, default `FT_TLS_*`.
     """
@@ -46,7 +47,7 @@ class HTTPTransport(CheckpointTransport[T]):
         *,
         hostname: str | None = None,
         token: str | None = None,
-        bind: str = "",
+        bind: str | None = None,
         port: int = 0,
         idle_s: float | None = None,
         tls: Tls | None = None,

@@ -22,6 +22,7 @@ from ft_core.control.group.server import GroupServer
 from ft_core.control.group.tls import group_tls
 from ft_core.control.lighthouse.lease_client import LeaseClient
 from ft_core.errors import RefusedError
+from ft_core.network import is_loopback
 from ft_core.protocol.group import events as ev
 from ft_core.protocol.group.follower import Broken, Follower, FollowerSettings, Unreachable
 from ft_core.protocol.group.ranks import Join
@@ -122,8 +123,14 @@ class LeaderControl:
         self, settings: LeaseSettings, handler: PushHandler, *, world_size: int, hostname: str = "", port: int = 0,
         drains: bool = False,
     ) -> None:  # fmt: skip
-        self._group = GroupServer(settings, handler, world_size=world_size, host="::", port=port, drains=drains)
-        self.address = join_host(hostname or reachable_host("::"), self._group.port)
+        host = hostname or reachable_host("::")
+        tls = group_tls(settings)
+        if tls is not None:
+            tls.check_names(host)
+        here = "127.0.0.1" if host == "localhost" else host
+        bind = here if is_loopback(here) else "::"
+        self._group = GroupServer(settings, handler, world_size=world_size, host=bind, port=port, drains=drains)
+        self.address = join_host(host, self._group.port)
 
     def __repr__(self) -> str:
         return f"LeaderControl({self._group!r}, {self._group.lease!r})"

@@ -12,6 +12,7 @@ import re
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from ft_core.access import ADMIN_TOKEN_FILE
 from ft_core.errors import ConfigError
 from ft_core.launch.exit_status import ALL, SUCCESS
 from ft_core.rpc.channel import release
@@ -132,6 +133,10 @@ def _control(out: argparse.ArgumentParser) -> None:
     add("--lighthouse-bind", metavar="HOST:PORT", help="where an embedded one listens (127.0.0.1:0)")
     add("--local-addr", metavar="HOST", help="address other hosts reach this one at (default: the one on "
         "the route to the lighthouse)")  # fmt: skip
+    add("--insecure", action="store_true", help="let workers that other machines reach listen without FT_TOKEN: "
+        "trust the whole network (FT_INSECURE)")  # fmt: skip
+    add(ADMIN_TOKEN_FILE, metavar="FILE", help="the token in this file drains groups, and an embedded lighthouse takes "
+        "drain and kill with no other; workers do not get it (FT_ADMIN_TOKEN, else FT_TOKEN is enough)")  # fmt: skip
     add("--timeout", type=float, metavar="S", help="FT_TIMEOUT_S: how long a silent peer is waited for")
     add(
         "--nnodes",

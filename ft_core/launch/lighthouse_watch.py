@@ -92,6 +92,7 @@ class Watch:
         address, token: of the lighthouse.
         changed: called on the watch's thread after each new picture.
         undrained: called with the group's name if nobody could be told to drain: signals have to do.
+        admin_token: for orders to drain; '': the token.
     """
 
     def __init__(
@@ -100,9 +101,10 @@ class Watch:
         token: str,
         changed: Callable[[], None],
         undrained: Callable[[str], None],
+        admin_token: str = "",
     ) -> None:
         self.address = address
-        self._token = token
+        self._token, self._admin_token = token, admin_token
         self._changed = changed
         self._undrained = undrained
         self._orders: queue.SimpleQueue[tuple[str, str, str]] = queue.SimpleQueue()
@@ -126,7 +128,7 @@ class Watch:
 
     def connect(self, timeout: timedelta) -> None:
         """Reach the lighthouse. Raises what LighthouseClient raises."""
-        self._client = LighthouseClient(self.address, timeout, token=self._token)
+        self._client = LighthouseClient(self.address, timeout, token=self._token, admin_token=self._admin_token)
 
     def start(self) -> None:
         """Start the thread; `connect` comes first."""
@@ -243,7 +245,7 @@ class Watch:
     def _drain(self, name: str, reason: str) -> None:
         try:
             told = self._client.drain(name, reason)
-        except RefusedError:  # a lighthouse without a token takes no orders
+        except RefusedError:  # a lighthouse without a token takes no orders, or this ftrun lacks the admin token
             told = []
         if not told:
             self._undrained(name)

@@ -20,6 +20,8 @@ import tempfile
 import warnings
 from typing import TYPE_CHECKING
 
+from ft_core.access import Tokens, check_listener, insecure, own_admin_token
+from ft_core.certificates import Tls
 from ft_core.errors import ConfigError
 from ft_core.launch.argument_parser import read
 from ft_core.launch.chaos_schedule import ChaosSettings
@@ -28,7 +30,7 @@ from ft_core.launch.restart_policy import RestartSettings
 from ft_core.launch.run_events import folder_for
 from ft_core.launch.spec import JobSpec, Script, Streams
 from ft_core.network import advertised_host
-from ft_core.rpc.channel import split_bind
+from ft_core.rpc.channel import check_scheme, split_bind
 from ft_core.settings import MAX_REPLICAS, Environment, parse_address
 
 if TYPE_CHECKING:
@@ -67,12 +69,15 @@ def parse(argv: Sequence[str], environ: Mapping[str, str]) -> JobSpec:
     tee, redirects = _streams(a.tee, "--tee", nproc), _streams(a.redirects, "--redirects", nproc)
     bind, run_id = a.lighthouse_bind or "127.0.0.1:0", _run_id(a.run_id)
     towards = parse_address(lighthouse, "--lighthouse")[0] if lighthouse else split_bind(bind, "--lighthouse-bind")[0]
+    host, token = _host(a, env, towards), env.token or ("" if lighthouse else secrets.token_hex(16))
+    admin = own_admin_token(environ, a.admin_token_file or "")
+    trusts_all = a.insecure or insecure(environ)
+    _check_doors(lighthouse, host, Tokens(token, admin), trusts_all, environ)
     return JobSpec(
         script=script, run_id=run_id, name=_name(a.name), first=first, groups=groups, max_groups=most,
         total=total, whole_job=whole, min_replicas=min_replicas, success=a.success, nproc=nproc, lighthouse=lighthouse,
         from_scratch=a.from_scratch or env.from_scratch,
-        lighthouse_bind=bind, token=env.token or ("" if lighthouse else secrets.token_hex(16)),
-        host=_host(a, env, towards), timeout_s=a.timeout,
+        lighthouse_bind=bind, token=token, admin_token=admin, insecure=trusts_all, host=host, timeout_s=a.timeout,
         stall_s=a.timeout or env.timeout_s or JobSpec.stall_s, connect_s=env.connect_s or JobSpec.connect_s,
         nodes=_nodes(a)[1], min_nodes=_nodes(a)[0], rdzv_endpoint=a.rdzv_endpoint or "",
         restarts=settings, monitor_s=a.monitor_interval, tee=tee, redirects=redirects,
@@ -200,10 +205,24 @@ def _check_control(a: argparse.Namespace, env: Environment, lighthouse: str, who
             "a part of a job (--replica, --replica-offset, --num-replicas, FT_NUM_REPLICA_GROUPS) needs the job's "
             "lighthouse: --lighthouse host:port or FT_LIGHTHOUSE (start one with ft-lighthouse)"
         )
-    if not env.token:
+    if not (env.token or a.insecure):
         raise ConfigError(
             f"--lighthouse-bind {a.lighthouse_bind} for groups elsewhere: set FT_TOKEN to the same secret everywhere"
         )
+
+
+def _check_doors(lighthouse: str, host: str, tokens: Tokens, trusts_all: bool, environ: Mapping[str, str]) -> None:
+    """What each worker would find out by itself, after all of them were started."""
+    tokens.check()
+    tls = Tls.from_env(environ)
+    if lighthouse:
+        check_scheme(lighthouse, "--lighthouse (FT_LIGHTHOUSE)", tls)
+    if tls is not None:
+        tls.check_serves("the workers' ranks and state would travel").check_names(host)
+    check_listener(
+        f"other machines reach the workers at {host} (--local-addr), where they listen", host, tokens.job, tls,
+        "whoever does may read the model, or take the place of a rank", trusts_all,
+    )  # fmt: skip
 
 
 def _nodes(a: argparse.Namespace) -> tuple[int, int]:

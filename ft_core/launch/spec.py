@@ -80,7 +80,11 @@ class JobSpec:
     lighthouse: str = ""
     """host:port; '': an embedded one."""
     lighthouse_bind: str = "127.0.0.1:0"
-    token: str = ""
+    token: str = field(default="", repr=False)
+    admin_token: str = field(default="", repr=False)
+    """What the lighthouse takes orders to drain and kill with; '': the token."""
+    insecure: bool = False
+    """Everybody on the network is trusted: the workers may listen for other machines without a token."""
     host: str = "127.0.0.1"
     """What the workers advertise."""
     timeout_s: float | None = None
@@ -153,6 +157,7 @@ class JobSpec:
             "FT_HOSTNAME": self.host,
             "TORCHELASTIC_MAX_RESTARTS": str(self.restarts.max_restarts),
             "FT_EVENTS": self.events,
+            "FT_ADMIN_TOKEN": "",  # who trains does not order others to end
         }
         if total:
             env["FT_NUM_REPLICA_GROUPS"] = env["NUM_REPLICA_GROUPS"] = str(total)
@@ -160,6 +165,8 @@ class JobSpec:
             env["FT_FROM_SCRATCH"] = "1"
         if self.token:
             env["FT_TOKEN"] = self.token
+        if self.insecure:
+            env["FT_INSECURE"] = "1"
         if self.timeout_s is not None:
             env["FT_TIMEOUT_S"] = f"{self.timeout_s:g}"
         devices = self.visible_devices(number)

@@ -102,11 +102,11 @@ class Supervisor:
             spec = self._open_log(stack)
             lighthouse = spec.lighthouse
             if not lighthouse:
-                server = self._embed()
+                server = self._embed(spec)
                 stack.callback(server.shutdown)
                 lighthouse = server.address()
             self._watch = Watch(
-                lighthouse, spec.token, lambda: self._put("picture"), lambda n: self._put("undrained", n)
+                lighthouse, spec.token, partial(self._put, "picture"), partial(self._put, "undrained"), spec.admin_token
             )
             self._apart = Apart(self._watch, self._say_about, self._total)
             self._watch.connect(timedelta(seconds=spec.connect_s))
@@ -169,12 +169,12 @@ class Supervisor:
         self.spec = replace(spec, events=self._log.folder)
         return self.spec
 
-    def _embed(self) -> LighthouseServer:
-        spec = self.spec
+    def _embed(self, spec: JobSpec) -> LighthouseServer:
         try:
             return LighthouseServer(
-                spec.lighthouse_bind, spec.min_replicas, token=spec.token, one_job=True, events=spec.events
-            )
+                spec.lighthouse_bind, spec.min_replicas, token=spec.token, admin_token=spec.admin_token,
+                insecure=spec.insecure, one_job=True, events=spec.events,
+            )  # fmt: skip
         except ConfigError as error:
             raise ConfigError(str(error).replace("bind=", "--lighthouse-bind ")) from None
 

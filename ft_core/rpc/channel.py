@@ -23,12 +23,12 @@ workers fork. A GRPC_VERBOSITY of the user's own is left alone.
 from __future__ import annotations
 
 import functools
-import hmac
 import importlib.metadata
 import os
 import socket
 
-from ft_core.certificates import Tls
+from ft_core.access import Tokens, check_token
+from ft_core.certificates import Loaded, Tls
 from ft_core.errors import ConfigError
 from ft_core.rpc.codec import MAX_PUSH_BYTES, MAX_REQUEST_BYTES
 from ft_core.settings import parse_address
@@ -46,7 +46,7 @@ __all__ = [
     "GROUP", "LIGHTHOUSE", "QUORUM_ANSWER_S", "Options", "Tls", "channel_options", "check_scheme", "explain", "grpc",
     "join_host", "open_channel",
     "reachable_host", "release", "server_credentials", "server_options", "split_bind", "status_of", "target",
-    "token_metadata", "token_refusal",
+    "order_refusal", "token_metadata", "token_refusal",
 ]  # fmt: skip
 
 TOKEN_KEY = "ft-token"
@@ -59,6 +59,8 @@ WINDOW_BYTES = 1 << 20
 CONNECT_ATTEMPT_S = 1.0
 """One attempt to connect gives up after this long; the next one starts afresh (a packet lost on the way costs no
 more)."""
+HANDSHAKE_S = 10.0
+"""How long a connection may take until keys and first settings are exchanged; who is silent is sent away then."""
 LIGHTHOUSE = "ft_training.v1.Lighthouse"
 GROUP = "ft_training.v1.Group"
 
@@ -66,17 +68,36 @@ Options = list[tuple[str, int]]
 
 
 def server_credentials(tls: Tls) -> grpc.ServerCredentials:
-    """Credentials of a server. Raises ConfigError naming the variable that is missing or unreadable."""
+    """Credentials of a server: each new connection gets what the files hold then, as `CertificateFiles` knows it.
+
+    Raises:
+        ConfigError: a file is missing or does not work; the message names its variable.
+    """
     if not tls.serves:
         raise ConfigError("TLS needs both FT_TLS_CERT and FT_TLS_KEY on a server")
-    ca = tls.read(tls.ca) if tls.ca else None
-    pair = tls.read(tls.key), tls.read(tls.cert)
-    return grpc.ssl_server_credentials([pair], ca, require_client_auth=ca is not None)
+    files = tls.files()
+    given = files.now
+
+    def changed() -> grpc.ServerCertificateConfiguration | None:
+        """Called by gRPC before every handshake, on a thread of its own that must not wait for a disk."""
+        nonlocal given
+        if files.now is given:
+            return None
+        given = files.now
+        return _shown(given)
+
+    # The stubs forget that None means: no change.
+    return grpc.dynamic_ssl_server_credentials(_shown(given), changed, tls.mutual)  # type: ignore[arg-type]
+
+
+def _shown(loaded: Loaded) -> grpc.ServerCertificateConfiguration:
+    return grpc.ssl_server_certificate_configuration([(loaded.key, loaded.cert)], loaded.ca or None)
 
 
 def _channel_credentials(tls: Tls) -> grpc.ChannelCredentials:
-    own = (tls.read(tls.key), tls.read(tls.cert)) if tls.serves else (None, None)
-    return grpc.ssl_channel_credentials(tls.read(tls.trusted()), *own)
+    loaded = tls.files().look()
+    own = (loaded.key, loaded.cert) if loaded.server is not None else (None, None)
+    return grpc.ssl_channel_credentials(loaded.trusted, *own)
 
 
 def server_options(liveness_s: float) -> Options:
@@ -84,6 +105,7 @@ def server_options(liveness_s: float) -> Options:
     ms = max(1, int(liveness_s * 1000))
     return [
         ("grpc.so_reuseport", 0),
+        ("grpc.server_handshake_timeout_ms", int(HANDSHAKE_S * 1000)),
         ("grpc.keepalive_time_ms", max(10, 3 * ms // 10)),
         ("grpc.keepalive_timeout_ms", max(1, 8 * ms // 10)),
         ("grpc.http2.ping_timeout_ms", max(1, 8 * ms // 10)),
@@ -133,7 +155,7 @@ def target(address: str, setting: str) -> str:
 
 def check_scheme(address: str, setting: str, tls: Tls | None) -> None:
     """Raise ConfigError if an address asks for TLS and there are no certificates: the token would travel in clear."""
-    if tls is None and address.startswith("https://"):
+    if tls is None and address.startswith(("https://", "grpcs://")):
         raise ConfigError(
             f"{setting}={address!r} asks for TLS, and there are no certificates: set FT_TLS_CA, FT_TLS_CERT and "
             "FT_TLS_KEY, or write http://"
@@ -153,22 +175,33 @@ def token_metadata(token: str) -> tuple[tuple[str, str], ...]:
     """Metadata of every call. Raises ConfigError if the token cannot travel in a header."""
     if not token:
         return ()
-    if not token.isascii() or not token.isprintable() or token != token.strip():
-        raise ConfigError("FT_TOKEN must consist of printable ASCII characters, without blanks at its ends")
-    return ((TOKEN_KEY, token),)
+    return ((TOKEN_KEY, check_token(token)),)
 
 
-def token_refusal(metadata: object, token: str, server: str) -> str:
+def _token_in(metadata: object) -> str | bytes | None:
+    return next((value for key, value in metadata or () if key == TOKEN_KEY), None)  # type: ignore[attr-defined]
+
+
+def token_refusal(metadata: object, tokens: Tokens, server: str) -> str:
     """Why a call with this metadata must not be served, or ''."""
-    if not token:
+    given = _token_in(metadata)
+    if tokens.admits(given):
         return ""
-    given = next((value for key, value in metadata or () if key == TOKEN_KEY), None)  # type: ignore[attr-defined]
     if given is None:
         return f"{server} needs a token: set FT_TOKEN to the value it was started with"
-    bare = given.encode() if isinstance(given, str) else bytes(given)
-    if not hmac.compare_digest(bare, token.encode()):
-        return f"FT_TOKEN differs from the one {server} was started with"
-    return ""
+    return f"FT_TOKEN differs from the one {server} was started with"
+
+
+def order_refusal(metadata: object, tokens: Tokens, server: str) -> str:
+    """Why an order to replicas with this metadata must not be carried out, or ''."""
+    if tokens.orders(_token_in(metadata)):
+        return ""
+    if tokens.admin:
+        return (
+            f"orders to drain or kill need the admin token here: set FT_ADMIN_TOKEN to the value {server} was started "
+            "with (FT_TOKEN alone lets a replica train)"
+        )
+    return "orders to replicas are only taken by a lighthouse that was started with FT_TOKEN or FT_ADMIN_TOKEN"
 
 
 def status_of(error: grpc.RpcError) -> grpc.StatusCode | None:

@@ -24,15 +24,15 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
-from ft_core.certificates import Diagnosis
 from ft_core.errors import ConfigError, LighthouseError, ProtocolError, RefusedError
 from ft_core.protocol.pushes import Acked, Refusal, Welcome
 from ft_core.rpc import codec
 from ft_core.rpc.channel import Tls, check_scheme, explain, grpc, open_channel, status_of, target, token_metadata
 from ft_core.settings import parse_address
+from ft_core.tls_diagnosis import Diagnosis
 
 if TYPE_CHECKING:
     from ft_core.protocol.lighthouse.events import Hello
@@ -60,7 +60,7 @@ class LeaseSettings:
     replica_id: str
     budget: TimeBudget
     room: str = "default"
-    token: str = ""
+    token: str = field(default="", repr=False)
     tls: Tls | None = None
     """None: what FT_TLS_* say."""
     setting: str = "lighthouse_addr (FT_LIGHTHOUSE)"
@@ -145,6 +145,8 @@ class StreamClient(ABC):
         self._metadata = token_metadata(settings.token)
         self._tls = settings.tls or Tls.from_env(os.environ)
         check_scheme(settings.address, settings.setting, self._tls)
+        if self._tls is not None:
+            self._tls.files().look()  # what cannot work is an error here, and no reason to try for ever
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
         self._outbox: deque[bytes] = deque()

@@ -25,10 +25,21 @@ from collections import deque
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ft_core.errors import ConfigError
-from ft_core.rpc.channel import TOKEN_KEY, Options, Tls, grpc, join_host, server_credentials, token_refusal
+from ft_core.rpc.channel import (
+    TOKEN_KEY,
+    Options,
+    Tls,
+    grpc,
+    join_host,
+    order_refusal,
+    server_credentials,
+    token_refusal,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
+
+    from ft_core.access import Tokens
 
 MAX_QUEUED = 1024
 MAX_QUEUED_BYTES = 16 << 20
@@ -152,21 +163,29 @@ class Timers:
 class Doorkeeper:
     """Compares the token of every call with the server's."""
 
-    def __init__(self, token: str, server: str) -> None:
-        self._token = token
+    def __init__(self, tokens: Tokens, server: str) -> None:
+        self._tokens = tokens
         self._server = server
         self._warned = False
 
     async def check(self, context: grpc.aio.ServicerContext[bytes, bytes]) -> None:
         """End a call that does not carry the token. A token that nobody asks for is logged, once."""
         metadata = context.invocation_metadata() or ()
-        if not self._token and not self._warned and any(key == TOKEN_KEY for key, _ in metadata):
+        if not (self._tokens.job or self._tokens.admin or self._warned) and any(
+            key == TOKEN_KEY for key, _ in metadata
+        ):
             self._warned = True
             who = urllib.parse.unquote(context.peer())
             _log.warning("%s sent a token but %s has none (FT_TOKEN): anybody may connect", who, self._server)
-        refusal = token_refusal(metadata, self._token, self._server)
+        refusal = token_refusal(metadata, self._tokens, self._server)
         if refusal:
             await context.abort(grpc.StatusCode.UNAUTHENTICATED, refusal)
+
+    async def check_order(self, context: grpc.aio.ServicerContext[bytes, bytes]) -> None:
+        """End a call that orders others about and whose token does not allow it."""
+        refusal = order_refusal(context.invocation_metadata() or (), self._tokens, self._server)
+        if refusal:
+            await context.abort(grpc.StatusCode.PERMISSION_DENIED, refusal)
 
 
 class LoopServer:
@@ -177,6 +196,7 @@ class LoopServer:
         self._name = name
         self._options = options
         self._tls = tls
+        self._files = None if tls is None else tls.files()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
         self._stop: asyncio.Event | None = None
@@ -196,17 +216,18 @@ class LoopServer:
         """
         ready: concurrent.futures.Future[int] = concurrent.futures.Future()
         where = join_host(host, port)
+        if self._files is not None:
+            self._files.watch()
         self._thread = threading.Thread(target=self._run, args=(where, handlers, ready), name=self._name, daemon=True)
         self._thread.start()
         try:
             self.port = ready.result()
-        except OSError:
-            self._thread.join()
+        except BaseException as error:
+            self._ended(self._thread)
             self._thread = None
-            raise ConfigError(f"{setting}={where!r} cannot be bound: {_why_not_bound(host, port)}") from None
-        except BaseException:
-            self._thread.join()
-            self._thread = None
+            if isinstance(error, OSError):
+                why = _why_not_bound(host, port)
+                raise ConfigError(f"{setting}={where!r} cannot be bound: {why}") from None
             raise
 
     def post(self, work: Callable[[], object]) -> bool:
@@ -243,9 +264,14 @@ class LoopServer:
         stop = self._stop
         if stop is not None:
             self.post(stop.set)
-        thread.join(timeout_s)
+        self._ended(thread, timeout_s)
         if thread.is_alive():
             _log.warning("%s did not end within %.1f s", self._name, timeout_s)
+
+    def _ended(self, thread: threading.Thread, timeout_s: float | None = None) -> None:
+        thread.join(timeout_s)
+        if self._files is not None:
+            self._files.unwatch()
 
     def _run(
         self,

@@ -25,6 +25,8 @@ from ft_core.rpc.loop_server import Doorkeeper, Stream, StreamDropped
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from ft_core.access import Tokens
+
 Context = grpc.aio.ServicerContext[bytes, bytes]
 
 
@@ -47,7 +49,7 @@ class StreamHost(ABC, Generic[C]):
     """Serves lasting streams; see the module's text.
 
     Args:
-        token: what callers have to show; '': nothing.
+        tokens: what callers have to show.
         first_s: how long an opened stream may take to send its first message.
         clock: seconds that never go back, for how long a stream has been silent.
     """
@@ -58,8 +60,8 @@ class StreamHost(ABC, Generic[C]):
     """What the first message is called."""
     _log: logging.Logger
 
-    def __init__(self, token: str, first_s: float, clock: Callable[[], float]) -> None:
-        self._door = Doorkeeper(token, self._name)
+    def __init__(self, tokens: Tokens, first_s: float, clock: Callable[[], float]) -> None:
+        self._door = Doorkeeper(tokens, self._name)
         self._first_s = first_s
         self._clock = clock
         self._streams: set[Stream] = set()
@@ -85,6 +87,10 @@ class StreamHost(ABC, Generic[C]):
     async def refuse_token(self, context: Context) -> None:
         """End a call that does not carry the token."""
         await self._door.check(context)
+
+    async def refuse_order(self, context: Context) -> None:
+        """End a call that orders replicas about without the token for it."""
+        await self._door.check_order(context)
 
     async def serve(self, _requests: object, context: Context) -> None:
         """Handler of a lasting stream."""

@@ -6,14 +6,16 @@
 from __future__ import annotations
 
 import secrets
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
+from ft_core.access import check_listener, insecure
 from ft_core.certificates import Tls
 from ft_core.errors import ConfigError
 from ft_core.network import advertised_host, is_loopback
 from ft_core.protocol.rank.settings import RankSettings
+from ft_core.rpc.channel import check_scheme
 from ft_core.runtime import notices
 from ft_core.settings import MAX_REPLICAS, Environment, TimeBudget, parse_address, whole_number
 
@@ -50,7 +52,7 @@ class Arguments:
     parity_sample_steps: int
     time_overrides: Mapping[str, float] | None
     expected_replicas: int | None
-    token: str | None
+    token: str | None = field(repr=False)
     exit_on_drain: bool
     on_exhausted: str | None
     room_id: str
@@ -74,7 +76,7 @@ class Config:
     host: str
     bind: str
     port: int
-    token: str
+    token: str = field(repr=False)
     tls: Tls | None
     expected: int
     init_sync: bool
@@ -107,7 +109,7 @@ def resolve(arguments: Arguments, variables: Mapping[str, str]) -> Config:
     if on_exhausted not in ON_EXHAUSTED:
         raise ConfigError(f"on_exhausted={a.on_exhausted!r} must be one of {', '.join(map(repr, ON_EXHAUSTED))}")
     budget = _budget(a, env)
-    lighthouse = _lighthouse(a, env, rank)
+    lighthouse = _lighthouse(a, env, rank, variables)
     expected = a.expected_replicas if a.expected_replicas is not None else env.num_replica_groups or 0
     if expected and expected < min_replicas:
         raise ConfigError(
@@ -120,6 +122,8 @@ def resolve(arguments: Arguments, variables: Mapping[str, str]) -> Config:
     store = _store_place(a, variables, world_size)
     towards = parse_address(lighthouse, "")[0] if lighthouse else store[0] if store else ""
     host = advertised_host(a.hostname or env.hostname, env.interface, towards)
+    token, tls = a.token if a.token is not None else env.token, _certificates(variables)
+    _check_doors(host, token, tls, variables)
     replica_id = f"{name}:{secrets.token_hex(4)}"
     return Config(
         rank_settings=RankSettings(
@@ -137,8 +141,8 @@ def resolve(arguments: Arguments, variables: Mapping[str, str]) -> Config:
         host=host,
         bind="" if not is_loopback(host) else "::1" if ":" in host else "127.0.0.1",
         port=a.port if a.port is not None else env.manager_port or 0,
-        token=a.token if a.token is not None else env.token,
-        tls=_certificates(variables),
+        token=token,
+        tls=tls,
         expected=expected,
         init_sync=a.init_sync,
         parity_check_every=a.parity_check_every, parity_sample_steps=a.parity_sample_steps,
@@ -160,7 +164,7 @@ def _place_in_group(a: Arguments, variables: Mapping[str, str]) -> tuple[int, in
     return rank, world_size
 
 
-def _lighthouse(a: Arguments, env: Environment, rank: int) -> str:
+def _lighthouse(a: Arguments, env: Environment, rank: int, variables: Mapping[str, str]) -> str:
     """Its address, which only rank 0 needs; empty: none was named."""
     lighthouse = a.lighthouse_addr or env.lighthouse or ""
     if not lighthouse and rank == 0:
@@ -168,7 +172,9 @@ def _lighthouse(a: Arguments, env: Environment, rank: int) -> str:
             "no lighthouse: pass lighthouse_addr='host:port' or set FT_LIGHTHOUSE; start one with `ft-lighthouse`"
         )
     if lighthouse:
-        parse_address(lighthouse, "lighthouse_addr" if a.lighthouse_addr else "FT_LIGHTHOUSE")
+        setting = "lighthouse_addr" if a.lighthouse_addr else "FT_LIGHTHOUSE"
+        parse_address(lighthouse, setting)
+        check_scheme(lighthouse, setting, Tls.from_env(variables))
     return lighthouse
 
 
@@ -187,6 +193,14 @@ def _certificates(variables: Mapping[str, str]) -> Tls | None:
     """A replica serves: its group's ranks, and its state to newcomers."""
     tls = Tls.from_env(variables)
     return None if tls is None else tls.check_serves("its ranks and its state would travel")
+
+
+def _check_doors(host: str, token: str, tls: Tls | None, variables: Mapping[str, str]) -> None:
+    """Refuse to serve ranks and state to anybody who comes."""
+    check_listener(
+        f"other machines reach this replica at {host!r} (FT_HOSTNAME), where it listens", host, token, tls,
+        "whoever does may read the model, or take the place of a rank", insecure(variables),
+    )  # fmt: skip
 
 
 def _budget(a: Arguments, env: Environment) -> TimeBudget:

@@ -12,12 +12,13 @@ from dataclasses import dataclass, replace
 from datetime import timedelta
 from threading import Lock
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 from ft_core.checkpointing import CheckpointTransport, HTTPTransport
 from ft_core.control.lighthouse.lease_client import LeaseSettings
 from ft_core.control.link import Control, LeaderControl, LocalControl, RankControl
 from ft_core.errors import ConfigError, LighthouseError
-from ft_core.network import is_here
+from ft_core.network import is_here, is_loopback
 from ft_core.process_group import ProcessGroup, create_store_client, open_store
 from ft_core.protocol.rank.rank import Rank
 from ft_core.runtime.communicators import Communicators
@@ -64,6 +65,8 @@ def start(config: Config, pg: ProcessGroup, transport: CheckpointTransport[Any] 
             timedelta(seconds=config.budget.heal_s), hostname=config.host, token=config.token or None,
             bind=config.bind, idle_s=config.budget.transfer_idle_s, tls=config.tls,
         )  # fmt: skip
+    else:
+        _check_reachable(transport, config.host)
     shell = RankShell(
         rank, communicators, Healing(transport, config.rank, config.budget.heal_s, settings.replica_id), config.budget
     )
@@ -75,6 +78,19 @@ def start(config: Config, pg: ProcessGroup, transport: CheckpointTransport[Any] 
         raise
     shell.control_ports = _ports(config, shell.control)
     return Parts(shell, store, store_address, secrets.randbits(62) | 1)
+
+
+def _check_reachable(transport: CheckpointTransport[Any], host: str) -> None:
+    """Raise ConfigError if others are to come to this machine, and the caller's transport listens for itself alone."""
+    try:
+        where = urlsplit(str(transport.metadata())).hostname or ""
+    except ValueError:
+        return  # no address: a transport of the caller's own
+    if is_loopback(where) and not is_loopback(host):
+        raise ConfigError(
+            f"checkpoint_transport listens at {transport.metadata()}, where only this machine reaches it, and others "
+            f"reach this replica at {host}: without a token it stays there. Set FT_TOKEN before it is made"
+        )
 
 
 def _open_store(config: Config) -> tuple[Store, str]:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import shutil
 import socket
-import subprocess
 import threading
 from datetime import timedelta
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -15,39 +14,25 @@ import torch
 from ft_core.certificates import Tls
 from ft_core.checkpointing import HTTPTransport, StateServer, fetch, get_blob, prefetch
 from ft_core.checkpointing.http import places
+from ft_core.checkpointing.http.connection import DonorConnection
 from ft_core.errors import ConfigError, HealError
+from tests.certificates import Authority
 from tests.checkpointing.conftest import MIB, Gate, Trainer, assert_same_state, make_state
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from concurrent.futures import ThreadPoolExecutor
-    from pathlib import Path
-
-pytestmark = pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl makes the certificates")
-
-
-def certificate(folder: Path, *, address: str = "127.0.0.1") -> Tls:
-    """For this machine, signed by itself: it is its own CA."""
-    cert, key = folder / "cert.pem", folder / "key.pem"
-    subprocess.run(
-        [
-            "openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes", "-days", "2",
-            "-subj", "/CN=ft", "-addext", f"subjectAltName=IP:{address}", "-keyout", str(key), "-out", str(cert),
-        ],
-        check=True, capture_output=True, timeout=20,
-    )  # fmt: skip
-    return Tls(str(cert), str(key), str(cert))
 
 
 @pytest.fixture(scope="module")
 def tls(tmp_path_factory: pytest.TempPathFactory) -> Tls:
-    return certificate(tmp_path_factory.mktemp("tls"))
+    return Authority().files(tmp_path_factory.mktemp("tls"))
 
 
 @pytest.fixture(scope="module")
 def other(tmp_path_factory: pytest.TempPathFactory) -> Tls:
     """That of another job."""
-    return certificate(tmp_path_factory.mktemp("other"))
+    return Authority().files(tmp_path_factory.mktemp("other"))
 
 
 @pytest.fixture
@@ -137,17 +122,35 @@ def test_nothing_can_be_read_on_the_wire(start: Start, tls: Tls) -> None:
     assert b"/state/" not in wire
 
 
-def test_who_has_no_certificate_of_the_job_gets_nothing(start: Start, tls: Tls, other: Tls) -> None:
+def test_who_has_no_certificate_of_the_job_gets_nothing(
+    start: Start, tls: Tls, other: Tls, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     server = start(tls)
     server.offer("t", {"x": 1})
     with pytest.raises(HealError, match="it uses TLS, and no certificates are set here"):
         fetch([server.address], "t", deadline_s=5)
     with pytest.raises(HealError, match="its certificate is none that FT_TLS_CA="):
         fetch([server.address], "t", tls=other, deadline_s=5)
+    both = tmp_path / "both.pem"
+    both.write_bytes(Path(tls.ca).read_bytes() + Path(other.ca).read_bytes())
     with pytest.raises(HealError, match="does not accept this replica's certificate"):
-        fetch([server.address], "t", tls=Tls(other.cert, other.key, tls.ca), deadline_s=5)
+        fetch([server.address], "t", tls=Tls(other.cert, other.key, str(both)), deadline_s=5)
     with pytest.raises(HealError, match="does not accept this replica's certificate"):
         fetch([server.address], "t", tls=Tls(ca=tls.ca), deadline_s=5)
+
+    send, end = DonorConnection.request, threading.Event()
+
+    def late(connection: DonorConnection, target: str) -> None:
+        for _ in range(2000):
+            if not server._connections:  # it has hung up
+                break
+            end.wait(0.005)
+        send(connection, target)
+
+    monkeypatch.setattr(DonorConnection, "request", late)
+    with pytest.raises(HealError, match="does not accept this replica's certificate"):
+        fetch([server.address], "t", tls=Tls(ca=tls.ca), deadline_s=20)
+    monkeypatch.undo()
     clear = socket.create_connection(("127.0.0.1", int(server.address.rpartition(":")[2])))
     with clear:
         clear.settimeout(10)
@@ -175,11 +178,15 @@ def test_nothing_is_received_from_who_does_not_encrypt(start: Start, tls: Tls) -
 
 
 def test_a_certificate_for_another_address_is_refused(start: Start, tmp_path: Path) -> None:
-    elsewhere = certificate(tmp_path, address="10.9.8.7")
-    server = start(elsewhere)
+    """By the server itself, and by a client that comes by another way."""
+    elsewhere = Authority().files(tmp_path / "elsewhere", ["10.9.8.7"])
+    with pytest.raises(ConfigError, match=r"is not made for 127\.0\.0\.1, at which others reach this process"):
+        start(elsewhere)
+    server = StateServer(bind="127.0.0.1", hostname="10.9.8.7", tls=elsewhere).start()
     server.offer("t", {"x": 1})
-    with pytest.raises(HealError, match="not made for this address"):
-        fetch([server.address], "t", tls=elsewhere, deadline_s=5)
+    with pytest.raises(HealError, match=r"not made for this address \(IP address mismatch"):
+        fetch([server.address.replace("10.9.8.7", "127.0.0.1")], "t", tls=elsewhere, deadline_s=5)
+    server.shutdown()
 
 
 def test_a_server_without_its_own_certificate_does_not_start(tls: Tls) -> None:

@@ -508,9 +508,9 @@ def test_a_port_in_use_is_a_config_error(donor: Start) -> None:
 def test_where_it_listens(bind: str) -> None:
     if bind == "::1" and not socket.has_dualstack_ipv6():
         pytest.skip("no IPv6 here")
-    server = StateServer(bind=bind, hostname=None if bind.endswith("1") else "localhost").start()
+    server = StateServer("secret", bind=bind, hostname=None if bind.endswith("1") else "localhost").start()
     try:
         server.offer("t", {"x": 1})
-        assert fetch([server.address], "t").state == {"x": 1}
+        assert fetch([server.address], "t", token="secret").state == {"x": 1}
     finally:
         server.shutdown()

@@ -207,7 +207,7 @@ def test_nobody_there_and_wrong_addresses() -> None:
 
 
 def test_a_group_through_manager_server_and_clients(lighthouse: LighthouseServer) -> None:
-    server = ManagerServer("g:1", lighthouse.address(), "127.0.0.1", "[::]:0", "store:1", 2, connect_timeout=SOON)
+    server = ManagerServer("g:1", lighthouse.address(), "127.0.0.1", "127.0.0.1:0", "store:1", 2, connect_timeout=SOON)
     ranks = [
         ManagerClient(server.address(), SOON, replica_id="g:1", group_rank=r, world_size=2, store_address=f"s{r}")
         for r in range(2)
@@ -232,7 +232,7 @@ def test_a_group_through_manager_server_and_clients(lighthouse: LighthouseServer
 def test_a_manager_client_needs_nothing_but_the_address(
     lighthouse: LighthouseServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    server = ManagerServer("g:1", lighthouse.address(), "127.0.0.1", "[::]:0", "store:1", 2, connect_timeout=SOON)
+    server = ManagerServer("g:1", lighthouse.address(), "127.0.0.1", "127.0.0.1:0", "store:1", 2, connect_timeout=SOON)
     ranks = [ManagerClient(server.address(), SOON)]
     monkeypatch.setenv("RANK", "1")
     ranks.append(ManagerClient(server.address(), connect_timeout=SOON))

@@ -442,8 +442,11 @@ def test_the_command_line_names_what_the_user_wrote(
         ({"join_timeout_ms": -5}, "join_timeout_ms=-5 must be a number of milliseconds"),
         ({"liveness_ms": 0}, "liveness_ms"),
         ({"grace_ms": 5000}, "grace_ms=5000 must not be above liveness_ms=1000"),
-        ({"bind": "nosuchhost.invalid:2000"}, "'nosuchhost.invalid' cannot be resolved .*use an address of this"),
-        ({"bind": "192.0.2.1:2000"}, r"192\.0\.2\.1 is not an address of this machine; use"),
+        (
+            {"bind": "nosuchhost.invalid:2000", "token": "secret"},
+            "'nosuchhost.invalid' cannot be resolved .*use an address of this",
+        ),
+        ({"bind": "192.0.2.1:2000", "token": "secret"}, r"192\.0\.2\.1 is not an address of this machine; use"),
         ({"token": "two\nlines"}, "FT_TOKEN"),
     ],
 )

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import shutil
+import re
 import socket
-import subprocess
 import threading
 from dataclasses import replace
 from datetime import timedelta
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -18,37 +18,22 @@ from ft_core.control.lighthouse.lease_client import LeaseClient, LeaseSettings
 from ft_core.coordination import LighthouseClient, LighthouseServer
 from ft_core.errors import ConfigError, LighthouseError
 from ft_core.protocol.lighthouse.events import Hello
+from tests.certificates import Authority, alone, write
 from tests.control.recorder import BUDGET, Recorder
 
 if TYPE_CHECKING:
     import ssl
-    from pathlib import Path
-
-pytestmark = pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl makes the certificates")
-
-
-def certificate(folder: Path) -> Tls:
-    """For this machine, signed by itself: it is its own CA."""
-    cert, key = folder / "cert.pem", folder / "key.pem"
-    subprocess.run(
-        [
-            "openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes", "-days", "2",
-            "-subj", "/CN=ft", "-addext", "subjectAltName=IP:127.0.0.1", "-keyout", str(key), "-out", str(cert),
-        ],
-        check=True, capture_output=True, timeout=20,
-    )  # fmt: skip
-    return Tls(str(cert), str(key), str(cert))
 
 
 @pytest.fixture(scope="module")
 def tls(tmp_path_factory: pytest.TempPathFactory) -> Tls:
-    return certificate(tmp_path_factory.mktemp("tls"))
+    return Authority().files(tmp_path_factory.mktemp("tls"))
 
 
 @pytest.fixture(scope="module")
 def other(tmp_path_factory: pytest.TempPathFactory) -> Tls:
     """That of another job."""
-    return certificate(tmp_path_factory.mktemp("other"))
+    return Authority().files(tmp_path_factory.mktemp("other"))
 
 
 @pytest.fixture(autouse=True)
@@ -108,10 +93,11 @@ def test_https_without_certificates_is_an_error_before_anything_is_sent() -> Non
         ("other pair", "full", "it does not accept the certificate FT_TLS_CERT="),
     ],
 )
-def test_a_mismatch_is_named(here: str, there: str, says: str, tls: Tls, other: Tls) -> None:
+def test_a_mismatch_is_named(here: str, there: str, says: str, tls: Tls, other: Tls, tmp_path: Path) -> None:
+    by_itself = alone()
     sets = {
-        "none": None, "full": tls, "pair": replace(tls, ca=""), "ca": Tls(ca=tls.ca), "other ca": Tls(ca=other.ca),
-        "other pair": replace(other, ca=tls.ca),
+        "none": None, "full": tls, "pair": write(tmp_path / "alone", by_itself.pem, by_itself.key_pem()),
+        "ca": Tls(ca=tls.ca), "other ca": Tls(ca=other.ca), "other pair": replace(other, ca=both(tmp_path, tls, other)),
     }  # fmt: skip
     server = LighthouseServer("127.0.0.1:0", tls=sets[there], token="")
     where = server.address().partition("://")[2]
@@ -125,6 +111,30 @@ def test_a_mismatch_is_named(here: str, there: str, says: str, tls: Tls, other: 
     finally:
         one.shutdown()
         server.shutdown()
+
+
+def test_a_certificate_that_expires_meanwhile_is_named(tls: Tls, tmp_path: Path) -> None:
+    """It was good when this process read it."""
+    authority = Authority()
+    theirs, mine = (authority.files(tmp_path / name, days=days) for name, days in (("them", 2), ("me", 2 / 86400)))
+    server = LighthouseServer("127.0.0.1:0", tls=theirs, token="")
+    try:
+        failed: LighthouseError | None = None
+        while failed is None:
+            try:
+                LighthouseClient(server.address(), timedelta(seconds=5), tls=mine, token="").close()
+            except LighthouseError as error:
+                failed = error
+        assert re.search("FT_TLS_CERT='.*/me/cert.pem', which has expired: replace the file", str(failed))
+    finally:
+        server.shutdown()
+
+
+def both(folder: Path, one: Tls, other: Tls) -> str:
+    """A file with two CAs, which trusts what either has signed."""
+    path = folder / "both.pem"
+    path.write_bytes(Path(one.ca).read_bytes() + Path(other.ca).read_bytes())
+    return str(path)
 
 
 def test_a_ca_alone_does_not_leave_the_group_in_clear(tls: Tls, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -146,7 +156,7 @@ def test_a_certificate_and_its_key_belong_together() -> None:
     assert Tls.from_env({}) is None
 
 
-def test_python_sockets_use_the_same_certificates(tls: Tls, other: Tls) -> None:
+def test_python_sockets_use_the_same_certificates(tls: Tls, other: Tls, tmp_path: Path) -> None:
     """What the data plane takes its contexts from."""
     seen: list[str] = []
 
@@ -160,17 +170,15 @@ def test_python_sockets_use_the_same_certificates(tls: Tls, other: Tls) -> None:
                 plain.close()
 
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        thread = threading.Thread(target=serve, args=(listener, tls.server_context()), daemon=True)
+        thread = threading.Thread(target=serve, args=(listener, tls.files().now.server), daemon=True)
         thread.start()
-        for mine in (replace(other, ca=tls.ca), tls):
+        for mine in (replace(other, ca=both(tmp_path, tls, other)), tls):
             plain = socket.create_connection(listener.getsockname(), 5)
             try:
-                with mine.client_context().wrap_socket(plain, server_hostname="127.0.0.1") as stream:
+                with mine.files().now.client.wrap_socket(plain, server_hostname="127.0.0.1") as stream:
                     stream.sendall(b"state")
                     stream.recv(1)
             except OSError:
                 plain.close()
         thread.join(5)
     assert seen == ["state"]
-    with pytest.raises(ConfigError, match="FT_TLS_CERT and FT_TLS_KEY too"):
-        Tls(ca=tls.ca).server_context()

@@ -169,7 +169,7 @@ def test_the_environment_speaks_where_the_line_is_silent(script: str) -> None:
 
 
 def test_workers_wait_for_groups_that_start_late_and_for_a_lighthouse_elsewhere(script: str) -> None:
-    embedded, elsewhere = job(script), job(script, "--lighthouse a:1")
+    embedded, elsewhere = job(script), job(script, "--lighthouse 127.0.0.1:1")
     assert embedded.patience({}) == {"FT_QUORUM_S": "900"}
     assert elsewhere.patience({}) == {"FT_QUORUM_S": "900", "FT_CONNECT_S": "300"}
     for theirs in ("FT_QUORUM_S", "TORCHFT_QUORUM_TIMEOUT_SEC"):
@@ -241,6 +241,12 @@ REFUSED = [
     ("--replicas 2 --replica-offset 2", ["part of a job", "--lighthouse host:port"]),
     ("--replicas 2 --num-replicas 3", ["part of a job", "--lighthouse host:port"]),
     ("--replica 0 --lighthouse-bind 0.0.0.0:29510", ["--lighthouse-bind 0.0.0.0:29510", "FT_TOKEN"]),
+    ("--lighthouse 127.0.0.1:1 --replica 0 --local-addr 192.0.2.7",
+     ["other machines reach the workers at 192.0.2.7 (--local-addr)", "without FT_TOKEN", "FT_INSECURE=1"]),
+    ("--lighthouse https://127.0.0.1:1", ["'https://127.0.0.1:1' asks for TLS", "set FT_TLS_CA"]),
+    ("--lighthouse grpcs://127.0.0.1:1", ["asks for TLS", "FT_TLS_CERT"]),
+    ("--admin-token-file /nowhere", ["--admin-token-file /nowhere cannot be read: No such file"]),
+    ("--admin-token-file /dev/null", ["--admin-token-file /dev/null is empty"]),
     ("--lighthouse nohost", ["--lighthouse='nohost'", "host:port"]),
     ("--lighthouse host:99999", ["--lighthouse='host:99999'", "65535"]),
     (f"{REMOTE} --lighthouse-bind :0", ["--lighthouse 127.0.0.1:1", "--lighthouse-bind :0", "leave one"]),

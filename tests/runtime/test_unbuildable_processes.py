@@ -34,7 +34,7 @@ def test_survivors_train_on(forge: Forge, broken: dict[str, object], complaint: 
         survivors = [cluster.start(other) for other in "ab"]
         for survivor in survivors:
             survivor.wait_step(20)
-        bad = cluster.start("z", LOG=1, MASTER_ADDR=HERE, MASTER_PORT=store.port, **broken)
+        bad = cluster.start("z", LOG=1, FT_INSECURE=1, MASTER_ADDR=HERE, MASTER_PORT=store.port, **broken)
         bad.wait_for(lambda: any("is held back for" in line for line in bad.errors), "was told that it is held back")
         began = max(survivor.step() for survivor in survivors)
         for survivor in survivors:

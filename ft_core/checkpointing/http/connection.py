@@ -14,16 +14,19 @@ import ssl
 import threading
 import time
 from dataclasses import dataclass
-from typing import Final
+from typing import TYPE_CHECKING, Final
 from urllib.parse import urlsplit
 
-from ft_core.certificates import Diagnosis, Tls
 from ft_core.checkpointing.http import auth
 from ft_core.checkpointing.http.byte_stream import HEAD_BYTES_MAX, ByteStream
 from ft_core.checkpointing.http.sockets import cut, track
 from ft_core.checkpointing.http.wire import BUSY, TRAILER, TRAILER_OK, parse_fields
 from ft_core.checkpointing.tensor_bytes import checksum
 from ft_core.errors import ConfigError, HealError
+from ft_core.tls_diagnosis import Diagnosis
+
+if TYPE_CHECKING:
+    from ft_core.certificates import Tls
 
 RETRY_S_MAX: Final = 5
 """Longest `Retry-After` that is believed."""
@@ -31,15 +34,22 @@ RETRY_S_MAX: Final = 5
 
 @dataclass(frozen=True)
 class ClientTls:
-    """The job's certificates, and what was made of them: once for all connections of a transfer."""
+    """The job's certificates, looked at once for all connections of a transfer."""
 
     files: Tls
-    context: ssl.SSLContext
 
     @classmethod
     def of(cls, files: Tls | None) -> ClientTls | None:
-        """Read the files. Raises ConfigError."""
-        return None if files is None else cls(files, files.client_context())
+        """Look at the files. Raises ConfigError."""
+        if files is None:
+            return None
+        files.files().look()
+        return cls(files)
+
+    @property
+    def context(self) -> ssl.SSLContext:
+        """Of the certificates that are in force."""
+        return self.files.files().now.client
 
 
 class Refused(HealError):
@@ -154,7 +164,20 @@ class DonorConnection:
         lines = [f"GET {target} HTTP/1.1", f"Host: {self._host}:{self._port}"]
         if self._token is not None:
             lines.append(f"Authorization: {auth.sign(self._token, 'GET', target)}")
-        self._open_stream().send(["\r\n".join([*lines, "", ""]).encode("ascii")])
+        stream = self._open_stream()
+        try:
+            stream.send(["\r\n".join([*lines, "", ""]).encode("ascii")])
+        except BlockingIOError:
+            raise
+        except OSError as error:
+            # Who refuses a certificate does so after the keys were agreed on (TLS 1.3): the reason came before its end.
+            try:
+                stream.receive(memoryview(bytearray(1)))
+            except ssl.SSLError as reason:
+                raise reason from None
+            except OSError:
+                raise error from None
+            raise
 
     def head(self) -> tuple[int, dict[str, str]]:
         """Read a response head: body length and headers. Any status but 200 is raised as `Refused`."""

@@ -21,32 +21,33 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import select
 import socket
 import threading
 import time
 from typing import TYPE_CHECKING, Final
 
+from ft_core.access import asks_nothing, check_listener
+from ft_core.access import insecure as trusts_all
 from ft_core.checkpointing.http.answers import Answers
 from ft_core.checkpointing.http.byte_stream import HEAD_S, ByteStream, Meter
 from ft_core.checkpointing.http.places import Guest, Places
-from ft_core.checkpointing.http.sockets import cut, track
+from ft_core.checkpointing.http.sockets import cut, listen, track
 from ft_core.checkpointing.http.wire import BUSY, Cut, NotYet, Refusal, Request, head, read_request
 from ft_core.checkpointing.offer import Offer
 from ft_core.checkpointing.offers import OfferBook
 from ft_core.errors import ConfigError, UsageError
-from ft_core.network import advertised_host
+from ft_core.network import advertised_host, is_loopback
 
 if TYPE_CHECKING:
-    import ssl
     from collections.abc import Callable, Container
 
-    from ft_core.certificates import Tls
+    from ft_core.certificates import CertificateFiles, Tls
     from ft_core.checkpointing.receive_plan import ReceivePlan
 
 logger = logging.getLogger(__name__)
 
-BACKLOG: Final = 512
 KEEPALIVE_S: Final = 30.0
 """Longest a connection may be idle, or take nothing of an answer, also if nobody waits."""
 LOOK_S: Final = 0.25
@@ -81,22 +82,25 @@ class StateServer:
         self,
         token: str | None = None,
         *,
-        bind: str = "",
+        bind: str | None = None,
         hostname: str | None = None,
         port: int = 0,
         tls: Tls | None = None,
     ) -> None:
         """`bind`: address to listen on ("" = all interfaces). `hostname`: what peers connect to.
 
+        What other machines reach needs a token, or certificates with a CA (`start`). None: all interfaces if there is
+        either, or others are to connect to `hostname`; else this machine only.
         `tls`: the job's certificates; with them nothing is served in clear, and with a CA only to its holders.
         """
         if token == "":
             raise ConfigError("token must not be an empty string; unset FT_TOKEN or give it a value")
         self._token = token
         self._tls = tls
-        self._context: ssl.SSLContext | None = None
-        self._bind = bind
         self._hostname = hostname
+        self._files: CertificateFiles | None = None
+        """Of what it encrypts with, once it has started."""
+        self._bind = bind if bind is not None else self._default_bind()
         self._port = port
         self._book = OfferBook(self._wake_up)
         self._answers = Answers(self._book, token)
@@ -121,36 +125,38 @@ class StateServer:
 
     # -- life cycle
 
+    def _default_bind(self) -> str:
+        here = self._hostname is None or is_loopback(self._hostname)
+        return "127.0.0.1" if here and asks_nothing(self._token or "", self._tls, trusts_all(os.environ)) else ""
+
     def start(self) -> StateServer:
-        """Listen. `ConfigError` if the address cannot be bound."""
+        """Listen. `ConfigError` if the address cannot be bound, or anybody could read the state there."""
         if self._listener is not None or self._stopped:
             raise UsageError("StateServer.start() may be called once")
-        self._context = None if self._tls is None else self._tls.server_context()
-        self._listener = self._listen()
+        check_listener(
+            f"the server of this replica's state (bind={self._bind!r})", self._bind or "::", self._token or "",
+            self._tls, "whoever reaches this address may read the model", trusts_all(os.environ),
+        )  # fmt: skip
+        bound = self._bind if self._bind not in ("", "::", "0.0.0.0") else None
+        host = advertised_host(self._hostname or bound, None)
+        if self._tls is not None:
+            files = self._tls.check_serves("what this server sends would go out").check_names(host).files()
+            files.watch()
+            self._files = files
+        try:
+            self._listener = listen(self._bind, self._port)
+        except BaseException:
+            self.shutdown()
+            raise
         self._wake = socket.socketpair()
         for sock in (self._listener, *self._wake):
             track(sock)
-        bound = self._bind if self._bind not in ("", "::", "0.0.0.0") else None
-        host = advertised_host(self._hostname or bound, None)
         port = self._listener.getsockname()[1]
-        scheme = "http" if self._context is None else "https"
+        scheme = "http" if self._files is None else "https"
         self._address = f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
         self._thread = threading.Thread(target=self._accept_loop, name="ft-heal-accept", daemon=True)
         self._thread.start()
         return self
-
-    def _listen(self) -> socket.socket:
-        try:
-            if self._bind in ("", "::") and socket.has_dualstack_ipv6():
-                with contextlib.suppress(OSError):
-                    return socket.create_server(
-                        ("", self._port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=BACKLOG
-                    )
-            family = socket.AF_INET6 if ":" in self._bind else socket.AF_INET
-            return socket.create_server((self._bind, self._port), family=family, backlog=BACKLOG)
-        except OSError as e:
-            where = f"bind={self._bind!r}, port={self._port}: {e}"
-            raise ConfigError(f"cannot listen for healing peers on {where}; choose another address or port 0") from e
 
     @property
     def address(self) -> str:
@@ -180,6 +186,8 @@ class StateServer:
         for sock in (self._listener, *(self._wake or ())):
             if sock is not None:
                 sock.close()
+        if self._files is not None:
+            self._files.unwatch()
 
     # -- what the training thread calls
 
@@ -326,8 +334,9 @@ class StateServer:
         self._watched = wanted
 
     def _admit(self, sock: socket.socket, peer: str) -> None:
-        if self._context is not None:
-            sock = self._context.wrap_socket(sock, server_side=True, do_handshake_on_connect=False)
+        context = None if self._files is None else self._files.now.server
+        if context is not None:
+            sock = context.wrap_socket(sock, server_side=True, do_handshake_on_connect=False)
         track(sock)
         connection = _Connection(sock, peer)
         with self._lock:
@@ -338,7 +347,7 @@ class StateServer:
         body = b"busy: too many receivers wait already\n"
         with contextlib.suppress(OSError):
             sock.setblocking(False)
-            if self._context is None:  # else it takes the end of the connection for it
+            if context is None:  # else it takes the end of the connection for it
                 sock.send(head(BUSY, len(body), f"Retry-After: {RETRY_S}\r\n") + body)
             socket.socket.shutdown(sock, socket.SHUT_WR)
         if len(self._lingering) >= LINGER_MAX:

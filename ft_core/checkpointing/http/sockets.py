@@ -13,9 +13,12 @@ import contextlib
 import socket
 import struct
 import weakref
+from typing import Final
 
+from ft_core.errors import ConfigError
 from ft_core.process_group.fork_safety import close_in_child
 
+BACKLOG: Final = 512
 _open: weakref.WeakSet[socket.socket] = weakref.WeakSet()
 
 
@@ -30,6 +33,19 @@ def _fds() -> list[int]:
 
 
 close_in_child(_fds)
+
+
+def listen(bind: str, port: int) -> socket.socket:
+    """A socket that listens there ("": on all interfaces). `ConfigError` if it cannot."""
+    try:
+        if bind in ("", "::") and socket.has_dualstack_ipv6():
+            with contextlib.suppress(OSError):
+                return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=BACKLOG)
+        family = socket.AF_INET6 if ":" in bind else socket.AF_INET
+        return socket.create_server((bind, port), family=family, backlog=BACKLOG)
+    except OSError as e:
+        where = f"bind={bind!r}, port={port}: {e}"
+        raise ConfigError(f"cannot listen for healing peers on {where}; choose another address or port 0") from e
 
 
 def set_timeouts(sock: socket.socket, *, receive_s: float, send_s: float) -> None:

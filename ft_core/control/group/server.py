@@ -15,11 +15,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import threading
 import time
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from ft_core.access import Tokens, check_listener, insecure
 from ft_core.control.group.pending_votes import Waiting
 from ft_core.control.group.tls import group_tls
 from ft_core.control.lighthouse.lease_client import LeaseClient
@@ -32,7 +34,7 @@ from ft_core.protocol.lighthouse.events import Left
 from ft_core.protocol.pushes import Acked, Answer, Order, Refusal, Welcome
 from ft_core.protocol.types import VOID, Verdict, Version
 from ft_core.rpc import codec
-from ft_core.rpc.channel import GROUP, grpc, server_options
+from ft_core.rpc.channel import GROUP, grpc, join_host, server_options
 from ft_core.rpc.loop_server import LoopServer
 from ft_core.rpc.stream_host import Caller, StreamHost
 
@@ -84,7 +86,7 @@ class GroupServer(StreamHost[RankCaller]):
         if world_size < 1:
             raise ConfigError(f"world_size={world_size} must be at least 1")
         budget = settings.budget
-        super().__init__(settings.token, budget.connect_s, time.monotonic)
+        super().__init__(Tokens(settings.token), budget.connect_s, time.monotonic)
         self.settings = settings
         self.waiting = Waiting(settings.replica_id, budget.grace_s)
         self._handler = handler
@@ -110,7 +112,12 @@ class GroupServer(StreamHost[RankCaller]):
         self._all_left = threading.Event()
         """Every rank has said goodbye."""
         self.lease = LeaseClient(settings, self)
-        self._server = LoopServer("ft-group", server_options(budget.liveness_s), group_tls(settings))
+        tls = group_tls(settings)
+        check_listener(
+            f"the server of this replica's ranks (bind={join_host(host, port)})", host, settings.token, tls,
+            "whoever reaches this address may take the place of a rank", insecure(os.environ),
+        )  # fmt: skip
+        self._server = LoopServer("ft-group", server_options(budget.liveness_s), tls)
         join: grpc.RpcMethodHandler[bytes, bytes] = grpc.stream_stream_rpc_method_handler(self.serve)
         self._server.start(host, port, "FT_MANAGER_PORT", {GROUP: {"Join": join}})
         self.port = self._server.port

@@ -17,9 +17,10 @@ import signal
 import sys
 from typing import TYPE_CHECKING
 
-from ft_core.control.lighthouse.server import OPEN, LighthouseServer, open_to_all
+from ft_core.access import ADMIN_TOKEN_FILE, own_admin_token
+from ft_core.control.lighthouse.server import LighthouseServer
 from ft_core.errors import ConfigError
-from ft_core.rpc.channel import Tls, release, split_bind
+from ft_core.rpc.channel import release
 from ft_core.settings import MAX_REPLICAS
 
 if TYPE_CHECKING:
@@ -63,7 +64,14 @@ def _parser() -> argparse.ArgumentParser:
         help="host:port to listen on (default %(default)s, this machine only; [::]:29510: all addresses; port 0: any "
         "free one)",
     )
-    option("insecure", action="store_true", help="listen for other machines without FT_TOKEN: trust the whole network")
+    option(
+        "insecure", action="store_true",
+        help="listen for other machines without FT_TOKEN: trust the whole network (FT_INSECURE)",
+    )  # fmt: skip
+    option(
+        ADMIN_TOKEN_FILE.removeprefix("--"), metavar="FILE",
+        help="drain and kill are taken only with the token in this file (FT_ADMIN_TOKEN, else FT_TOKEN is enough)",
+    )  # fmt: skip
     option("min-replicas", type=int, help="smallest quorum (default: FT_MIN_REPLICAS, else 1)")
     option("join-timeout-ms", type=int, default=100, help="wait for connected replicas that have not asked yet")
     option("heartbeat-timeout-ms", type=int, default=5000, help="clients without a lease live this long after a call")
@@ -89,14 +97,6 @@ def _min_replicas(given: int | None) -> int:
     return int(text)
 
 
-def _check_open(bind: str) -> None:
-    if open_to_all(split_bind(bind, "bind")[0], os.environ.get("FT_TOKEN", ""), Tls.from_env(os.environ)):
-        raise ConfigError(
-            OPEN % f"bind={bind}" + ", listen on this machine only (--bind localhost:29510), or pass --insecure if you "
-            "trust everybody on the network"
-        )
-
-
 def _as_options(text: str) -> str:
     """An error of LighthouseServer in the words of the command line: join_timeout_ms=-5 was --join-timeout-ms -5."""
     options = "bind|min_replicas|(?:join_timeout|heartbeat_timeout|liveness|grace|boot_window)_ms"
@@ -111,8 +111,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     signal.pthread_sigmask(signal.SIG_BLOCK, STOPS)
     listener, server = _log_to_stderr(), None
     try:
-        if not arguments.insecure:
-            _check_open(arguments.bind)
         server = LighthouseServer(
             arguments.bind,
             _min_replicas(arguments.min_replicas),
@@ -122,6 +120,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             liveness_ms=arguments.liveness_ms,
             grace_ms=arguments.grace_ms,
             boot_window_ms=arguments.boot_window_ms,
+            admin_token=own_admin_token(os.environ, arguments.admin_token_file or ""),
             insecure=arguments.insecure,
             events=arguments.events,
         )

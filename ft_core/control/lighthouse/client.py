@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-from ft_core.certificates import Diagnosis
+from ft_core.access import admin_token as of_admin
+from ft_core.access import job_token
 from ft_core.errors import (
     ConfigError,
     FaultToleranceError,
@@ -39,6 +40,7 @@ from ft_core.rpc.channel import (
 )
 from ft_core.rpc.codec import pb
 from ft_core.settings import DEFAULT_ROOM, PROTOCOL_VERSION, parse_address
+from ft_core.tls_diagnosis import Diagnosis
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
@@ -49,6 +51,8 @@ _log = logging.getLogger("ft_core")
 HEARTBEAT_S = timedelta(seconds=5)
 ROOMS_S = timedelta(seconds=5)
 """How long `rooms` waits to reach the lighthouse, and again for its answer."""
+CERTAIN_S = 1.0
+"""A connection that has failed for so long because of certificates is given up: waiting does not make them fit."""
 TOOL_S = 5.0
 """How long a tool's call may take."""
 _JSON, _TEXT = "json:", "text:"
@@ -139,6 +143,7 @@ def public_quorum(quorum: PureQuorum) -> Quorum:
 
 _ERRORS: dict[grpc.StatusCode, type[FaultToleranceError]] = {
     grpc.StatusCode.UNAUTHENTICATED: RefusedError,
+    grpc.StatusCode.PERMISSION_DENIED: RefusedError,
     grpc.StatusCode.FAILED_PRECONDITION: RefusedError,
     grpc.StatusCode.ABORTED: JobFinishedError,
     grpc.StatusCode.INVALID_ARGUMENT: ProtocolError,
@@ -154,12 +159,13 @@ class LighthouseClient:
         addr: host:port or http://host:port.
         connect_timeout: how long the constructor waits for the lighthouse.
         token: the job's secret; None: FT_TOKEN.
+        admin_token: what `drain` and `kill` are sent with; None: FT_ADMIN_TOKEN, and where that is not set, `token`.
         tls: certificates; None: FT_TLS_CERT, FT_TLS_KEY, FT_TLS_CA.
         room: the quorum namespace.
 
     Raises:
         ConfigError: the address has a wrong form.
-        LighthouseError: nobody answers there within `connect_timeout`.
+        LighthouseError: nobody answers there within `connect_timeout`, or certificates do not fit.
     """
 
     def __init__(
@@ -168,16 +174,21 @@ class LighthouseClient:
         connect_timeout: timedelta = timedelta(seconds=60),
         *,
         token: str | None = None,
+        admin_token: str | None = None,
         tls: Tls | None = None,
         room: str = DEFAULT_ROOM,
     ) -> None:
         self._addr = addr
         self.room = room
         """Quorum namespace of the calls that follow."""
-        self._metadata = token_metadata(os.environ.get("FT_TOKEN", "") if token is None else token)
+        token = job_token(os.environ) if token is None else token
+        admin = of_admin({**os.environ, "FT_TOKEN": token}) if admin_token is None else admin_token or token
+        # Who holds only the admin token may do everything else as well.
+        self._metadata, self._order_metadata = token_metadata(token or admin), token_metadata(admin)
         self._tls = tls or Tls.from_env(os.environ)
         self._channel = open_channel(addr, "addr", self._tls)
-        deadline = time.monotonic() + connect_timeout.total_seconds()
+        deadline = certain = time.monotonic() + connect_timeout.total_seconds()
+        certificates = Diagnosis(self._tls, *parse_address(addr, "addr"))
         while True:
             try:
                 self._status(max(0.1, deadline - time.monotonic()))
@@ -186,10 +197,11 @@ class LighthouseClient:
                 self.close()
                 raise
             except LighthouseError as error:
-                if time.monotonic() >= deadline:
+                advice = certificates.advice(str(error))
+                certain = min(certain, time.monotonic() + CERTAIN_S) if advice else deadline
+                if time.monotonic() >= certain:
                     self.close()
                     limit = f"within connect_timeout={connect_timeout.total_seconds():g} s"
-                    advice = Diagnosis(self._tls, *parse_address(addr, "addr")).advice(str(error))
                     if advice:
                         raise LighthouseError(f"addr={addr!r}: {advice}") from None
                     raise LighthouseError(f"addr={addr!r}: no lighthouse answered {limit}: {error}") from None
@@ -257,11 +269,14 @@ class LighthouseClient:
         self._call("Report", codec.encode_unary(request), timeout.total_seconds())
 
     def drain(self, replica: str, reason: str = "") -> list[str]:
-        """Ask a replica_id, or all of a name, to finish the step and leave; needs a token. Returns who was sent it."""
+        """Ask a replica_id, or all of a name, to finish the step and leave. Returns who was sent it.
+
+        Needs the admin token.
+        """
         return self._order("Drain", replica, reason)
 
     def kill(self, replica: str, reason: str = "") -> list[str]:
-        """Ask a replica_id, or all of a name, to exit now; needs a token. Returns who was sent it."""
+        """Ask a replica_id, or all of a name, to exit now; needs the admin token. Returns who was sent it."""
         return self._order("Kill", replica, reason)
 
     def reopen(self) -> bool:
@@ -278,16 +293,19 @@ class LighthouseClient:
         request = pb.OrderRequest(
             protocol_version=PROTOCOL_VERSION, room=self.room, replica=replica, reason=codec.clip(reason)
         )
-        return list(pb.OrderResponse.FromString(self._call(method, codec.encode_unary(request), TOOL_S)).told)
+        answer = self._call(method, codec.encode_unary(request), TOOL_S, self._order_metadata)
+        return list(pb.OrderResponse.FromString(answer).told)
 
     def _status(self, timeout_s: float, names: Collection[str] = ()) -> pb.StatusResponse:
         request = pb.StatusRequest(protocol_version=PROTOCOL_VERSION, names=names)
         return pb.StatusResponse.FromString(self._call("Status", codec.encode_unary(request), timeout_s))
 
-    def _call(self, method: str, request: bytes, timeout_s: float) -> bytes:
+    def _call(
+        self, method: str, request: bytes, timeout_s: float, metadata: tuple[tuple[str, str], ...] | None = None
+    ) -> bytes:
         call: grpc.UnaryUnaryMultiCallable[bytes, bytes] = self._channel.unary_unary(f"/{LIGHTHOUSE}/{method}")
         try:
-            return call(request, timeout=timeout_s, metadata=self._metadata)
+            return call(request, timeout=timeout_s, metadata=self._metadata if metadata is None else metadata)
         except grpc.RpcError as error:
             code = status_of(error)
             kind = _ERRORS.get(code, LighthouseError) if code is not None else LighthouseError

@@ -27,6 +27,7 @@ from collections import deque
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
+from ft_core.access import Tokens
 from ft_core.control.lighthouse.room_events import RoomEvents
 from ft_core.errors import FaultToleranceError, JobFinishedError, ProtocolError, RefusedError, StateLostError
 from ft_core.events.event_log import SILENT
@@ -136,7 +137,7 @@ class Rooms(StreamHost[Lease]):
         self, settings: LighthouseSettings, liveness_s: float, unknown: bool = False, events: Events = SILENT
     ) -> None:
         self._offset = time.time() - time.monotonic()  # rooms are told wall-clock seconds that never jump
-        super().__init__(settings.token, HELLO_S, self.now)
+        super().__init__(Tokens(settings.token, settings.admin_token), HELLO_S, self.now)
         self.settings = settings
         self.liveness_s = liveness_s
         self._rooms: dict[str, RoomShell] = {}

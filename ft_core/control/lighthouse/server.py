@@ -12,13 +12,21 @@ import logging
 import math
 import os
 
+from ft_core.access import (
+    Tokens,
+    asks_nothing,
+    check_listener,
+    job_token,
+    open_to_all,
+    own_admin_token,
+)
+from ft_core.access import insecure as trusts_all
 from ft_core.control.lighthouse.room_host import Rooms
 from ft_core.control.lighthouse.unary_calls import Calls
 from ft_core.errors import ConfigError
 from ft_core.events.event_log import open_events
 from ft_core.events.schema import LIGHTHOUSE as ROLE
 from ft_core.events.schema import VARIABLE
-from ft_core.network import is_loopback
 from ft_core.rpc.channel import (
     LIGHTHOUSE,
     Tls,
@@ -28,17 +36,14 @@ from ft_core.rpc.channel import (
     release,
     server_options,
     split_bind,
-    token_metadata,
 )
 from ft_core.rpc.loop_server import LoopServer
 from ft_core.settings import LighthouseSettings
 
 DEFAULT_LIVENESS_S = 1.0
 DEFAULT_BOOT_WINDOW_MS = 500
-OPEN = (
-    "%s without FT_TOKEN: whoever reaches this address may stop the job or take it over. Set FT_TOKEN to the same "
-    "secret here and in all trainers"
-)
+DANGER = "whoever reaches this address may stop the job or take it over"
+EVERYBODY, HERE = "[::]:0", "localhost:0"
 
 _log = logging.getLogger("ft_core.lighthouse")
 
@@ -48,7 +53,7 @@ class LighthouseServer:
 
     Args:
         bind: host:port to listen on; port 0 takes any free one. What other machines can reach needs a token, or
-            certificates that clients have to show; without either it is logged as a warning.
+            certificates that clients have to show. None: any port, for other machines only if there is either.
         min_replicas: smallest quorum.
         join_timeout_ms: how long a forming quorum waits for replicas that are connected but have not asked.
         quorum_tick_ms: accepted for compatibility and unused: nothing here polls.
@@ -58,8 +63,10 @@ class LighthouseServer:
         boot_window_ms: how long after its start the lighthouse waits for groups that were running before it (R9);
             None: 500, but not at all on a port that the system chose (port 0), which nobody can have known.
         token: secret every call must carry; None: FT_TOKEN.
+        admin_token: secret that orders to drain and kill must carry; None: FT_ADMIN_TOKEN; '': the token.
         tls: certificates; None: FT_TLS_CERT, FT_TLS_KEY, FT_TLS_CA.
-        insecure: anybody who reaches the address may take part, stop the job, or take it over, and that is meant so.
+        insecure: anybody who reaches the address may take part, stop the job, or take it over, and that is meant so
+            (FT_INSECURE=1 says so, too).
         one_job: it ends with its job: what that has committed is not forgotten when its scripts have ended (R21).
         events: folder of the job's event files (docs/events.md); None: FT_EVENTS; '': none are written.
 
@@ -69,7 +76,7 @@ class LighthouseServer:
 
     def __init__(
         self,
-        bind: str = "[::]:0",
+        bind: str | None = None,
         min_replicas: int = 1,
         join_timeout_ms: int = 100,
         quorum_tick_ms: int = 100,  # noqa: ARG002
@@ -79,12 +86,15 @@ class LighthouseServer:
         grace_ms: int = 100,
         boot_window_ms: int | None = None,
         token: str | None = None,
+        admin_token: str | None = None,
         tls: Tls | None = None,
         insecure: bool = False,
         one_job: bool = False,
         events: str | None = None,
     ) -> None:
-        host, port = split_bind(bind, "bind")
+        token = job_token(os.environ) if token is None else token
+        tls = tls or Tls.from_env(os.environ)
+        host, port = _place(bind, token, tls, insecure or trusts_all(os.environ))
         unknown = boot_window_ms is None and port == 0
         boot_window_ms = DEFAULT_BOOT_WINDOW_MS if boot_window_ms is None else boot_window_ms
         waits = {
@@ -100,18 +110,15 @@ class LighthouseServer:
             heartbeat_timeout_s=heartbeat_timeout_ms / 1000,
             boot_window_s=boot_window_ms / 1000,
             grace_s=grace_ms / 1000,
-            token=os.environ.get("FT_TOKEN", "") if token is None else token,
+            token=token,
+            admin_token=own_admin_token(os.environ) if admin_token is None else admin_token,
             one_job=one_job,
         )
         settings.check()
-        token_metadata(settings.token)
+        Tokens(settings.token, settings.admin_token).check()
         liveness_s, liveness = _liveness(liveness_ms)
         if settings.grace_s > liveness_s:
             raise ConfigError(f"grace_ms={grace_ms} must not be above {liveness}")
-        tls = tls or Tls.from_env(os.environ)
-        # A warning only: users of the reference implementation bind [::] and have no tokens. The command line refuses.
-        if open_to_all(host, settings.token, tls):
-            _log.log(logging.INFO if insecure else logging.WARNING, OPEN, f"bind={bind}")
         self._scheme = "http" if tls is None else "https"
         self._host = reachable_host(host)
         log = open_events(os.environ.get(VARIABLE, "") if events is None else events, ROLE, ROLE, release())
@@ -144,9 +151,15 @@ class LighthouseServer:
         self._rooms.close()
 
 
-def open_to_all(host: str, token: str, tls: Tls | None) -> bool:
-    """Whether other machines reach a server bound there, and nobody asks them who they are."""
-    return not (is_loopback(host) or token or (tls is not None and tls.ca))
+def _place(bind: str | None, token: str, tls: Tls | None, insecure: bool) -> tuple[str, int]:
+    """Where to listen. Raises ConfigError if anybody could come in there, and it is not meant so."""
+    if bind is None:
+        bind = HERE if asks_nothing(token, tls, insecure) else EVERYBODY
+    host, port = split_bind(bind, "bind")
+    check_listener(f"bind={bind}", host, token, tls, DANGER, insecure)
+    if open_to_all(host, token, tls):
+        _log.info("bind=%s without FT_TOKEN: %s, and that is meant so (insecure, FT_INSECURE)", bind, DANGER)
+    return host, port
 
 
 def _liveness(given_ms: int | None) -> tuple[float, str]:

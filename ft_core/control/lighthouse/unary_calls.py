@@ -184,15 +184,18 @@ class Calls:
         return await self._unary(context, work)
 
     async def _drain(self, data: bytes, context: Context) -> bytes:
-        return await self._unary(context, lambda: self._order(data, kill=False))
+        return await self._ordered(data, context, kill=False)
 
     async def _kill(self, data: bytes, context: Context) -> bytes:
-        return await self._unary(context, lambda: self._order(data, kill=True))
+        return await self._ordered(data, context, kill=True)
+
+    async def _ordered(self, data: bytes, context: Context, *, kill: bool) -> bytes:
+        await self._rooms.refuse_token(context)
+        await self._rooms.refuse_order(context)
+        return await self._unary(context, lambda: self._order(data, kill=kill))
 
     def _order(self, data: bytes, *, kill: bool) -> bytes:
         request = codec.decode_unary(pb.OrderRequest, data)
-        if not self._rooms.settings.token:
-            raise RefusedError("orders to replicas are only taken by a lighthouse that was started with FT_TOKEN")
         push = codec.encode_push(Order(kill, request.reason))
         told = []
         for shell in self._rooms.chosen(request.room):
