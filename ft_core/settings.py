@@ -181,7 +181,7 @@ KNOWN_ENVIRONMENT = (
     "FT_MANAGER_PORT", "FT_HOSTNAME", "FT_INTERFACE", "FT_TOKEN", "FT_ADMIN_TOKEN", "FT_INSECURE", "FT_TLS_CERT",
     "FT_TLS_KEY", "FT_TLS_CA", "FT_WITNESS", "FT_LIVENESS_S", "FT_GRACE_S", "FT_JOIN_S", "FT_CONNECT_S", "FT_QUORUM_S",
     "FT_HEAL_S", "FT_TRANSFER_IDLE_S", "FT_AUTONOMY_S", "FT_ORPHAN_S", "FT_PROGRESS_S", "FT_RECONNECT_S",
-    "FT_GROUP_ATTEMPT", "FT_PREDECESSORS", "FT_FROM_SCRATCH", "FT_LOG", "FT_EVENTS",
+    "FT_GROUP_ATTEMPT", "FT_PREDECESSORS", "FT_FROM_SCRATCH", "FT_LOG", "FT_EVENTS", "FT_METRICS", "FT_STARTED_AT",
 )  # fmt: skip
 _OVERRIDES = {
     f"FT_{name.upper()}": name
@@ -214,6 +214,10 @@ class Environment:
     """A job that has committed, and whose state is lost, may begin again at step 0 (R21)."""
     events: str
     """Folder of the job's event files; '': none are written."""
+    metrics: str
+    """HOST:PORT to serve metrics at; '': nowhere."""
+    started_at: float | None
+    """When ftrun started this process, or gave a standby process its work (seconds since 1970)."""
     overrides: Mapping[str, float]
 
     @staticmethod
@@ -270,6 +274,8 @@ class Environment:
             token=env.get("FT_TOKEN", ""),
             from_scratch=switch(env, "FT_FROM_SCRATCH"),
             events=env.get("FT_EVENTS", ""),
+            metrics=env.get("FT_METRICS", ""),
+            started_at=number("FT_STARTED_AT"),
             overrides=overrides,
         )
 

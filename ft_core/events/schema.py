@@ -29,6 +29,24 @@ ROLES = (REPLICA, LIGHTHOUSE, FTRUN)
 """Who writes a file."""
 EVERYBODY = "everybody"
 
+GAP_CAUSES = (
+    "member lost", "member left", "change of membership", "veto", "heal", "pause", "pause of a peer", "broken", "slow",
+)  # fmt: skip
+"""What may have disturbed a group before a commit that came late."""
+FIRST, LOST, LEFT, JOINED, SAME = "first", "member lost", "member left", "member joined", "same members"
+QUORUM_CAUSES = (FIRST, LOST, LEFT, JOINED, SAME)
+"""What has changed with a quorum: there was none before; of several changes the first in this list."""
+VETO_CAUSES = (
+    "error", "error of another member", "states differ", "share missing", "no gradient", "out of data", "stop",
+    "batch weights", "no lease",
+)  # fmt: skip
+"""Why all agreed to skip a step."""
+LOSS_SIGNS = ("supervisor", "connection", "silence", "goodbye", "absence")
+"""How a loss was noticed: a supervisor's report; an end of the connection, or of its answers; it said goodbye; it did
+not come back after the lighthouse was started again."""
+VOTE_BOUNDS_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 5.0, 30.0)
+"""Upper ends of the intervals in which `votes` of "counters" are counted; one more is for what took longer."""
+
 
 @dataclass(frozen=True, slots=True)
 class Kind:
@@ -69,7 +87,7 @@ KINDS: Mapping[str, Kind] = MappingProxyType({
     "waiting": _kind(REPLICA, "why there is no quorum yet, in the lighthouse's words, when that changes", reason=str),
     "entered": _kind(
         REPLICA, "the lighthouse has answered: the process groups of this quorum are being built", quorum_id=int,
-        members=list, step=int, heals=bool,
+        members=list, step=int, heals=bool, cause=str,
     ),
     "formed": _kind(REPLICA, "the process groups stand: it trains", quorum_id=int),
     "no_quorum": _kind(REPLICA, "the wait ended without a quorum", reason=str),
@@ -80,7 +98,7 @@ KINDS: Mapping[str, Kind] = MappingProxyType({
     ),
     "vetoed": _kind(
         REPLICA, "all have agreed to skip a step, after `attempt_s` of work; `attempts` of them since the last such "
-        "event", reason=str, step=int, attempt_s=float, attempts=int,
+        "event", reason=str, step=int, attempt_s=float, attempts=int, cause=str,
     ),
     "heal_begun": _kind(
         REPLICA, "it begins to receive the state of `step` from these members", quorum_id=int, step=int, donors=list,
@@ -97,8 +115,9 @@ KINDS: Mapping[str, Kind] = MappingProxyType({
         detail=str, seconds_s=float, usual_s=float, step=int,
     ),
     "counters": _kind(
-        REPLICA, "once a second, while steps end: totals since the Manager was made", step=int, commits=int,
-        vetoes=int, broken=int, usual_s=float,
+        REPLICA, "once a second, while steps end: totals since the Manager was made; `trained_s` in committed steps, "
+        "none longer than usual; `voted_s` in should_commit, and how many took how long", step=int, commits=int,
+        vetoes=int, broken=int, usual_s=float, trained_s=float, voted_s=float, votes=list,
     ),
     "draining": _kind(REPLICA, "it is to leave at the next boundary", reason=str),
     "left": _kind(
@@ -113,15 +132,15 @@ KINDS: Mapping[str, Kind] = MappingProxyType({
     ),
     "quorum_formed": _kind(
         LIGHTHOUSE, "members at `step`; who joined, and who is not in it any more", room=str, quorum_id=int,
-        members=list, step=int, joined=list, without=list,
+        members=list, step=int, joined=list, without=list, cause=str,
     ),
     "quorum_ended": _kind(
         LIGHTHOUSE, "it can complete nothing more; `lived_s` since it was formed or adopted", room=str, quorum_id=int,
         reason=str, lived_s=float,
     ),
     "member_lost": _kind(
-        LIGHTHOUSE, "the other members were notified of it; `how` it was noticed", room=str, quorum_id=int,
-        replica_id=str, how=str,
+        LIGHTHOUSE, "a member is lost, and the others were notified of it or had noticed it themselves; `how` the "
+        "lighthouse noticed", room=str, quorum_id=int, replica_id=str, how=str, sign=str,
     ),
     "goodbye": _kind(
         LIGHTHOUSE, "a replica has left", room=str, replica_id=str, reason=str, finished=bool,
@@ -152,6 +171,12 @@ KINDS: Mapping[str, Kind] = MappingProxyType({
     "run_ended": _kind(FTRUN, "the end of ftrun", status=int, restarts=int),
 })  # fmt: skip
 
+ADDED = frozenset({
+    ("entered", "cause"), ("vetoed", "cause"), ("quorum_formed", "cause"), ("member_lost", "sign"),
+    ("counters", "trained_s"), ("counters", "voted_s"), ("counters", "votes"),
+})  # fmt: skip
+"""Fields that older files of this version lack."""
+
 
 def lacks(event: Mapping[str, Any]) -> str:
     """What an event lacks for those who read it, as a phrase; '': nothing. Fields that are not known do no harm."""
@@ -162,6 +187,8 @@ def lacks(event: Mapping[str, Any]) -> str:
         return "without a time"
     for name, wanted in kind.fields.items():
         if name not in event:
+            if (event["kind"], name) in ADDED:
+                continue
             return f"{event['kind']} without {name}"
         value = event[name]
         good = isinstance(value, int | float) if wanted is float else type(value) is wanted
@@ -173,4 +200,7 @@ def lacks(event: Mapping[str, Any]) -> str:
 def check(event: Mapping[str, Any]) -> str:
     """What is wrong with an event that is about to be written, as a phrase; '': nothing."""
     extra = set(event) - set(KINDS[event["kind"]].fields) - {"t", "kind"} if event.get("kind") in KINDS else set()
+    missing = [name for kind, name in sorted(ADDED) if kind == event.get("kind") and name not in event]
+    if missing:
+        return f"{event['kind']} without {missing[0]}"
     return lacks(event) or (f"{event['kind']} with a field {min(extra)!r} that is not in the schema" if extra else "")

@@ -204,11 +204,11 @@ class GroupAgent(LocalElasticAgent):
             **tools.keeper.environment(),
             "FT_GROUP_ATTEMPT": attempt_key(group.store, group.group_rank),
             "TORCHELASTIC_RUN_ID": spec.run_id,
+            "FT_STARTED_AT": f"{time.time():.3f}",
         }
         if predecessors := self._dying.names():
             shared["FT_PREDECESSORS"] = predecessors
-        shared.update(spec.threads(os.environ))
-        shared.update(spec.patience(os.environ))
+        shared |= spec.threads(os.environ) | spec.patience(os.environ)
         run = Run(started_at=time.monotonic())
         outs, errs, files = {}, {}, {}
         for rank, env in envs.items():

@@ -180,6 +180,8 @@ def _output(out: argparse.ArgumentParser) -> None:
     add("--log-dir", metavar="DIR", help="directory for the files of --tee and --redirects")
     add("--events", metavar="DIR", help="directory for the event files that ft-report reads, or off (default: "
         "FT_EVENTS, else one of this run)")  # fmt: skip
+    add("--metrics", metavar="HOST:PORT", help="serve metrics for Prometheus there, and those of group N at PORT + 1 + "
+        "N; or off (default: FT_METRICS, else off)")  # fmt: skip
     add("--tee", "-t", default="0", metavar="STD", help="1 stdout, 2 stderr, 3 both, or 0:1,1:3 per local "
         "rank: also into a file")  # fmt: skip
     add("--redirects", "-r", default="0", metavar="STD", help="the same, into a file only")

@@ -27,8 +27,9 @@ from ft_core.launch.argument_parser import read
 from ft_core.launch.chaos_schedule import ChaosSettings
 from ft_core.launch.gpus import divide
 from ft_core.launch.restart_policy import RestartSettings
-from ft_core.launch.run_events import folder_for
+from ft_core.launch.run_events import OFF, folder_for
 from ft_core.launch.spec import JobSpec, Script, Streams
+from ft_core.metrics.server import metrics_address
 from ft_core.network import advertised_host
 from ft_core.rpc.channel import check_scheme, split_bind
 from ft_core.settings import MAX_REPLICAS, Environment, parse_address
@@ -84,7 +85,7 @@ def parse(argv: Sequence[str], environ: Mapping[str, str]) -> JobSpec:
         gpus=tuple(_gpus(a.gpus, most, nproc, environ)), standby=a.standby, drain_s=a.drain_timeout,
         chaos=_chaos(a, whole, total),
         log_dir=(log_dir := _log_dir(a.log_dir, any(s.default or s.ranks for s in (tee, redirects)))),  # it creates one
-        events=folder_for(a.events, log_dir, run_id, environ),
+        events=folder_for(a.events, log_dir, run_id, environ), **_metrics(a, env, first + most),
     )  # fmt: skip
 
 
@@ -303,6 +304,20 @@ def _chaos(a: argparse.Namespace, whole: bool, total: int) -> ChaosSettings | No
             "job and performs those that hit its own"
         )
     return ChaosSettings.parse(a.chaos)
+
+
+def _metrics(a: argparse.Namespace, env: Environment, groups: int) -> dict[str, str]:
+    """Where metrics are served, and what said so; there must be a port for each of the groups up to this number."""
+    setting, given = ("FT_METRICS", env.metrics) if a.metrics is None else ("--metrics", a.metrics)
+    if given in ("", OFF):
+        return {}
+    _, port = metrics_address(given, setting)
+    if port and port + groups > 65535:
+        raise ConfigError(
+            f"{setting} {given}: group N serves its metrics at port {port} + 1 + N, and there are {groups} groups: use "
+            f"a port of at most {65535 - groups}"
+        )
+    return {"metrics": given.removeprefix("http://").removesuffix("/metrics"), "metrics_setting": setting}
 
 
 def _host(a: argparse.Namespace, env: Environment, towards: str) -> str:

@@ -19,11 +19,15 @@ from typing import TYPE_CHECKING
 
 from ft_core.events.event_log import open_events
 from ft_core.events.schema import FTRUN
+from ft_core.metrics.exposition import Page, missing
+from ft_core.metrics.metrics import Metrics, beside
+from ft_core.metrics.server import MetricsServer
 from ft_core.rpc.channel import release
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
+    from ft_core.control.lighthouse.server import LighthouseServer
     from ft_core.launch.spec import JobSpec
     from ft_core.launch.worker_run import Failure
 
@@ -99,14 +103,18 @@ class RunEvents:
         self._spec, self._say = spec, say
         self.folder = ""
         """Where all events of the run go; '': nowhere."""
+        self.metrics = ""
+        """HOST:PORT of ftrun's metrics; '': none are served."""
         self._log = open_events("", FTRUN, "")
+        self._page: Page | None = None
 
     def __repr__(self) -> str:
         return f"RunEvents({self.folder or 'off'})"
 
     def start(self) -> None:
-        """Open the log."""
+        """Open the log, and serve metrics. Raises ConfigError: their port cannot be bound."""
         spec = self._spec
+        metrics = self._serve() if spec.metrics else None
         if spec.events and (why := prepare(spec.events)):
             self._say(why)
         elif spec.events:
@@ -114,6 +122,29 @@ class RunEvents:
             first, last = spec.first, spec.first + spec.groups - 1
             source = f"ftrun-{spec.name}-{first}" + (f"-{last}" if last > first else "")
             self._log = open_events(self.folder, FTRUN, source, release())
+        self._log = beside(self._log, metrics)
+
+    def _serve(self) -> Metrics | None:
+        """Serve metrics. None: what that takes is not installed."""
+        spec = self._spec
+        if why := missing():
+            self._say(why)
+            return None
+        metrics = Metrics(FTRUN)
+        self._page = Page([metrics])
+        server = MetricsServer(self._page, spec.metrics, f"ftrun-{spec.name}", spec.metrics_setting)
+        server.start(must_bind=True)
+        metrics.ends = server.close
+        self.metrics = spec.metrics
+        ports = "at free ports" if spec.metrics.endswith(":0") else f"at {spec.metrics_of(0)} + N"
+        self._say(f"metrics at {server.url}, those of group N {ports}")
+        return metrics
+
+    def embedded(self, server: LighthouseServer) -> str:
+        """A lighthouse runs here: its metrics stand on the same page. Returns its address."""
+        if self._page is not None and server.metrics is not None:
+            self._page.add(server.metrics)
+        return server.address()
 
     def close(self, status: int | None, restarts: int) -> None:
         """End it. None: this run ends with an error."""

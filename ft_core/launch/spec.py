@@ -109,6 +109,10 @@ class JobSpec:
     chaos: ChaosSettings | None = None
     events: str = ""
     """Folder of the event files; '': none are written."""
+    metrics: str = ""
+    """HOST:PORT of ftrun's metrics; '': none are served. Group N serves at PORT + 1 + N."""
+    metrics_setting: str = "--metrics"
+    """What named it."""
 
     def announcement(self, lighthouse: str) -> list[str]:
         """What is about to run, in a line or two."""
@@ -119,6 +123,11 @@ class JobSpec:
         events = f", events in {self.events}" if self.events else ""
         first = f"{self.script}: {count}{workers}, lighthouse {where}, run id {self.run_id}{logs}{events}"
         return [first, ALONE] if self.whole_job and self.max_groups == 1 else [first]
+
+    def metrics_of(self, number: int) -> str:
+        """FT_METRICS of a group: ports follow ftrun's own, by the number of the group; port 0 stays 0."""
+        host, _, port = self.metrics.rpartition(":")
+        return f"{host}:{int(port) + 1 + number if int(port) else 0}" if self.metrics else ""
 
     def group_name(self, number: int) -> str:
         """FT_REPLICA_ID of a group."""
@@ -158,6 +167,7 @@ class JobSpec:
             "TORCHELASTIC_MAX_RESTARTS": str(self.restarts.max_restarts),
             "FT_EVENTS": self.events,
             "FT_ADMIN_TOKEN": "",  # who trains does not order others to end
+            "FT_METRICS": self.metrics_of(number),
         }
         if total:
             env["FT_NUM_REPLICA_GROUPS"] = env["NUM_REPLICA_GROUPS"] = str(total)

@@ -104,7 +104,7 @@ class Supervisor:
             if not lighthouse:
                 server = self._embed(spec)
                 stack.callback(server.shutdown)
-                lighthouse = server.address()
+                lighthouse = self._log.embedded(server)
             self._watch = Watch(
                 lighthouse, spec.token, partial(self._put, "picture"), partial(self._put, "undrained"), spec.admin_token
             )
@@ -166,7 +166,7 @@ class Supervisor:
         stack.callback(lambda: self._log.close(self._status, self._restarts()))
         elsewhere, ordered = 0 if spec.whole_job else spec.total, partial(self._log.order, chaos=True)
         self._monkey = Monkey(spec.chaos, elsewhere, self._say_about, self._drain, ordered)
-        self.spec = replace(spec, events=self._log.folder)
+        self.spec = replace(spec, events=self._log.folder, metrics=self._log.metrics)
         return self.spec
 
     def _embed(self, spec: JobSpec) -> LighthouseServer:
@@ -174,6 +174,7 @@ class Supervisor:
             return LighthouseServer(
                 spec.lighthouse_bind, spec.min_replicas, token=spec.token, admin_token=spec.admin_token,
                 insecure=spec.insecure, one_job=True, events=spec.events,
+                metrics="" if spec.metrics else None,
             )  # fmt: skip
         except ConfigError as error:
             raise ConfigError(str(error).replace("bind=", "--lighthouse-bind ")) from None
@@ -206,10 +207,9 @@ class Supervisor:
 
     def _patience(self) -> float:
         now = time.monotonic()
-        times = [STATUS_S]
+        times = [STATUS_S, self._monkey.patience(now)]
         times += [group.draining - now for group in self._groups.values() if group.draining and not group.ended]
         times += [group.frozen_until - now for group in self._groups.values() if group.frozen_until]
-        times.append(self._monkey.patience(now))
         return max(0.0, min(times))
 
     # ------------------------------------------------------------ groups

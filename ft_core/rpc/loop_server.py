@@ -255,6 +255,10 @@ class LoopServer:
             raise RuntimeError(f"{self._name} is not running")
         return done.result(timeout_s)
 
+    def on_loop(self) -> bool:
+        """Whether this is the loop's own thread."""
+        return threading.current_thread() is self._thread
+
     def shutdown(self, timeout_s: float = 5.0) -> None:
         """Stop serving, end all streams, join the thread. Idempotent; safe from any thread but the loop's own."""
         with self._lock:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from ft_core.access import check_listener, insecure
 from ft_core.certificates import Tls
 from ft_core.errors import ConfigError
+from ft_core.metrics.server import metrics_address
 from ft_core.network import advertised_host, is_loopback
 from ft_core.protocol.rank.settings import RankSettings
 from ft_core.rpc.channel import check_scheme
@@ -92,6 +93,10 @@ class Config:
     warm_up: bool
     events: str
     """Folder of the job's event files; '': none are written."""
+    metrics: str
+    """HOST:PORT to serve metrics at; '': nowhere."""
+    started_at: float | None
+    """When ftrun started this process (seconds since 1970)."""
 
 
 def resolve(arguments: Arguments, variables: Mapping[str, str]) -> Config:
@@ -109,6 +114,8 @@ def resolve(arguments: Arguments, variables: Mapping[str, str]) -> Config:
     if on_exhausted not in ON_EXHAUSTED:
         raise ConfigError(f"on_exhausted={a.on_exhausted!r} must be one of {', '.join(map(repr, ON_EXHAUSTED))}")
     budget = _budget(a, env)
+    if env.metrics:
+        metrics_address(env.metrics, "FT_METRICS")
     lighthouse = _lighthouse(a, env, rank, variables)
     expected = a.expected_replicas if a.expected_replicas is not None else env.num_replica_groups or 0
     if expected and expected < min_replicas:
@@ -152,6 +159,7 @@ def resolve(arguments: Arguments, variables: Mapping[str, str]) -> Config:
         room=a.room_id,
         from_scratch=env.from_scratch if a.from_scratch is None else a.from_scratch,
         use_async_quorum=a.use_async_quorum, warm_up=a.warm_up, events=env.events,
+        metrics=env.metrics, started_at=env.started_at,
     )  # fmt: skip
 
 

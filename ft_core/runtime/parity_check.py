@@ -37,6 +37,8 @@ log = logging.getLogger("ft_core")
 PIECES = 4
 SLOTS = PIECES + 1
 """Per member: its digest, and whether it sent one (a member that is behind has nothing to compare)."""
+DIFFERS = "differs from the others': it will heal"
+"""How the sentence about a difference ends."""
 TIRED_AFTER, TIRED_STEPS = 3, 1000
 """So many differences that the fence showed, within so many commits, are not accidents."""
 
@@ -109,9 +111,7 @@ class ParityCheck:
         ]
         differing = judge(digests)
         names = ", ".join(plan.quorum.members[rank].replica_id for rank in differing)
-        return Difference(
-            differing, plan.replica_rank in differing, f"the state of {names} differs from the others': it will heal"
-        )
+        return Difference(differing, plan.replica_rank in differing, f"the state of {names} {DIFFERS}")
 
 
 def judge(digests: list[int | None]) -> tuple[int, ...]:

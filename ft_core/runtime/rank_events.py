@@ -12,20 +12,25 @@ group has a log. Threads: whoever holds the shell's lock; `received`, `prefetche
 from __future__ import annotations
 
 import time
+from bisect import bisect_left
 from typing import TYPE_CHECKING
 
+from ft_core.events import schema
 from ft_core.events.event_log import SILENT, Events, open_events
-from ft_core.events.schema import REPLICA
+from ft_core.events.schema import GAP_CAUSES, REPLICA, VOTE_BOUNDS_S
+from ft_core.metrics.metrics import beside
 from ft_core.protocol.rank import actions as do
 from ft_core.protocol.rank import events as on
 from ft_core.protocol.rank.phases import USABLE, Phase
 from ft_core.protocol.rank.state import MYSELF
 from ft_core.protocol.types import VOID, Outcome
 from ft_core.rpc.channel import release
+from ft_core.runtime.veto_cause import cause_of_veto
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from ft_core.metrics.metrics import Metrics
     from ft_core.protocol.rank.heal_plan import Plan
     from ft_core.protocol.rank.rank import Rank
     from ft_core.protocol.types import Verdict
@@ -41,9 +46,7 @@ LATE_S = 0.25
 SMOOTH = 0.05
 """Share of the newest step in what is usual."""
 
-LOST, LEFT, CHANGE, VETO, HEAL, PAUSE, PEER_PAUSE, BROKEN, SLOW = (
-    "member lost", "member left", "change of membership", "veto", "heal", "pause", "pause of a peer", "broken", "slow"
-)  # fmt: skip
+LOST, LEFT, CHANGE, VETO, HEAL, PAUSE, PEER_PAUSE, BROKEN, SLOW = GAP_CAUSES
 """Causes of gaps."""
 
 
@@ -55,6 +58,8 @@ class RankEvents:
         self._log: Events = SILENT
         self._phase = rank.phase
         self._members: tuple[str, ...] = ()
+        self._parted: set[str] = set()
+        """Members of its quorum that have said goodbye."""
         self._waiting = ""
         self._heal: Plan | None = None
         """The heal that is under way."""
@@ -63,20 +68,22 @@ class RankEvents:
         self._cause = self._detail = ""
         """What disturbed this rank first since its last commit."""
         self._committed_at = self._settled_at = self._count_at = 0.0
-        self._usual_s = 0.0
+        self._usual_s = self._trained_s = self._voted_s = 0.0
+        self._votes = [0] * (len(VOTE_BOUNDS_S) + 1)
+        """How many votes took how long."""
         self._commits = self._vetoes = self._breaks = 0
         self._veto_at = 0.0
-        self._unsaid, self._unsaid_s, self._unsaid_why = 0, 0.0, ""
-        """Vetoes that were not written yet, the work in them, and the last one's reason."""
+        self._unsaid, self._unsaid_s, self._unsaid_why, self._unsaid_cause = 0, 0.0, "", ""
+        """Vetoes of one cause that were not written yet, the work in them, and the last one's reason."""
 
     def __repr__(self) -> str:
         return f"RankEvents({self._log!r}, {self._commits} commits)"
 
-    def open(self, folder: str, name: str) -> None:
-        """Begin the log, in a folder; '' for none. Once."""
+    def open(self, folder: str, name: str, metrics: Metrics | None = None) -> None:
+        """Begin the log, in a folder; '' for none. Its events are counted, too, if there are metrics. Once."""
         settings = self._rank.settings
         if settings.group_rank == 0:
-            self._log = open_events(folder, REPLICA, name, release())
+            self._log = beside(open_events(folder, REPLICA, name, release()), metrics)
             step = max(0, self._rank.held.version.step)
             self._log.emit("made", replica_id=settings.replica_id, ranks=settings.group_world_size, step=step)
 
@@ -103,6 +110,7 @@ class RankEvents:
             case on.MemberLost() if event.held == VOID:
                 self._disturbed(LOST, f"lost {', '.join(event.lost)}")
             case on.MemberLost():
+                self._parted.update(event.lost)
                 self._disturbed(LEFT, f"left by {', '.join(event.lost)}")
             case on.Paused() if event.replica_id != MYSELF and event.for_s > 0:
                 self._log.emit("peer_paused", replica_id=event.replica_id, max_s=event.for_s)
@@ -118,10 +126,12 @@ class RankEvents:
             case _:
                 pass
 
-    def settled(self, verdict: Verdict, now: float, *, commit: bool) -> None:
-        """An attempt has ended. Under the shell's lock, in every step."""
+    def settled(self, verdict: Verdict, now: float, *, commit: bool, voted_s: float = 0.0) -> None:
+        """An attempt has ended, the vote about it took so long. Under the shell's lock, in every step."""
         if not self._log.on:
             return
+        self._voted_s += voted_s
+        self._votes[bisect_left(VOTE_BOUNDS_S, voted_s)] += 1
         if commit:
             self._commits += 1
             self._committed(now)
@@ -164,13 +174,17 @@ class RankEvents:
                 plan = action.plan
                 joined = [member for member in plan.quorum.ids if member not in self._members]
                 lost = [member for member in self._members if member not in plan.quorum.ids]
+                cause = schema.JOINED if joined else schema.SAME
+                if lost:
+                    cause = schema.LEFT if self._parted.issuperset(lost) else schema.LOST
                 log.emit(
                     "entered", quorum_id=plan.quorum_id, members=plan.quorum.ids, step=max(0, plan.target.step),
-                    heals=plan.heals,
+                    heals=plan.heals, cause=cause if self._members else schema.FIRST,
                 )  # fmt: skip
                 if self._members:
                     self._disturbed(*((LOST, f"lost {', '.join(lost)}") if lost else (CHANGE, ", ".join(joined))))
                 self._members, self._phase = plan.quorum.ids, Phase.FORMING
+                self._parted.clear()
             case do.Prefetch():
                 self._prefetched = 0
                 log.emit("prefetch_begun")
@@ -251,12 +265,18 @@ class RankEvents:
                 step=self._rank.held.version.step,
             )  # fmt: skip
             self._cause = self._detail = ""
+            self._trained_s += min(took_s, usual_s)
         else:
+            self._trained_s += took_s
             self._usual_s = usual_s + (took_s - usual_s) * SMOOTH if usual_s else took_s
 
     def _vetoed(self, verdict: Verdict, now: float) -> None:
         self._vetoes += 1
+        cause = cause_of_veto(verdict.reason)
+        if self._unsaid and cause != self._unsaid_cause:
+            self._tell_vetoes()
         self._unsaid += 1
+        self._unsaid_cause = cause
         opened_at = self._rank.attempt.opened_at
         self._unsaid_s += max(0.0, now - opened_at) if opened_at >= self._settled_at else 0.0
         self._disturbed(VETO, verdict.reason)
@@ -268,7 +288,7 @@ class RankEvents:
     def _tell_vetoes(self) -> None:
         self._log.emit(
             "vetoed", reason=self._unsaid_why, step=max(0, self._rank.held.version.step), attempt_s=self._unsaid_s,
-            attempts=self._unsaid,
+            attempts=self._unsaid, cause=self._unsaid_cause,
         )  # fmt: skip
         self._unsaid, self._unsaid_s = 0, 0.0
 
@@ -278,5 +298,6 @@ class RankEvents:
             self._tell_vetoes()
         self._log.emit(
             "counters", step=max(0, self._rank.held.version.step), commits=self._commits, vetoes=self._vetoes,
-            broken=self._breaks, usual_s=self._usual_s,
+            broken=self._breaks, usual_s=self._usual_s, trained_s=self._trained_s, voted_s=self._voted_s,
+            votes=tuple(self._votes),
         )  # fmt: skip

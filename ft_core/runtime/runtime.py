@@ -22,6 +22,7 @@ from ft_core.runtime.hooks import Hooks
 from ft_core.runtime.leaving import Leaving
 from ft_core.runtime.parity_check import ParityCheck
 from ft_core.runtime.participation import Participation
+from ft_core.runtime.rank_metrics import open_metrics
 from ft_core.runtime.state_views import StateViews
 from ft_core.runtime.steps import Steps
 from ft_core.runtime.uneven_end import UnevenEnd
@@ -80,7 +81,8 @@ class RankRuntime:
         """Connect to the lighthouse. Raises LighthouseError, or what it refused this replica with."""
         shell, settings = self.shell, self.rank.settings
         exit_message.install()
-        shell.events.open(self.config.events, self.config.name)
+        metrics = open_metrics(self.config, lambda: shell.control.last_ack)
+        shell.events.open(self.config.events, self.config.name, metrics)
         shell.limits.start()
         shell.worker.start()
         try:

@@ -245,10 +245,12 @@ class Steps:
             return False
         limit_s = timeout.total_seconds() if timeout is not None else self.config.budget.timeout_s
         shell.limits.limit(limit_s if timeout is not None else None)
+        began = time.monotonic()
         try:
             verdict = self.agree(attempt, limit_s)
         finally:
             shell.limits.limit(None)
+        voted_s = time.monotonic() - began
         self.check()
         if verdict.outcome is not Outcome.BROKEN:
             self.views.apply_received()
@@ -257,11 +259,11 @@ class Steps:
             weight = attempt.verdict.weight  # of this rank's ring
             attempt.rescale(weight)  # R10: what the gradients were divided by, and what the user averaged
             attempt.rescale_averaged(weight)
-        commit = self._settle(verdict)
+        commit = self._settle(verdict, voted_s)
         self.new_attempt()
         return commit
 
-    def _settle(self, verdict: Verdict) -> bool:
+    def _settle(self, verdict: Verdict, voted_s: float) -> bool:
         shell, rank = self.shell, self.rank
         shell.transfer.close()
         with shell.lock:
@@ -271,7 +273,7 @@ class Steps:
             if commit:
                 self._contributed = contributed(places, verdict.missing)
             gave_up = rank.gave_up()
-            shell.events.settled(verdict, time.monotonic(), commit=commit)
+            shell.events.settled(verdict, time.monotonic(), commit=commit, voted_s=voted_s)
         for reducer in self.reducers:
             # Where the buffers' source was out of data all keep theirs.
             reducer.committed() if buffers else reducer.vetoed()

@@ -58,18 +58,41 @@ def test_a_loss_that_a_supervisor_reports() -> None:
     assert (ended["quorum_id"], ended["reason"]) == (formed["quorum_id"], "the process of b has ended")
     (lost,) = story.log.of("member_lost")
     assert (lost["replica_id"], lost["how"]) == ("b:1", "its supervisor reported that its process has ended")
+    assert lost["sign"] == "supervisor"
+    assert [event["cause"] for event in (formed, again)] == ["first", "member lost"]
 
 
 def test_a_closed_connection_and_a_freeze_are_told_apart() -> None:
-    for silence_s, how in ((0.2, "its connection ended, 0.20 s after it last sent"), (60.0, "silent: frozen or cut")):
+    closed, frozen = "its connection ended, 0.20 s after it last sent", "silent: frozen or cut"
+    for silence_s, how, sign in ((0.2, closed, "connection"), (60.0, frozen, "silence")):
         story = Story()
         story.formed("a:1", "b:1")
         story.feed(LeaseEnded("b:1", 1, silence_s))
         story.feed(Tick(), after_s=0.2)
         (lost,) = story.log.of("member_lost")
         assert lost["how"].startswith(how)
+        assert lost["sign"] == sign
         story.feed(Tick(), after_s=0.2)
         assert len(story.log.of("member_lost")) == 1
+
+
+def test_a_loss_that_all_others_noticed_themselves_is_one_too() -> None:
+    """They ask before the lighthouse believes it, so that it notifies nobody."""
+    story = Story()
+    story.formed("a:1", "b:1", "c:1")
+    story.feed(LeaseEnded("b:1", 1, 0.01))
+    before = story.log.of("quorum_formed")[0]["quorum_id"]
+    asks = [Ask(name, 9, quorum_id=before, reason="a collective failed", failed=True) for name in ("a:1", "c:1")]
+    story.feed(*(Asked(ask, 1) for ask in asks))
+    story.feed(Tick(), after_s=0.2)
+    assert story.log.of("quorum_formed")[-1]["members"] == ["a:1", "c:1"]
+    assert story.log.of("quorum_formed")[-1]["cause"] == "member lost"
+    (lost,) = story.log.of("member_lost")
+    assert (lost["replica_id"], lost["sign"]) == ("b:1", "connection")
+    assert lost["quorum_id"] == before
+    assert [kind for kind in story.log.kinds if kind in ("member_lost", "quorum_formed")][-2:] == [
+        "member_lost", "quorum_formed",
+    ]  # fmt: skip
 
 
 def test_a_goodbye_and_a_newcomer_end_quorums_with_their_reasons() -> None:
@@ -84,6 +107,13 @@ def test_a_goodbye_and_a_newcomer_end_quorums_with_their_reasons() -> None:
         "a:1 asked for the next one: c:1 wants to join", "c:1 left: drained: SIGTERM",
     ]  # fmt: skip
     assert story.log.of("quorum_formed")[-1]["joined"] == ["c:1"]
+    assert story.log.of("quorum_formed")[-1]["cause"] == "member joined"
+    story.ask("a:1", "left by c:1")
+    story.ask("b:1", "left by c:1")
+    assert story.log.of("quorum_formed")[-1]["cause"] == "member left"
+    story.ask("a:1", "a collective failed", failed=True)
+    story.ask("b:1", "a collective failed", failed=True)
+    assert story.log.of("quorum_formed")[-1]["cause"] == "same members"
     (goodbye,) = story.log.of("goodbye")
     assert goodbye["replica_id"] == "c:1"
 

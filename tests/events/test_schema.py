@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from ft_core.events.schema import EVERYBODY, KINDS, ROLES, VERSION, check
+from ft_core.events.schema import ADDED, EVERYBODY, KINDS, ROLES, VERSION, check, lacks
 
 PAGE = pathlib.Path(__file__).resolve().parents[2] / "docs" / "events.md"
 UNITLESS = {"v", "pid", "part", "events", "ranks", "step", "quorum_id", "attempts", "commits", "vetoes", "broken",
@@ -45,6 +45,16 @@ GOOD = {"t": 1.0, "kind": "gap", "cause": "veto", "detail": "", "seconds_s": 1, 
 )
 def test_check(change: dict[str, Any], wrong: str) -> None:
     assert check(GOOD | change) == wrong
+
+
+def test_older_files_of_this_version_may_lack_what_was_added() -> None:
+    for kind, field in ADDED:
+        assert field in KINDS[kind].fields
+    values: dict[type, Any] = {int: 1, str: "", float: 1.0, bool: False, list: []}
+    for kind in {kind for kind, _ in ADDED}:
+        old = {name: values[t] for name, t in KINDS[kind].fields.items() if (kind, name) not in ADDED}
+        assert lacks({"t": 1.0, "kind": kind, **old}) == ""
+        assert check({"t": 1.0, "kind": kind, **old}).startswith(f"{kind} without ")
 
 
 def test_check_misses_a_field() -> None:

@@ -447,3 +447,29 @@ def test_what_only_prints(option: str, capsys: pytest.CaptureFixture[str]) -> No
     text = capsys.readouterr().out
     assert "ftrun" in text
     assert "_" not in re.sub(r"FT_\w+|TORCHELASTIC_\w+", "", text), "help shows one spelling"
+
+
+def test_metrics_of_each_group_have_a_port_of_their_own(script: str) -> None:
+    spec = job(script, "--metrics 0.0.0.0:9300 --replicas 3")
+    assert (spec.metrics, spec.metrics_setting) == ("0.0.0.0:9300", "--metrics")
+    assert [spec.environment(number, "x", 3)["FT_METRICS"] for number in range(3)] == [
+        "0.0.0.0:9301", "0.0.0.0:9302", "0.0.0.0:9303",
+    ]  # fmt: skip
+    far = job(script, "--replica 5 --num-replicas 8 --metrics :9300 --lighthouse 127.0.0.1:1")
+    assert far.environment(5, "x", 8)["FT_METRICS"] == ":9306"
+    assert job(script, "--metrics [::]:0").environment(1, "x", 2)["FT_METRICS"] == "[::]:0"
+    named = job(script, environ={"FT_METRICS": "http://127.0.0.1:9300/metrics"})
+    assert (named.metrics, named.metrics_setting) == ("127.0.0.1:9300", "FT_METRICS")
+    for spec in (job(script), job(script, "--metrics off", {"FT_METRICS": "127.0.0.1:9300"})):
+        assert spec.metrics == ""
+        assert spec.environment(0, "x", 1)["FT_METRICS"] == "", "no group takes ftrun's own port from its surroundings"
+
+
+def test_metrics_that_cannot_be(script: str) -> None:
+    assert refusal(["--metrics", "9300", script]).startswith("--metrics='9300': expected HOST:PORT")
+    assert refusal([script], {"FT_METRICS": "here"}).startswith("FT_METRICS='here': expected HOST:PORT")
+    assert refusal(["--replicas", "2:4", "--metrics", ":65533", script]) == (
+        "--metrics :65533: group N serves its metrics at port 65533 + 1 + N, and there are 4 groups: use a port of at "
+        "most 65531"
+    )
+    assert job(script, "--replicas 2:4 --metrics :65531").metrics_of(3) == ":65535"

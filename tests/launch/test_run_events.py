@@ -6,6 +6,9 @@ import json
 import os
 import pathlib
 import signal
+import socket
+import subprocess
+import sys
 import tempfile
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +18,7 @@ from ft_core.events.schema import check
 from ft_core.launch import run_events
 from ft_core.launch.options import parse
 from ft_core.launch.run_events import folder_for, prepare
+from ft_core.metrics.exposition import MISSING
 from tests.launch.job import job
 
 if TYPE_CHECKING:
@@ -140,3 +144,29 @@ def test_an_unwritable_folder_is_one_line_and_the_job_runs(script: pathlib.Path,
         assert running.run() == 0, running.text
     assert running.count("events cannot be written to") == 1
     assert running.count("given nothing") == 2
+
+
+@pytest.mark.process
+def test_a_port_of_metrics_that_is_taken_ends_ftrun_before_anything_starts(script: pathlib.Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        where = f"127.0.0.1:{taken.getsockname()[1]}"
+        ran = subprocess.run(
+            [sys.executable, "-m", "ft_core.launch", "--events", "off", "--metrics", where, str(script)],
+            capture_output=True, text=True, timeout=50, check=False,
+        )  # fmt: skip
+    assert ran.returncode == 2
+    assert f"--metrics {where}: metrics cannot be served there: Address already in use" in ran.stderr + ran.stdout
+    assert "given" not in ran.stdout
+
+
+@pytest.mark.process
+def test_without_the_library_ftrun_says_so_once_and_goes_on(
+    script: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run_events, "missing", lambda: MISSING)
+    with job(script, "--replicas", "2", "--events", "off", "--metrics", "127.0.0.1:1") as running:
+        running.when("given nothing", lambda _: (script.parent / "end").touch(), after=["given nothing"])
+        assert running.run() == 0, running.text
+    assert running.count("no metrics are served: prometheus_client is not installed") == 1

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import pathlib
 import threading
+from bisect import bisect_left
 
 import pytest
 
 from ft_core.errors import CollectiveError
+from ft_core.events import schema
 from ft_core.protocol.rank import actions as do
 from ft_core.protocol.rank import events as on
 from ft_core.protocol.rank.phases import Phase
-from ft_core.protocol.types import VOID, Outcome, Quorum
+from ft_core.protocol.types import VOID, Outcome, Quorum, Verdict, Version
 from ft_core.runtime import rank_events
 from ft_core.runtime.rank_events import RankEvents
 from tests.fakes import FakeEvents
@@ -107,6 +109,55 @@ def test_vetoes_with_their_causes_are_counted_where_they_are_many() -> None:
     assert {event["reason"] for event in vetoes} == {"ValueError: a NaN in the loss"}
     (gap,) = life.log.of("gap")
     assert (gap["cause"], gap["detail"]) == ("veto", "ValueError: a NaN in the loss")
+
+
+def test_quorums_vetoes_and_votes_have_causes_that_can_be_counted() -> None:
+    life = Life()
+    life.enter(1, "b", "c")
+    life.attempt()
+    life.attempt()
+    life.feed(on.MemberLost(1, ("b",), Version(2, 1)))
+    life.enter(2, "c", step=2)
+    life.feed(on.MemberLost(2, ("c",)))
+    life.enter(3, step=2)
+    life.feed(on.CollectiveFailed(CollectiveError("reset")))
+    life.enter(4, step=2)
+    life.feed(on.CollectiveFailed(CollectiveError("reset")))
+    life.enter(5, "d", step=2)
+    assert [event["cause"] for event in life.log.of("entered")] == [schema.QUORUM_CAUSES[i] for i in (0, 2, 1, 4, 3)]
+    assert {event["cause"] for event in life.log.of("entered")} == set(schema.QUORUM_CAUSES)
+
+
+def test_vetoes_of_different_causes_are_not_counted_together() -> None:
+    life = Life()
+    life.enter(1, "b")
+    life.attempt()
+    life.now += 1.0
+    for reason in ("a NaN", "a NaN"):
+        life.attempt(Outcome.VETO, took_s=0.001, reason=reason)
+    verdict = Verdict(1, 0, Outcome.VETO, "no member contributed a gradient")
+    for _ in range(2):
+        life.events.settled(verdict, life.now, commit=False)
+    life.events._count(life.now)
+    vetoes = [(event["cause"], event["attempts"]) for event in life.log.of("vetoed")]
+    assert sum(count for cause, count in vetoes if cause == "error") == 2
+    assert sum(count for cause, count in vetoes if cause == "no gradient") == 2
+    assert len({cause for cause, _ in vetoes}) == 2
+
+
+def test_what_steps_and_votes_took_adds_up() -> None:
+    life = Life()
+    life.enter(1)
+    for took_s in (0.1, 0.1, 0.1, 0.1, 2.0, 0.1):
+        life.attempt(took_s=took_s)
+    life.events.settled(Verdict(1, 0, Outcome.VETO, "stop"), life.now, commit=False, voted_s=0.3)
+    life.events._count(life.now)
+    (gap,), last = life.log.of("gap"), life.log.of("counters")[-1]
+    assert last["trained_s"] == pytest.approx(0.5), "the first step begins it, the long one counts as a usual one"
+    assert last["trained_s"] + gap["seconds_s"] - gap["usual_s"] == pytest.approx(2.4)
+    assert last["voted_s"] == pytest.approx(0.3)
+    assert sum(last["votes"]) == 7
+    assert last["votes"][bisect_left(schema.VOTE_BOUNDS_S, 0.3)] == 1
 
 
 def test_a_slow_step_is_a_gap_and_a_usual_one_is_not() -> None:

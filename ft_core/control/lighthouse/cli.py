@@ -84,6 +84,7 @@ def _parser() -> argparse.ArgumentParser:
         help="time running groups have to return after a restart of this server (500; none on port 0)",
     )
     option("events", metavar="DIR", help="write what happens there, as JSON lines (FT_EVENTS, else nowhere)")
+    option("metrics", metavar="HOST:PORT", help="serve metrics for Prometheus there, at /metrics (default: nowhere)")
     parser.add_argument("--version", action="version", version=f"ft-lighthouse {release()}")
     return parser
 
@@ -99,7 +100,7 @@ def _min_replicas(given: int | None) -> int:
 
 def _as_options(text: str) -> str:
     """An error of LighthouseServer in the words of the command line: join_timeout_ms=-5 was --join-timeout-ms -5."""
-    options = "bind|min_replicas|(?:join_timeout|heartbeat_timeout|liveness|grace|boot_window)_ms"
+    options = "bind|min_replicas|metrics|(?:join_timeout|heartbeat_timeout|liveness|grace|boot_window)_ms"
     return re.sub(rf"\b({options})=", lambda found: f"--{found[1].replace('_', '-')} ", text)
 
 
@@ -123,6 +124,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             admin_token=own_admin_token(os.environ, arguments.admin_token_file or ""),
             insecure=arguments.insecure,
             events=arguments.events,
+            metrics=arguments.metrics,
         )
     except ConfigError as error:
         print(f"ft-lighthouse: {_as_options(str(error))}", file=sys.stderr)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from ft_core.events.schema import FIRST, JOINED, LEFT, LOSS_SIGNS, LOST, SAME
 from ft_core.protocol.lighthouse.events import (
     Announce,
     Asked,
@@ -38,6 +39,7 @@ KEPT = 4096
 """Replicas and rooms of which something is remembered; then all is forgotten, and less is known of the next loss."""
 
 NOTHING: tuple[int, float, tuple[str, ...]] = (0, 0.0, ())
+SUPERVISOR, CONNECTION, SILENCE, GOODBYE, ABSENCE = LOSS_SIGNS
 
 
 class RoomEvents:
@@ -45,14 +47,14 @@ class RoomEvents:
 
     def __init__(self, log: Events) -> None:
         self._log = log
-        self._seen: dict[tuple[str, str], str] = {}
-        """(room, replica_id): what was last received about the end of its process or connection."""
+        self._seen: dict[tuple[str, str], tuple[str, str]] = {}
+        """(room, replica_id): what was last received about the end of its process or connection: sign and sentence."""
         self._lost: dict[str, tuple[int, set[str]]] = {}
         """By room: the quorum in force, and those of its members whose loss is an event already."""
         self._open: dict[str, tuple[int, float, tuple[str, ...]]] = {}
         """By room: id, begin (s) and members of the quorum that has not ended."""
-        self._before: dict[str, tuple[str, ...]] = {}
-        """By room: the members of the last quorum."""
+        self._before: dict[str, tuple[int, tuple[str, ...]]] = {}
+        """By room: id and members of the last quorum."""
 
     def __repr__(self) -> str:
         return f"RoomEvents({self._log!r}, {len(self._open)} quorums)"
@@ -77,7 +79,7 @@ class RoomEvents:
             self._begun(room, current.quorum_id, current.members, before, quorum)
         for effect in effects:
             if isinstance(effect, MemberLost):
-                self._members_lost(room, effect)
+                self._members_lost(room, effect.quorum_id, effect.lost)
             elif isinstance(effect, Refuse):
                 self._log.emit("refused", room=room.name, replica_id=effect.to, reason=effect.reason)
 
@@ -104,12 +106,13 @@ class RoomEvents:
                 self._seen.pop((name, event.replica_id), None)
             case LeaseEnded():
                 log.emit("lease_ended", room=name, replica_id=event.replica_id, silence_s=event.silence_s)
-                self._seen[name, event.replica_id] = f"its connection ended, {event.silence_s:.2f} s after it last sent"
+                how = f"its connection ended, {event.silence_s:.2f} s after it last sent"
+                self._seen[name, event.replica_id] = CONNECTION, how
                 return f"the connection of {event.replica_id} has ended"
             case Ended():
                 for replica_id, record in room.records.items():
                     if event.replica_id in (replica_id, record.hello.name) and record.life is Life.GONE:
-                        self._seen[name, replica_id] = "its supervisor reported that its process has ended"
+                        self._seen[name, replica_id] = SUPERVISOR, "its supervisor reported that its process has ended"
                 return f"the process of {event.replica_id} has ended"
             case GivenUp():
                 return f"{event.name} was given up: {event.reason}"
@@ -117,7 +120,7 @@ class RoomEvents:
                 log.emit(
                     "goodbye", room=name, replica_id=event.replica_id, reason=event.reason, finished=event.finished
                 )
-                self._seen[name, event.replica_id] = f"it said goodbye: {event.reason}"
+                self._seen[name, event.replica_id] = GOODBYE, f"it said goodbye: {event.reason}"
                 return f"{event.replica_id} left: {event.reason}"
             case Asked() if event.ask.replica_id in self._open.get(name, NOTHING)[2]:
                 return f"{event.ask.replica_id} asked for the next one: {event.ask.reason}"
@@ -129,8 +132,8 @@ class RoomEvents:
 
     # ------------------------------------------------------------ what followed
 
-    def _quorum_over(self, room: Room, why: str, now: float) -> tuple[str, ...]:
-        """Note the end of the quorum that was in force, if it has come. Returns the members of the last one."""
+    def _quorum_over(self, room: Room, why: str, now: float) -> tuple[int, tuple[str, ...]]:
+        """Note the end of the quorum that was in force, if it has come. Returns id and members of the last one."""
         quorum_id, since, members = self._open.get(room.name, NOTHING)
         current = room.current
         if quorum_id and (current is None or current.quorum_id != quorum_id or current.ended):
@@ -140,40 +143,48 @@ class RoomEvents:
                 lived_s=now - since,
             )  # fmt: skip
         if quorum_id:
-            self._before[room.name] = members
-        return self._before.get(room.name, ())
+            self._before[room.name] = quorum_id, members
+        return self._before.get(room.name, (0, ()))
 
     def _begun(
-        self, room: Room, quorum_id: int, members: tuple[str, ...], before: tuple[str, ...], quorum: Quorum | None
-    ) -> None:
+        self, room: Room, quorum_id: int, members: tuple[str, ...], last: tuple[int, tuple[str, ...]],
+        quorum: Quorum | None,
+    ) -> None:  # fmt: skip
+        last_id, before = last
         step = max((member.version.step for member in quorum.members), default=0) if quorum is not None else 0
+        joined = sorted(set(members) - set(before)) if before else []
+        without = sorted(set(before) - set(members))
+        lost = [one for one in without if self._seen.get((room.name, one), ("", ""))[0] != GOODBYE]
+        self._members_lost(room, last_id, lost)  # of whom nobody had to be notified: all others had noticed, and asked
         self._log.emit(
-            "quorum_formed", room=room.name, quorum_id=quorum_id, members=members, step=max(0, step),
-            joined=sorted(set(members) - set(before)) if before else [], without=sorted(set(before) - set(members)),
+            "quorum_formed", room=room.name, quorum_id=quorum_id, members=members, step=max(0, step), joined=joined,
+            without=without,
+            cause=LOST if lost else LEFT if without else JOINED if joined else SAME if before else FIRST,
         )  # fmt: skip
 
-    def _members_lost(self, room: Room, effect: MemberLost) -> None:
+    def _members_lost(self, room: Room, quorum_id: int, lost: Sequence[str]) -> None:
+        """Note members that a quorum has lost, each once, if it is known how."""
         known, told = self._lost.get(room.name, (0, set()))
-        told = told if known == effect.quorum_id else set()
-        self._lost[room.name] = effect.quorum_id, told
-        for replica_id in effect.lost:
+        told = told if known == quorum_id else set()
+        self._lost[room.name] = quorum_id, told
+        for replica_id in lost:
             if replica_id in told:
                 continue
-            told.add(replica_id)
-            how = self._how(room, replica_id)
+            sign, how = self._how(room, replica_id)
             if how:
+                told.add(replica_id)
                 self._log.emit(
-                    "member_lost", room=room.name, quorum_id=effect.quorum_id, replica_id=replica_id, how=how
+                    "member_lost", room=room.name, quorum_id=quorum_id, replica_id=replica_id, how=how, sign=sign
                 )
 
-    def _how(self, room: Room, replica_id: str) -> str:
+    def _how(self, room: Room, replica_id: str) -> tuple[str, str]:
         """How its loss was noticed; '': it is not lost, the quorum broke for it and it asks for the next one."""
         record = room.records.get(replica_id)
-        seen = self._seen.get((room.name, replica_id), "")
+        sign, seen = self._seen.get((room.name, replica_id), ("", ""))
         if record is not None and record.life is Life.MISSED:
-            return f"silent: frozen or cut off{f' ({seen})' if seen else ''}"
+            return SILENCE, f"silent: frozen or cut off{f' ({seen})' if seen else ''}"
         if seen:
-            return seen
+            return sign, seen
         if record is not None and record.life is Life.UP:
-            return ""
-        return "it did not come back after the lighthouse was started again"
+            return "", ""
+        return ABSENCE, "it did not come back after the lighthouse was started again"

@@ -11,6 +11,7 @@ import contextlib
 import logging
 import math
 import os
+from typing import TYPE_CHECKING
 
 from ft_core.access import (
     Tokens,
@@ -22,11 +23,14 @@ from ft_core.access import (
 )
 from ft_core.access import insecure as trusts_all
 from ft_core.control.lighthouse.room_host import Rooms
+from ft_core.control.lighthouse.room_samples import RoomSamples
 from ft_core.control.lighthouse.unary_calls import Calls
 from ft_core.errors import ConfigError
 from ft_core.events.event_log import open_events
 from ft_core.events.schema import LIGHTHOUSE as ROLE
 from ft_core.events.schema import VARIABLE
+from ft_core.metrics.metrics import Metrics, beside
+from ft_core.metrics.server import MetricsServer, open_page
 from ft_core.rpc.channel import (
     LIGHTHOUSE,
     Tls,
@@ -39,6 +43,10 @@ from ft_core.rpc.channel import (
 )
 from ft_core.rpc.loop_server import LoopServer
 from ft_core.settings import LighthouseSettings
+
+if TYPE_CHECKING:
+    from ft_core.events.event_log import Events
+    from ft_core.metrics.exposition import Page
 
 DEFAULT_LIVENESS_S = 1.0
 DEFAULT_BOOT_WINDOW_MS = 500
@@ -69,10 +77,18 @@ class LighthouseServer:
             (FT_INSECURE=1 says so, too).
         one_job: it ends with its job: what that has committed is not forgotten when its scripts have ended (R21).
         events: folder of the job's event files (docs/events.md); None: FT_EVENTS; '': none are written.
+        metrics: host:port to serve metrics for Prometheus at (docs/metrics.md); '': they are counted, for
+            `metrics_page`; None: they are not.
 
     Raises:
         ConfigError: a value cannot work, or the address cannot be bound.
     """
+
+    metrics: Metrics | None = None
+    """What is counted for Prometheus; None: nothing is."""
+    metrics_page: Page | None = None
+    """Its `render` may be called from any thread; None: nothing is counted."""
+    _metrics_server: MetricsServer | None = None
 
     def __init__(
         self,
@@ -91,6 +107,7 @@ class LighthouseServer:
         insecure: bool = False,
         one_job: bool = False,
         events: str | None = None,
+        metrics: str | None = None,
     ) -> None:
         token = job_token(os.environ) if token is None else token
         tls = tls or Tls.from_env(os.environ)
@@ -121,15 +138,16 @@ class LighthouseServer:
             raise ConfigError(f"grace_ms={grace_ms} must not be above {liveness}")
         self._scheme = "http" if tls is None else "https"
         self._host = reachable_host(host)
-        log = open_events(os.environ.get(VARIABLE, "") if events is None else events, ROLE, ROLE, release())
+        self._server = LoopServer("ft-lighthouse", server_options(liveness_s), tls)
+        log = self._open_log(os.environ.get(VARIABLE, "") if events is None else events, metrics)
         self._rooms = Rooms(settings, liveness_s, unknown, log)
         self._calls = Calls(self._rooms)
-        self._server = LoopServer("ft-lighthouse", server_options(liveness_s), tls)
         lease: grpc.RpcMethodHandler[bytes, bytes] = grpc.stream_stream_rpc_method_handler(self._rooms.serve)
         try:
             self._server.start(host, port, "bind", {LIGHTHOUSE: {"Lease": lease, **self._calls.handlers()}})
         except BaseException:
             log.close()
+            self._close_metrics()
             raise
         log.emit("lighthouse_started", address=self.address(), min_replicas=min_replicas)
 
@@ -144,7 +162,22 @@ class LighthouseServer:
         """End all leases and stop listening. Idempotent; takes at most a few seconds."""
         with contextlib.suppress(RuntimeError, TimeoutError):
             self._server.call(self._close, 1.0)
+        self._close_metrics()
         self._server.shutdown()
+
+    def _open_log(self, folder: str, address: str | None) -> Events:
+        """Where this lighthouse's events go: into a folder, and into the metrics, which are served at an address."""
+        metrics = Metrics(ROLE, sampled=RoomSamples(lambda: self._rooms, self._server).look)
+        page = open_page([metrics]) if address is not None else None
+        if page is not None:
+            self.metrics, self.metrics_page = metrics, page
+            self._metrics_server = MetricsServer(page, address or "", ROLE, "metrics")
+            self._metrics_server.start(must_bind=True)
+        return beside(open_events(folder, ROLE, ROLE, release()), self.metrics)
+
+    def _close_metrics(self) -> None:
+        if self._metrics_server is not None:
+            self._metrics_server.close()
 
     def _close(self) -> None:
         self._calls.close()

@@ -18,6 +18,7 @@ from typing import Any
 from ft_core.protocol.lighthouse.model_signature import NOT_KNOWN, SETTING, first_differing, settings_in
 from ft_core.protocol.types import VOID, Ask, Outcome, Verdict
 
+WEIGHTS = "have set different batch weights"
 UNEVEN = "a group contributed on some of its ranks only: a rank of it could not be healed"
 
 
@@ -99,10 +100,10 @@ def _weighed_alike(lead: Verdict, votes: list[Verdict]) -> Verdict:
     """
     own = tuple(vote.own_weight for vote in votes if vote.own_weight is not None)
     if len(set(own)) > 1:
-        reason = "the ranks of this group have set different batch weights"
+        reason = f"the ranks of this group {WEIGHTS}"
         return replace(lead, outcome=Outcome.VETO, reason=reason, own_weights=own)
     if own and any(vote.weight != lead.weight for vote in votes):
-        reason = "the ranks of another group have set different batch weights"
+        reason = f"the ranks of another group {WEIGHTS}"
         return replace(lead, outcome=Outcome.VETO, reason=reason)
     return lead
 

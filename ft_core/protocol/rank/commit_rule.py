@@ -21,6 +21,14 @@ if TYPE_CHECKING:
     from ft_core.protocol.rank.heal_plan import Plan
     from ft_core.protocol.rank.settings import RankSettings
 
+NO_LEASE = "no member has had a lease for autonomy_s"
+FAILED = "members failed in this step"
+OUT_OF_DATA = "every member is out of data"
+NO_GRADIENT = "no member contributed a gradient"
+STOPS = "training stops at the state that members without data are healed to"
+NOT_WHOLE = "every step has to be whole"
+"""What the reasons of vetoes say, whole or in part."""
+
 
 class Facts(NamedTuple):
     """What one member knows of the attempt whose fence has completed."""
@@ -73,7 +81,7 @@ def judge(told: FenceSum, facts: Facts, settings: RankSettings) -> Judgement:
             reason = f"no lighthouse for too long, and the fence took over {margin:g} s"
             return Judgement(verdict(Outcome.BROKEN, reason))
         if told.no_lease == n:
-            reason = f"no member has had a lease for autonomy_s={settings.autonomy_s:g} s: waiting for one"
+            reason = f"{NO_LEASE}={settings.autonomy_s:g} s: waiting for one"
             return Judgement(verdict(Outcome.VETO, reason, change=told.change > 0, lapsed=True))
     everyone_out, passed = told.out == n, told.passed > 0
     ends_now = (everyone_out or told.ends > 0) and not told.lagging
@@ -88,16 +96,15 @@ def judge(told: FenceSum, facts: Facts, settings: RankSettings) -> Judgement:
         "behind": facts.behind and not facts.received, "trails": facts.trails,
     }  # fmt: skip
     if told.failed:
-        reached = verdict(Outcome.VETO, facts.soft_error or f"{told.failed} of {n} members failed in this step", **more)
+        reached = verdict(Outcome.VETO, facts.soft_error or f"{told.failed} of {n} {FAILED}", **more)
     elif told.weight == 0:
-        reason = "every member is out of data" if everyone_out else "no member contributed a gradient"
+        reason = OUT_OF_DATA if everyone_out else NO_GRADIENT
         reached = verdict(Outcome.VETO, reason, **more)
     elif told.trailing and (told.ends or told.stop):
-        reason = "training stops at the state that members without data are healed to"
-        reached = verdict(Outcome.VETO, reason, **more)
+        reached = verdict(Outcome.VETO, STOPS, **more)
     elif missing and facts.whole_steps:
         names = ", ".join(plan.quorum.ids[facts.participants[place]] for place in missing)
-        reached = verdict(Outcome.VETO, f"every step has to be whole, and {names} contributed nothing", **more)
+        reached = verdict(Outcome.VETO, f"{NOT_WHOLE}, and {names} contributed nothing", **more)
     else:
         reached = verdict(Outcome.COMMIT, **more)
     return Judgement(reached, everyone_out, told.sources_lost > 0, ends_now, passed, told.states_differ)

@@ -1,0 +1,133 @@
+"""A real Prometheus scrapes a real job of ftrun that loses a replica to kill -9, and knows of it."""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import re
+import signal
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.launch.job import job
+from tests.metrics.prometheus import MONITORING, Prometheus, binary, free_ports, prometheus, promtool
+from tests.metrics.reading import read
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+pytestmark = [pytest.mark.process, pytest.mark.timeout(180)]
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+GROUPS = ("replica-0", "replica-1", "replica-2")
+
+
+@pytest.fixture
+def end(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> Callable[[int], None]:
+    """Lets all workers train to a step and end there."""
+    path = tmp_path / "steps"
+    surroundings = {"STEPS_FILE": str(path), "STEP_MS": "20", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    for name, value in surroundings.items():
+        monkeypatch.setenv(name, value)
+
+    def end(step: int) -> None:
+        partial = path.with_suffix(".tmp")
+        partial.write_text(str(step))
+        partial.rename(path)
+
+    return end
+
+
+def test_a_kill_is_seen_in_what_prometheus_knows(
+    end: Callable[[int], None], tmp_path: pathlib.Path, forged_workers: None
+) -> None:
+    binary("prometheus")
+    port = free_ports(5)
+    pages = [f"127.0.0.1:{port + number}" for number in range(4)]
+    with prometheus(tmp_path, port + 4, {"ftrun": pages[:1], "ft-replica": pages[1:]}) as found, job(
+        ROOT / "tests/chaos/worker.py", "--replicas", "3", "--events", "off", "--metrics", pages[0]
+    ) as running:  # fmt: skip
+        pids: dict[str, int] = {}
+
+        def started(line: re.Match[str]) -> None:
+            pids["replica-1"] = int(line[1])
+
+        def kill(_: re.Match[str]) -> None:
+            found.wait("count(ft_commits_total > 60) == 3 and on () sum(ft_lighthouse_members) == 3")
+            os.kill(pids["replica-1"], signal.SIGKILL)
+
+        def look(_: re.Match[str]) -> None:
+            try:
+                check_what_is_known(found)
+                check_pages([f"http://{page}/metrics" for page in pages])
+                check_dashboard(found)
+            finally:
+                end(int(found.value("max(ft_step)")) + 100)  # it is a second old
+
+        running.when(r"\[replica-1\] started \(pid (\d+)\)", started)
+        running.when(r"\] commit \d+ 3", kill)
+        running.when(r"\] commit \d+ 3", look, after=[r"\[replica-1\] rank 0 .* was ended by SIGKILL",
+                                                      r"\[replica-1\] started"])  # fmt: skip
+        assert running.run() == 0, running.text
+        assert (
+            running.count(f"metrics at http://{pages[0]}/metrics, those of group N at 127.0.0.1:{port + 1} \\+ N") == 1
+        )
+
+
+def check_what_is_known(found: Prometheus) -> None:
+    """After the kill and the restart, in Prometheus' own words."""
+    found.wait('ft_ftrun_restarts_total{group="replica-1"} == 1')
+    found.wait('ft_lighthouse_quorum_changes_total{reason="member joined"} >= 1')
+    found.wait('ft_heals_total{replica="replica-1",outcome="ok"} >= 1')
+    found.wait('ft_heal_bytes_total{replica="replica-1"} > 0')
+    before = {labels["replica"]: value for labels, value in found.query("ft_commits_total")}
+    assert sorted(before) == list(GROUPS)
+    for replica, commits in before.items():
+        found.wait(f'ft_commits_total{{replica="{replica}"}} > {commits}')
+    found.wait("count(ft_members == 3) == 3 and on () sum(ft_lighthouse_members) == 3")
+    assert found.value('ft_lighthouse_quorum_changes_total{reason="first"}') == 1
+    assert found.value('ft_lighthouse_quorum_changes_total{reason="member lost"}') == 1
+    assert found.value("sum(ft_lighthouse_members_lost_total)") == 1
+    for survivor in ("replica-0", "replica-2"):
+        here = f'{{replica="{survivor}",cause="member lost"}}'
+        assert found.value(f"ft_gap_seconds_count{here}") == 1
+        # 0 where usual steps take as long, as on a machine that is busy.
+        assert 0 <= found.value(f"ft_gap_seconds_sum{here}") < 5
+        assert found.value(f'ft_gap_seconds_bucket{{replica="{survivor}",cause="member lost",le="+Inf"}}') == 1
+        assert found.value(f"ft_lost_seconds_total{here}") == found.value(f"ft_gap_seconds_sum{here}")
+        assert found.value(f'ft_quorum_changes_total{{replica="{survivor}",reason="member lost"}}') == 1
+    assert found.value('ft_ftrun_failures_total{group="replica-1",cause="signal"}') == 1
+    assert found.value('ft_ftrun_restarts_total{group="replica-0"}') == 0
+    assert found.value('ft_ftrun_down_seconds_total{group="replica-1"}') > 0
+    assert found.value('ft_lost_seconds_total{replica="replica-1",cause="start"}') > 0
+    ages = {labels["replica"]: value for labels, value in found.query("ft_lighthouse_lease_age_seconds")}
+    assert sorted(ages) == list(GROUPS)
+    assert max(ages.values()) < 30
+    for ratio in found.query("ft_goodput_ratio"):
+        assert 0 < ratio[1] <= 1
+    found.wait("count(ft_vote_seconds_count > 10) == 3")
+    assert {labels["state"] for labels, value in found.query("ft_state == 1") if labels["replica"] == "replica-0"} == {
+        "training"
+    }
+    assert found.value("max(time() - ft_last_commit_timestamp_seconds)") < 30
+    assert found.value("sum(ft_vetoes_total)") == found.value('sum(ft_vetoes_total{cause!="states differ"})')
+
+
+def check_pages(urls: list[str]) -> None:
+    """promtool finds nothing wrong in what is really served."""
+    for url in urls:
+        assert promtool("check", "metrics", text=read(url)) == ""
+
+
+def check_dashboard(found: Prometheus) -> None:
+    """Every panel's query is one, and those about the job have an answer; so have the rules."""
+    panels = json.loads((MONITORING / "grafana.json").read_text())["panels"]
+    empty = []
+    for panel in panels:
+        for target in panel.get("targets", ()):
+            query = target["expr"].replace("$__rate_interval", "10s").replace("$__range", "1m")
+            if not found.query(query):
+                empty.append(panel["title"])
+    assert empty == []
+    assert [rule["name"] for rule in found.rules() if rule["health"] != "ok"] == []

@@ -1,0 +1,1 @@
+"""Tests of what is counted out of the events, and served to Prometheus."""
