@@ -156,8 +156,7 @@ def resolve(arguments: Arguments, variables: Mapping[str, str]) -> Config:
         quorum_retries=a.quorum_retries if a.quorum_retries is not None else env.quorum_retries or 0,
         incarnation_key=f"ft_core/{name if a.replica_id or env.replica_id else 'group'}/{start_of_group}",
         on_exhausted=on_exhausted,
-        room=a.room_id,
-        from_scratch=env.from_scratch if a.from_scratch is None else a.from_scratch,
+        room=a.room_id, from_scratch=env.from_scratch if a.from_scratch is None else a.from_scratch,
         use_async_quorum=a.use_async_quorum, warm_up=a.warm_up, events=env.events,
         metrics=env.metrics, started_at=env.started_at,
     )  # fmt: skip
