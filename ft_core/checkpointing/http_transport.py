@@ -105,6 +105,7 @@ class HTTPTransport(CheckpointTransport[T]):
         *,
         into: object = None,
         deadline_s: float | None = None,
+        given_s: float | None = None,
         cancel: Event | None = None,
         own: OwnState | None = None,
     ) -> Prefetched:
@@ -115,6 +116,7 @@ class HTTPTransport(CheckpointTransport[T]):
             token=self._token,
             tls=self._tls,
             deadline_s=deadline_s if deadline_s is not None else self._timeout_s,
+            given_s=given_s,
             idle_s=self._idle_s,
             cancel=cancel,
             own=own,

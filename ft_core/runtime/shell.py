@@ -219,7 +219,7 @@ class RankShell:
         if view is not None:
             self.transfer.offer_live(view)
 
-    def _prefetch(self, _: do.Prefetch) -> None:
+    def _prefetch(self, action: do.Prefetch) -> None:
         rank, error = self.rank, None
         place = rank.settings.group_rank
         donors = [addresses[place] for _, addresses in self.peers if len(addresses) > place]
@@ -232,7 +232,7 @@ class RankShell:
         if donors and into is not None:
             self.dispatch(on.StateTorn())  # before the first byte (R7)
         try:
-            written = bool(donors) and self.transfer.prefetch(donors, into)
+            written = bool(donors) and self.transfer.prefetch(donors, into, action.within_s)
         except Exception as failed:  # noqa: BLE001 - the script is told, which waits for a quorum
             error = failed
         if donors and into is not None and not written:

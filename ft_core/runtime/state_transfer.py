@@ -139,12 +139,13 @@ class Healing:
         else:
             self._transport.disallow_checkpoint()
 
-    def prefetch(self, donors: Sequence[str], into: Mapping[str, Any] | None) -> bool:
+    def prefetch(self, donors: Sequence[str], into: Mapping[str, Any] | None, within_s: float) -> bool:
         """Copy what running members hold right now; what differs at join time is fetched then.
 
         Args:
             donors: heal addresses.
             into: this rank's own (worthless) state to write into; None stages.
+            within_s: so long the first donor may take to give anything.
 
         Returns:
             Whether `into` may have been written to.
@@ -158,7 +159,7 @@ class Healing:
         started = time.monotonic()
         try:
             self._prefetched = self._live.prefetch(
-                donors, into=into, deadline_s=self._heal_s, cancel=self._cancel, own=self._own
+                donors, into=into, deadline_s=self._heal_s, given_s=within_s, cancel=self._cancel, own=self._own
             )
             self._into = into
         except StateRefusedError:

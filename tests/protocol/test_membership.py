@@ -101,7 +101,7 @@ def test_who_was_agreed_to_ask_ends_nothing() -> None:
 
 def test_live_state_is_copied_before_the_first_ask_and_nothing_is_timed_meanwhile() -> None:
     rank = new_rank("a")
-    assert rank.handle(on.QuorumWanted(wish(prefetch=True)), 0.0) == (do.Prefetch(),)
+    assert rank.handle(on.QuorumWanted(wish(prefetch=True)), 0.0) == (do.Prefetch(QUORUM_S / 2),)
     assert rank.next_at == float("inf")
     assert rank.handle(on.Tick(), 2 * QUORUM_S) == ()
     assert kinds(rank.handle(on.PrefetchEnded(), 3 * QUORUM_S)) == ["SendAsk"]

@@ -84,9 +84,9 @@ def test_who_is_refused_is_told_so_when_nothing_is_copied_to_it_any_more(
     first, newcomer = Replica(0, steps=9, use_async_quorum=False), Replica(1, use_async_quorum=False)
     late, refused, prefetch = LateWrites(newcomer.name), threading.Event(), Healing.prefetch
 
-    def slow(healing: Healing, donors: Any, into: Mapping[str, Any] | None) -> bool:
+    def slow(healing: Healing, donors: Any, into: Mapping[str, Any] | None, within_s: float) -> bool:
         if not late.are_due(healing):
-            return prefetch(healing, donors, into)
+            return prefetch(healing, donors, into, within_s)
         late.write(into, refused)
         return True
 

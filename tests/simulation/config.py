@@ -46,7 +46,7 @@ class Config:
     copy_s: float = 0.2
     """So long it takes at most to copy live state."""
     prefetch_s: float = 20.0
-    """A newcomer to which nobody gives live state waits for so long, as in the product longer than for a quorum."""
+    """So long copying may take in all, as in the product longer than a quorum."""
     quorum_s: float = 9.0
     """A rank whose ask is not answered within it gives up, and its group dies."""
     autonomy_s: float = 3.0

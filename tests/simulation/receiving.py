@@ -45,6 +45,8 @@ class Receiving:
         """Newcomers that wait for live state of this rank."""
         self._copying = 0
         """Which prefetch is under way; 0: none."""
+        self._given = False
+        """A donor has given live state for it."""
         self._copies = 0
 
     # ------------------------------------------------------------ healing
@@ -134,7 +136,7 @@ class Receiving:
 
     # ------------------------------------------------------------ live state
 
-    def prefetch(self, _: do.Prefetch) -> None:
+    def prefetch(self, action: do.Prefetch) -> None:
         """Copy what running members hold, as it changes: what differs is fetched in the quorum."""
         world, rank = self._world, self._rank
         peers = [world.groups[name] for name in rank.group.peers if name in world.active]
@@ -143,18 +145,21 @@ class Receiving:
             rank.dispatch(on.PrefetchEnded())
             return
         self._copies += 1
-        self._copying = self._copies
+        self._copying, self._given = self._copies, False
         before = rank.machine.held.version
         if before.step <= 0:
             rank.dispatch(on.StateTorn())  # before the first byte (R7)
         for donor in donors:
             donor.receiving.wanted(self)
-        world.at(world.config.prefetch_s, rank, self._nobody_gave, self._copying, before)
+        if action.within_s < world.config.prefetch_s:
+            world.at(action.within_s, rank, self._too_long, self._copying, before, True)
+        world.at(world.config.prefetch_s, rank, self._too_long, self._copying, before, False)
 
-    def _nobody_gave(self, copying: int, before: Version) -> None:
-        if self._copying == copying:
+    def _too_long(self, copying: int, before: Version, unless_given: bool) -> None:
+        if self._copying == copying and not (unless_given and self._given):
             self._copying = 0
-            self._rank.dispatch(on.StateUntouched(before))
+            if not self._given:
+                self._rank.dispatch(on.StateUntouched(before))
             self._rank.dispatch(on.PrefetchEnded())
 
     @property
@@ -181,6 +186,7 @@ class Receiving:
         for newcomer in wanted:
             rank = newcomer._rank
             if rank.group.alive and self._world.connected(rank.group, self._rank.group):
+                newcomer._given = True
                 self._world.at(
                     self._world.between(0.5, 1.0) * self._world.config.copy_s, rank, newcomer._copied, newcomer._copying
                 )

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from ft_core.protocol.rank.settings import RankRules
-from tests.simulation.test_directed import SEEDS, kill, named, play, standstill
+from tests.simulation.history import Violation
+from tests.simulation.test_directed import SEEDS, kill, named, pause, play, standstill
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -56,6 +57,19 @@ def test_a_copy_of_live_state_may_take_longer_than_a_quorum(seed: int) -> None:
     assert standstill(world, "a", 5.0, 40.0) < 2.0, "nobody waits for the copy"
 
 
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_newcomer_does_not_wait_for_live_state_longer_than_others_wait_for_it(seed: int) -> None:
+    """Its rank 1 is given state and asks; that of its rank 0 is held by a rank that is paused for long."""
+    script = (4.0, pause("a", 0, 14.0, 21.0)), (4.3, kill("b")), (4.4, again(1))
+    two: dict[str, Any] = {"groups": 2, "ranks": 2, "safety_s": 40.0}
+    world = play(seed, *script, **two)
+    assert len(said(world, "has copied live state")) == 1, "rank 0 has copied nothing"
+    assert len(heals(world, "b")) >= 2
+    assert not said(world, "gives up")
+    with pytest.raises(Violation, match="b:2/1 gives up: no quorum within 9 s"):
+        play(seed, *script, **two, member_rules=RankRules(given_within=False))
+
+
 def a_death_beside_a_newcomer(world: World) -> None:
     """A third group wants live state while the two others compute, of which one dies then."""
 
@@ -83,7 +97,9 @@ def test_an_attempt_that_moves_is_given_up_for_a_newcomer_that_wants_state(seed:
     world = play(seed, (4.0, a_death_beside_a_newcomer), **BOTH)
     assert standstill(world, "a", 4.0, 30.0) < 8.0, "two forward passes"
     assert not said(world, "gives up")
-    world = play(seed, (4.0, a_death_beside_a_newcomer), member_rules=RankRules(r19_gives_way=False), **BOTH)
+    world = play(
+        seed, (4.0, a_death_beside_a_newcomer), member_rules=RankRules(r19_gives_way=False, given_within=False), **BOTH
+    )
     assert standstill(world, "a", 4.0, 30.0) > world.config.quorum_s
 
 

@@ -37,8 +37,9 @@ Which rule is shown necessary where (seeds needed until the first violation when
 | R17 shares | RankRules.r17_shares | 1 | I8 samples of a replica that could not be healed are lost |
 
 One group that is set up wrongly (and the rules that keep it from stopping the others): test_set_up_wrongly.py. State on
-its way, with R19's rule that an attempt which moves gives way to a newcomer: test_receiving.py. Every message travels
-encoded, so that a bound that is broken fails (I9).
+its way, with R19's rule that an attempt which moves gives way to a newcomer, and how long a newcomer waits for live
+state that nobody gives (RankRules.given_within): test_receiving.py. Every message travels encoded, so that a bound that
+is broken fails (I9).
 
 R6, R10 (ready), R13 and R15 change what is lost or how long something takes, not what is true, so they
 have directed tests: tests/protocol/test_rules.py.
@@ -254,6 +255,14 @@ def test_groups_of_two_ranks_lose_their_streams_and_vote_late(late_rank: bool) -
         result = simulate(seed, Config.draw(seed, ranks=2, faults=faults, late_rank=late_rank))
         if result.violation:
             pytest.fail(story(result), pytrace=False)
+
+
+@pytest.mark.parametrize("seed", [1642, 2138, 3453])
+def test_newcomers_of_two_ranks_do_not_wait_for_state_that_nobody_gives(seed: int) -> None:
+    """Found by `--ranks 2`: a donor that is paused, frozen or cut off, and others that wait for a quorum meanwhile."""
+    result = simulate(seed, Config.draw(seed, ranks=2))
+    if result.violation:
+        pytest.fail(story(result), pytrace=False)
 
 
 def test_a_run_is_a_function_of_its_seed() -> None:

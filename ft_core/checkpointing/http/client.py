@@ -98,17 +98,19 @@ def prefetch(
     token: str | None = None,
     tls: Tls | None = None,
     deadline_s: float = DEADLINE_S,
+    given_s: float | None = None,
     idle_s: float = IDLE_S,
     cancel: threading.Event | None = None,
     own: OwnState | None = None,
 ) -> Prefetched:
     """Copy what `donors` hold right now, while they train; for `fetch(have=...)`. Blocks.
 
-    Returns what arrived, also if donors failed or time ran out meanwhile; `HealError` only if no donor answered at all.
+    Returns what arrived, also if donors failed or time ran out meanwhile; `HealError` only if no donor answered at all,
+    within `given_s` (default: `deadline_s`).
     `own`: as for `fetch`.
     """
     given = Given(into, own=_own(own, into))
-    running = Fetch(donors, "live state", token, deadline_s, idle_s, cancel, given, live=True, tls=tls)
+    running = Fetch(donors, "live state", token, deadline_s, idle_s, cancel, given, live=True, given_s=given_s, tls=tls)
     try:
         plan = running.run("/prefetch")
     except HealError:

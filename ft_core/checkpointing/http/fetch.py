@@ -103,6 +103,7 @@ class Fetch:
         given: Given,
         *,
         live: bool = False,
+        given_s: float | None = None,
         relays: Sequence[str] = (),
         tls: Tls | None = None,
     ) -> None:
@@ -117,6 +118,8 @@ class Fetch:
         self._limit = limit_for(given.own)
         self._began = time.monotonic()
         self._end = self._began + deadline_s
+        self._given_by = self._end if given_s is None else min(self._end, self._began + given_s)
+        """Until then the first donor has to offer something."""
         self._manifest_target = ""
         self.changed = threading.Condition()
         self.plan: ReceivePlan | None = None
@@ -183,9 +186,10 @@ class Fetch:
                     raise kind(self._failed("could not be received from any donor"))
                 if self._cancel is not None and self._cancel.is_set():
                     raise HealError(self._failed("was not received: cancelled"))
-                left = self._end - time.monotonic()
+                left = (self._given_by if self.plan is None else self._end) - time.monotonic()
                 if left <= 0:
-                    raise HealError(self._failed(f"was not complete after {self.elapsed_s():.1f} s"))
+                    what = "offered by nobody" if self.plan is None else "not complete"
+                    raise HealError(self._failed(f"was {what} after {self.elapsed_s():.1f} s"))
                 self.changed.wait(left if self._cancel is None else min(left, CANCEL_POLL_S))
 
     def _done(self) -> bool:

@@ -17,6 +17,9 @@ if TYPE_CHECKING:
 class Prefetch:
     """Copy live state from running members; then report PrefetchEnded."""
 
+    within_s: float
+    """So long the first of them may take to give any. Copying itself has a limit of its own."""
+
 
 @dataclass(frozen=True, slots=True)
 class SendAsk:

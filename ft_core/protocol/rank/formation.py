@@ -21,6 +21,10 @@ if TYPE_CHECKING:
 
 TELL_S = 1.0
 """A wait for a quorum shorter than this is nobody's concern; a longer one is reported with its reason."""
+GIVEN_WITHIN = 0.5
+"""Of the time that a quorum may take: so long a newcomer waits for live state that nobody gives. Running members give
+it at their next step boundary; but they may wait for a quorum with this newcomer themselves, or be gone without a
+word, and then others that wait for it would give up first."""
 ASK_AGAIN_S = 0.01
 """Between two asks of one formation: lets the messages arrive that explain why the first quorum failed."""
 

@@ -20,7 +20,7 @@ from ft_core.protocol.pauses import Pauses, Wait
 from ft_core.protocol.rank import actions as do
 from ft_core.protocol.rank import events as on
 from ft_core.protocol.rank.departure import DrainedError
-from ft_core.protocol.rank.formation import ASK_AGAIN_S, TELL_S, Formation, Wish
+from ft_core.protocol.rank.formation import ASK_AGAIN_S, GIVEN_WITHIN, TELL_S, Formation, Wish
 from ft_core.protocol.rank.heal_plan import plan
 from ft_core.protocol.rank.moving import may_move, why_not_here
 from ft_core.protocol.rank.phases import USABLE, WAITING, Cause, Go, Heal, MustAsk, Phase
@@ -89,7 +89,9 @@ class Membership(RankState):
         self._to(Cause.ASK)
         self._agreed_to_stay = False
         self.formation = Formation(why, wish, self._limit(wish, now), moves)
-        return (do.Prefetch(),) if wish.prefetch else self._send(now)
+        if not wish.prefetch:
+            return self._send(now)
+        return (do.Prefetch(wish.timeout_s * GIVEN_WITHIN if self.settings.rules.given_within else math.inf),)
 
     def _limit(self, wish: Wish, now: float) -> Wait:
         """How long a quorum is waited for from now on."""

@@ -27,6 +27,7 @@ class RankRules:
     r11_no_veto: bool = True
     r12_alike: bool = True
     pauses_extend: bool = True
+    given_within: bool = True
     r15_stale: bool = True
     r16_parting: bool = True
     r17_shares: bool = True
