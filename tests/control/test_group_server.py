@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 
-from ft_core.control.group.server import TELL_S, GroupServer
+from ft_core.control.group.server import GroupServer
 from ft_core.control.lighthouse.lease_client import LeaseSettings
 from ft_core.control.link import Control, LeaderControl, LocalControl, RankControl
 from ft_core.errors import ConfigError, FaultToleranceError, LighthouseError, RefusedError
@@ -432,7 +432,7 @@ def test_a_leader_that_was_refused_tells_ranks_that_start_later(
         control.start()
     for recorder in group.recorders:
         assert "g:1 has 3 ranks, but h:1 has 1" in str(recorder.wait("refused")[0])
-    ending.join(TELL_S / 2)
+    ending.join(BUDGET.connect_s / 2)
     assert not ending.is_alive(), "it waited although everybody knew"
     group.close()
 

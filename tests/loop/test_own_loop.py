@@ -24,6 +24,7 @@ from tests.launch.job import job
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 EXAMPLE = ROOT / "examples/own_loop/train.py"
 JOB = ROOT / "tests/loop/runs_job.py"
+LATE_RANK_JOB = ROOT / "tests/loop/late_rank_job.py"
 
 
 @pytest.mark.process
@@ -131,6 +132,25 @@ def test_the_leader_dies_while_it_saves_in_groups_of_two_ranks(
     assert len(set(ends)) == 1, running.text
     assert running.count("SIGKILL") >= 1
     check_files(job_folder)
+
+
+@pytest.mark.process
+@pytest.mark.timeout(60)
+@pytest.mark.usefixtures("forged_workers")
+def test_a_rank_that_comes_late_hears_from_its_leader_that_the_others_have_finished(job_folder: pathlib.Path) -> None:
+    """The leader, which was told so by the lighthouse, does not end before its ranks know it."""
+    for name in ("finished", "late"):
+        os.mkfifo(job_folder / name)
+    with job(LATE_RANK_JOB, "--replicas", "2", "--nproc-per-replica", "2", "--max-restarts", "1") as running:
+        told = r"waits up to .* s for group rank 1, to tell it the same|nothing left to train"
+
+        def comes(_: re.Match[str]) -> None:
+            (job_folder / "late").write_bytes(b"!")
+
+        running.when(told, comes)
+        assert running.run() == 0, running.text
+    assert running.count(r"waits up to .* s for group rank 1, to tell it the same") == 1, running.text
+    assert running.count(r"replica-1/[01]\] .*nothing left to train") == 2, running.text
 
 
 @pytest.mark.process

@@ -382,12 +382,26 @@ def test_no_rank_has_joined_before_the_lighthouse_has_welcomed_the_group() -> No
 def test_ranks_that_never_come_are_named_and_a_latecomer_learns_it() -> None:
     group = Driven(3, up=False)
     group.do(ev.RankJoined(0, 11), ev.Started(4711), ev.Welcomed())
-    assert group.group.expected == (1, 2)
     (refused,) = group.do(ev.Tick(), after=CONNECT_S)
     assert isinstance(refused, ev.Refuse)
     assert "group ranks 1, 2 of g:1 never connected to group rank 0 (port 4711)" in str(refused.error)
-    assert not group.group.expected, "they were waited for"
+    assert not group.group.untold, "they were waited for"
     assert told(group.do(ev.RankJoined(1, 12)), 1) == [Refusal(refused.error)]
+
+
+def test_who_has_yet_to_hear_that_the_group_is_refused() -> None:
+    """A rank that has not come, and one whose stream is away; not one that is lost."""
+    group = Driven(4, up=False)
+    group.do(*(ev.RankJoined(rank, 11 + rank) for rank in range(3)), ev.Started(4711), ev.Welcomed())
+    group.do(ev.RankGone(1, silent=True))
+    group.do(ev.RankGone(2, silent=False))
+    assert not group.group.untold, "nothing is refused"
+    error = JobFinishedError("done")
+    assert group.do(ev.RefusedByLighthouse(error)) == [ev.Refuse(error)]
+    assert [*group.group.untold] == [2, 3]
+    for rank, left in ((3, [2]), (2, [])):
+        assert told(group.do(ev.RankJoined(rank, 11 + rank)), rank) == [Refusal(error)]
+        assert [*group.group.untold] == left
 
 
 def test_who_is_no_rank_of_the_group() -> None:

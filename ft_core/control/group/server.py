@@ -50,8 +50,6 @@ PART_S = 2.0
 """How long the leader of a group that has finished waits for the other ranks to say goodbye, too."""
 FLUSH_S = 0.5
 """How long a leader that shuts down waits for its last messages to leave."""
-TELL_S = 5.0
-"""How long a leader that was refused waits, before it ends, for ranks that have not connected yet, to tell them why."""
 MAX_AGE_S = 1e8
 """What a lease's age is told as at most: one that was never acknowledged is infinitely old."""
 
@@ -108,7 +106,7 @@ class GroupServer(StreamHost[RankCaller]):
         """The rank in this process has announced a pause."""
         self._stopping = False
         self._all_know = threading.Event()
-        """No rank is left that would have to be told of a refusal."""
+        """No rank is left that would have to hear of a refusal."""
         self._all_left = threading.Event()
         """Every rank has said goodbye."""
         self.lease = LeaseClient(settings, self)
@@ -160,10 +158,13 @@ class GroupServer(StreamHost[RankCaller]):
             self._all_left.wait(min(PART_S, timeout_s))
 
     def shutdown(self, timeout_s: float) -> None:
-        """End lease and server; if the group was refused, not before every rank was told, or TELL_S."""
-        self.lease.shutdown(timeout_s)
-        if self.fatal is not None and self._server.post(self._look_for_missing):
-            self._all_know.wait(min(TELL_S, timeout_s, self.settings.budget.connect_s))
+        """End lease and server; if the group was refused, not before every rank has heard it, or after `connect_s`.
+
+        So long may its ranks take to come, each on its own: nobody else could tell them that there is nothing to do.
+        """
+        self.lease.shutdown(timeout_s)  # what it was told last has been posted then
+        if self._server.post(self._say_who_is_waited_for):
+            self._all_know.wait(self.settings.budget.connect_s)
         done = threading.Event()
         if self._server.post(lambda: self._end(done)):
             done.wait(min(FLUSH_S, timeout_s))
@@ -264,7 +265,7 @@ class GroupServer(StreamHost[RankCaller]):
         caller = RankCaller(f"group rank {join.rank}", stream, rank=join.rank)
         self._enter(caller, self._ranks, join.rank)
         self._feed(ev.RankJoined(join.rank, join.incarnation))
-        self._look_for_missing()
+        self._look_for_untold()
         return caller
 
     def _received(self, caller: RankCaller, data: bytes) -> None:
@@ -302,9 +303,17 @@ class GroupServer(StreamHost[RankCaller]):
 
     # ------------------------------------------------------------ the end (loop)
 
-    def _look_for_missing(self) -> None:
+    def _say_who_is_waited_for(self) -> None:
         """The rest of the ranks may be starting up: they would find nobody here, and never learn what was refused."""
-        if self.fatal is not None and not self._group.expected:
+        if untold := self._group.untold:
+            names, mine = ", ".join(map(str, untold)), self.settings.replica_id
+            limit_s = self.settings.budget.connect_s
+            self._log.info("%s: waits up to %g s for group rank %s, to tell it the same", mine, limit_s, names)
+        else:
+            self._all_know.set()
+
+    def _look_for_untold(self) -> None:
+        if self.fatal is not None and not self._group.untold:
             self._all_know.set()
 
     def _look_for_goodbyes(self) -> None:

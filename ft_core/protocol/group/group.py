@@ -83,6 +83,7 @@ class Group:
         """That was waited for."""
         self._ends_at: float | None = None
         """A rank is away: when the group ends, if another one is stuck then."""
+        self._untold: set[int] = set()
 
     def __repr__(self) -> str:
         here = sum(rank.here for rank in self._ranks.values())
@@ -99,9 +100,9 @@ class Group:
         return min((at for at in times if at is not None), default=None)
 
     @property
-    def expected(self) -> tuple[int, ...]:
-        """Ranks that have never connected and may still come."""
-        return () if self._waited else self._absent()
+    def untold(self) -> tuple[int, ...]:
+        """Ranks that have yet to hear why the group was refused: they have not come, or are away; () if it was not."""
+        return tuple(sorted(self._untold))
 
     def _absent(self) -> tuple[int, ...]:
         return tuple(number for number, rank in self._ranks.items() if not rank.incarnation)
@@ -211,6 +212,7 @@ class Group:
     def _on_joined(self, event: ev.RankJoined, now: float, out: list[ev.Effect]) -> None:
         rank = self._ranks[event.rank]
         rank.incarnation, rank.here, rank.left, rank.lost_at = event.incarnation, True, False, None
+        self._untold.discard(event.rank)
         if not self._absent():
             self._come_until = None
         if all(other.here or other.left for other in self._ranks.values()):
@@ -244,6 +246,8 @@ class Group:
         if self.fatal is not None:
             return
         self.fatal, self._come_until, self._late_at, self._ends_at = error, None, None, None
+        coming = () if self._waited else self._absent()
+        self._untold.update(coming, (number for number, rank in self._ranks.items() if rank.lost_at is not None))
         for rank in self._ranks.values():
             rank.lost_at = None
         out.append(ev.Refuse(error))
@@ -430,6 +434,8 @@ class Group:
         assert len(moving) < 2 or not self.settings.rules.r12_moves, "some ranks go on, and others have asked"
         assert self._reason is None or self._open is not None, "a reason without an ask"
         assert self.fatal is None or self.next_at is None, "a group that was refused waits for nothing"
+        assert not any(self._ranks[number].here for number in self._untold), "who is here has been told"
+        assert self.fatal is not None or not self._untold, self._untold
         for quorum_id in self._verdicts.broken:
             waiting = self._votes.undecided(quorum_id)
             assert all(self._verdicts.result(quorum_id, attempt) is not None for attempt in waiting)
