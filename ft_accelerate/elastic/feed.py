@@ -22,7 +22,6 @@ from typing import TYPE_CHECKING, Any
 from ft_core.data import ElasticDataLoader
 from ft_core.errors import ConfigError, FaultToleranceError, UsageError
 from ft_core.loop.elastic import Elasticity, Words
-from ft_core.loop.position import Position
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping
@@ -245,7 +244,7 @@ class ElasticFeed:
         if window.ended:
             raise UsageError(f"the elastic loader is read, but {window.ended}")
         self.open()
-        window.before_batch(Position())
+        window.before_batch(None)
         if window.stopped:
             raise Ended("training has ended")
 

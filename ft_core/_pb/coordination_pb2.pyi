@@ -15,7 +15,7 @@ class Version(_message.Message):
     def __init__(self, step: _Optional[int] = ..., quorum_id: _Optional[int] = ...) -> None: ...
 
 class Ask(_message.Message):
-    __slots__ = ("replica_id", "seq", "version", "lineage", "quorum_id", "failed", "reason", "min_replicas", "group_world_size", "heal_addresses", "store_address", "address", "signature", "init_sync", "allow_heal", "shrink_only", "heals_before_forward", "commit_failures", "data", "signature_lines", "heals_late", "unreachable", "reached", "stable", "unbuilt", "unbuilt_here", "from_scratch", "moves")
+    __slots__ = ("replica_id", "seq", "version", "lineage", "quorum_id", "failed", "reason", "min_replicas", "group_world_size", "heal_addresses", "store_address", "address", "signature", "init_sync", "allow_heal", "shrink_only", "heals_before_forward", "commit_failures", "data", "signature_lines", "heals_late", "unreachable", "reached", "stable", "unbuilt", "unbuilt_here", "from_scratch", "moves", "position")
     REPLICA_ID_FIELD_NUMBER: _ClassVar[int]
     SEQ_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
@@ -44,6 +44,7 @@ class Ask(_message.Message):
     UNBUILT_HERE_FIELD_NUMBER: _ClassVar[int]
     FROM_SCRATCH_FIELD_NUMBER: _ClassVar[int]
     MOVES_FIELD_NUMBER: _ClassVar[int]
+    POSITION_FIELD_NUMBER: _ClassVar[int]
     replica_id: str
     seq: int
     version: Version
@@ -72,10 +73,11 @@ class Ask(_message.Message):
     unbuilt_here: bool
     from_scratch: bool
     moves: bool
-    def __init__(self, replica_id: _Optional[str] = ..., seq: _Optional[int] = ..., version: _Optional[_Union[Version, _Mapping]] = ..., lineage: _Optional[int] = ..., quorum_id: _Optional[int] = ..., failed: bool = ..., reason: _Optional[str] = ..., min_replicas: _Optional[int] = ..., group_world_size: _Optional[int] = ..., heal_addresses: _Optional[_Iterable[str]] = ..., store_address: _Optional[str] = ..., address: _Optional[str] = ..., signature: _Optional[int] = ..., init_sync: bool = ..., allow_heal: bool = ..., shrink_only: bool = ..., heals_before_forward: bool = ..., commit_failures: _Optional[int] = ..., data: _Optional[str] = ..., signature_lines: _Optional[_Iterable[str]] = ..., heals_late: bool = ..., unreachable: _Optional[_Iterable[str]] = ..., reached: _Optional[_Iterable[str]] = ..., stable: _Optional[_Union[Version, _Mapping]] = ..., unbuilt: _Optional[str] = ..., unbuilt_here: bool = ..., from_scratch: bool = ..., moves: bool = ...) -> None: ...
+    position: int
+    def __init__(self, replica_id: _Optional[str] = ..., seq: _Optional[int] = ..., version: _Optional[_Union[Version, _Mapping]] = ..., lineage: _Optional[int] = ..., quorum_id: _Optional[int] = ..., failed: bool = ..., reason: _Optional[str] = ..., min_replicas: _Optional[int] = ..., group_world_size: _Optional[int] = ..., heal_addresses: _Optional[_Iterable[str]] = ..., store_address: _Optional[str] = ..., address: _Optional[str] = ..., signature: _Optional[int] = ..., init_sync: bool = ..., allow_heal: bool = ..., shrink_only: bool = ..., heals_before_forward: bool = ..., commit_failures: _Optional[int] = ..., data: _Optional[str] = ..., signature_lines: _Optional[_Iterable[str]] = ..., heals_late: bool = ..., unreachable: _Optional[_Iterable[str]] = ..., reached: _Optional[_Iterable[str]] = ..., stable: _Optional[_Union[Version, _Mapping]] = ..., unbuilt: _Optional[str] = ..., unbuilt_here: bool = ..., from_scratch: bool = ..., moves: bool = ..., position: _Optional[int] = ...) -> None: ...
 
 class Member(_message.Message):
-    __slots__ = ("replica_id", "version", "lineage", "group_world_size", "heal_addresses", "store_address", "address", "init_sync", "allow_heal", "shrink_only", "heals_before_forward", "previous_quorum_id", "commit_failures", "data", "heals_late")
+    __slots__ = ("replica_id", "version", "lineage", "group_world_size", "heal_addresses", "store_address", "address", "init_sync", "allow_heal", "shrink_only", "heals_before_forward", "previous_quorum_id", "commit_failures", "data", "heals_late", "position")
     REPLICA_ID_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     LINEAGE_FIELD_NUMBER: _ClassVar[int]
@@ -91,6 +93,7 @@ class Member(_message.Message):
     COMMIT_FAILURES_FIELD_NUMBER: _ClassVar[int]
     DATA_FIELD_NUMBER: _ClassVar[int]
     HEALS_LATE_FIELD_NUMBER: _ClassVar[int]
+    POSITION_FIELD_NUMBER: _ClassVar[int]
     replica_id: str
     version: Version
     lineage: int
@@ -106,7 +109,8 @@ class Member(_message.Message):
     commit_failures: int
     data: str
     heals_late: bool
-    def __init__(self, replica_id: _Optional[str] = ..., version: _Optional[_Union[Version, _Mapping]] = ..., lineage: _Optional[int] = ..., group_world_size: _Optional[int] = ..., heal_addresses: _Optional[_Iterable[str]] = ..., store_address: _Optional[str] = ..., address: _Optional[str] = ..., init_sync: bool = ..., allow_heal: bool = ..., shrink_only: bool = ..., heals_before_forward: bool = ..., previous_quorum_id: _Optional[int] = ..., commit_failures: _Optional[int] = ..., data: _Optional[str] = ..., heals_late: bool = ...) -> None: ...
+    position: int
+    def __init__(self, replica_id: _Optional[str] = ..., version: _Optional[_Union[Version, _Mapping]] = ..., lineage: _Optional[int] = ..., group_world_size: _Optional[int] = ..., heal_addresses: _Optional[_Iterable[str]] = ..., store_address: _Optional[str] = ..., address: _Optional[str] = ..., init_sync: bool = ..., allow_heal: bool = ..., shrink_only: bool = ..., heals_before_forward: bool = ..., previous_quorum_id: _Optional[int] = ..., commit_failures: _Optional[int] = ..., data: _Optional[str] = ..., heals_late: bool = ..., position: _Optional[int] = ...) -> None: ...
 
 class QuorumInfo(_message.Message):
     __slots__ = ("quorum_id", "members", "created_ms")

@@ -8,7 +8,8 @@ What the leader writes is put in its place by a `Publisher`, once all replicas a
 
 A leader may die while it saves. So each replica remembers what the leader was to write at this step (references: the
 state changes with the next commit only), and a new leader writes that again before it goes on. It may also die after
-the commit that allows what it wrote at the step before to be put in its place: then a new leader does that.
+the commit that allows what it wrote at the step before to be put in its place: then a new leader does that. Both are
+done at a boundary, so while a replica remembers something its steps do not go on in the next quorum (R19).
 
 If a write fails, that was the leader's error and ended it. Its successor, and whoever is alone in the quorum, reports
 it and trains on: otherwise all would end one after the other, and the state that is in memory with them. Of what all
@@ -84,6 +85,8 @@ class Leadership:
         self.publisher = publisher
         self._changed, self._failed = changed, failed
         self._leads = leads
+        self._elected_in = 0
+        """The quorum that was opened last."""
         self._begins = False
         """It was elected, and has not taken over."""
         self._missed: list[Write] = []
@@ -119,11 +122,13 @@ class Leadership:
         """A quorum was opened: know who leads."""
         manager = self._window.manager
         assert manager is not None
+        self._elected_in = manager.hooks.meeting[0]
         leads = not self._window.left and manager.hooks.leads
         before, self._leads = bool(self._leads), leads
         # Kept until the second commit: the leader's death may show only in the step after this window was opened with
         # it, and what it wrote last is put in its place by the commit after.
         self._missed = [item for item in self._missed if self._step - 1 <= item.step <= self._step]
+        self._kept()
         self._begins = leads and not before
         if before and not leads:  # whoever leads now writes again what was to be written at this step
             self.publisher.drop_step(self._step)
@@ -158,6 +163,7 @@ class Leadership:
     def forget(self) -> None:
         """The others' state is taken over: what was to be written was of another one."""
         self._missed = []
+        self._kept()
         self.publisher.forget()
 
     def writing(
@@ -185,13 +191,32 @@ class Leadership:
         Returns:
             What `write` returns; None where nothing was written.
         """
+        self._settle()
         item = Write(name, write, place, discard, self._step, work, collective and self._window.ranks > 1)
         if self.leads:
             with self._window.pause(f"saving {name}"):
                 return self._make(item, mine=True)
         if len(self._missed) < MAX_MISSED:
             self._missed.append(item)
+            self._kept()
         return None
+
+    def _settle(self) -> None:
+        """In an open step: it stays in its quorum from now on, and who leads there is known.
+
+        If the step went on in another quorum than the one it was opened in (R19), the leader of that may be dead.
+        """
+        manager = self._window.manager
+        if manager is None or not self._window.is_open:
+            return
+        manager.wait_quorum()
+        if manager.hooks.meeting[0] != self._elected_in:
+            self.opened()
+
+    def _kept(self) -> None:
+        """What is remembered has changed."""
+        if self._window.manager is not None:
+            self._window.manager.hooks.keep_steps_in_quorums(bool(self._missed))
 
     def _make(self, item: Write, *, mine: bool) -> Any:
         """Write, and hold it until it may be in its place. `mine`: no other leader's error went before."""

@@ -318,7 +318,7 @@ class TrainingRun:
         with window.pause("ending what is still being written"):
             self.publisher.finish()
         if manager.quorum_id:
-            stop_together(manager, lambda: window.agree_on(None))
+            stop_together(manager, lambda: window.go_on_at(None))
             if manager.stop_agreed:
                 self.publisher.publish()  # before the others, which know the end as well, look for it
         self._leave("finished", why=self._ended, finished=True)

@@ -36,6 +36,7 @@ def stop_together(manager: Manager, opened: Callable[[], None]) -> None:
     if manager.quorum_id == 0:
         return
     manager.request_stop()
+    manager.hooks.trains_on(None)
     while not manager.stop_agreed:
         try:
             manager.start_quorum(shrink_only=True)

@@ -96,6 +96,7 @@ class UnevenEnd:
         self._applied = False
         apply = None if self._apply is None else self._step
         opened = functools.partial(window.entered, position)
+        window.trains_on(position)
         try:
             over = window.wait_for(lambda: manager.hooks.shadow_step(apply, ends=ends, opened=opened))
         except PassedOverError:

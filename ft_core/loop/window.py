@@ -9,8 +9,9 @@ before anything is read; a loop that does not say where that is opens it in the 
   that vote. There may be several votes before the next batch (GANs); they use the quorum that is open.
 - If the quorum broke, nothing is communicated before the next window opens: backward accumulates locally, steps are
   vetoed, gradients dropped. The same after everybody agreed to stop.
-- In each new quorum all members agree on one position in the data, the furthest: of two survivors one may have vetoed a
-  batch that the other had not begun.
+- In each new quorum all members go on at one position in the data, the furthest of those that hold the newest state: of
+  two survivors one may have vetoed a batch that the other had not begun. Each sends its own with its ask, and gets
+  the others' with the quorum: no collective is needed, so a step that a death finds open can go on there (R19).
 - In a group of several ranks gradients are averaged over all ranks of all groups when backward returns
   (`group_model`); a ring that broke shows in the vote of its rank, which is that of the group.
 
@@ -105,8 +106,8 @@ class StepWindow:
         """Votes since the window was opened."""
         self._verdict: bool | None = None
         """The last verdict of this window."""
-        self._agreed_in = 0
-        """Quorum in which the position was agreed on."""
+        self._met_in = 0
+        """Quorum in which the position was compared with the others'."""
         self._touched = False
         """A backward ran since the last vote, whose gradients may not have been reduced."""
         self.after_vote = None
@@ -154,8 +155,12 @@ class StepWindow:
 
     # ------------------------------------------------------------ windows
 
-    def before_batch(self, position: Position) -> None:
-        """A training loader is about to read the batch at `position`: open the quorum, unless a window is under way."""
+    def before_batch(self, position: Position | None) -> None:
+        """A training loader is about to read the batch at `position`: open the quorum, unless a window is under way.
+
+        Args:
+            position: moved to where all go on, if that is elsewhere. None: it follows from the state.
+        """
         if self.manager is not None and not (self._open or self.stopped or self.ended or self.aside):
             self._start(position)
 
@@ -186,9 +191,14 @@ class StepWindow:
     def _start(self, position: Position | None) -> None:
         manager = self.start_manager()
         self.end_pauses()
+        self.trains_on(position)
         with contextlib.suppress(PassedOverError):  # then `stopped` says what there is to know
             self.wait_for(manager.start_quorum)
             self.entered(position)
+
+    def trains_on(self, position: Position | None) -> None:
+        """Before a quorum is started: where this replica is in its data; None: there is no loader to say it of."""
+        self.start_manager().hooks.trains_on(None if position is None else position.code)
 
     def wait_for(self, start: Callable[[], T]) -> T:
         """Call what starts a quorum, for as long as the others are paused. Returns what it returns.
@@ -211,7 +221,7 @@ class StepWindow:
         self._open, self.lost, self._verdict, self._votes = True, False, None, 0
         self._touched = False
         self.division.due = True
-        self.agree_on(position)
+        self.go_on_at(position)
         self._opened()
 
     def go_through(self, *, taking_part: bool) -> None:
@@ -222,24 +232,19 @@ class StepWindow:
         """The next optimizer step is one that the others have committed without this replica's part."""
         self._open, self._touched, self._verdict = False, False, True
 
-    def agree_on(self, position: Position | None) -> None:
-        """In a new quorum the furthest position is everybody's. An error vetoes the step; the next quorum tries again.
+    def go_on_at(self, position: Position | None) -> None:
+        """In a new quorum go on where all do; who was healed goes back to there, too.
 
         Args:
             position: of the loader that is read, or was; moved to the others'. None: there is no such loader.
         """
         manager = self.start_manager()
-        if manager.quorum_id == self._agreed_in:
+        quorum_id, furthest = manager.hooks.meeting
+        if quorum_id == self._met_in:
             return
-        code = torch.tensor([0 if position is None else position.code], dtype=torch.int64)
-        manager.allreduce(code, reduce_op=ReduceOp.MAX).wait()
-        found = int(code) if manager.errored() is None else -1
-        if self.ranks > 1:  # each rank has asked on its own ring: all of them know, or none
-            found = self.inside.minimum(found, self.device)
-        if found >= 0:
-            self._agreed_in = manager.quorum_id
-            if position is not None and found > position.code:
-                log.info("%s: goes on at %s, as others do", manager.replica_id, position.moved_to(found))
+        self._met_in = quorum_id
+        if position is not None and furthest is not None and furthest != position.code:
+            log.info("%s: goes on at %s, as others do", manager.replica_id, position.moved_to(furthest))
 
     def epoch_begins(self) -> None:
         """Divide the data anew, if groups have joined."""

@@ -66,6 +66,8 @@ class Ask:
     reached: tuple[str, ...] = ()
     moves: bool = False
     """Of a rank to its leader: its attempt, of which nothing was launched, is to go on in the next quorum (R19)."""
+    position: int = 0
+    """The batch of the training data that its script trains on next, counted from 1; 0: it does not say."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +89,7 @@ class Member:
     previous_quorum_id: int = 0
     commit_failures: int = 0
     data: str = ""
+    position: int = 0
 
     @staticmethod
     def of(ask: Ask) -> Member:
@@ -97,7 +100,7 @@ class Member:
             store_address=ask.store_address, address=ask.address, init_sync=ask.init_sync,
             allow_heal=ask.allow_heal, shrink_only=ask.shrink_only,
             heals_before_forward=ask.heals_before_forward, heals_late=ask.heals_late, previous_quorum_id=ask.quorum_id,
-            commit_failures=ask.commit_failures, data=ask.data,
+            commit_failures=ask.commit_failures, data=ask.data, position=ask.position,
         )  # fmt: skip
 
 

@@ -81,6 +81,35 @@ class Hooks:
 
     # ------------------------------------------------------------ data
 
+    def trains_on(self, position: int | None) -> None:
+        """Say which batch of its data the script trains on next, before `start_quorum`; it travels with each ask.
+
+        Args:
+            position: a number that grows; None: it does not say.
+        """
+        steps = self._steps
+        steps.says_positions = True
+        with steps.shell.lock:
+            steps.rank.trains_on(0 if position is None else position + 1)
+
+    @property
+    def meeting(self) -> tuple[int, int | None]:
+        """The quorum in force, and the batch at which all go on who entered it between two steps (`Plan.position`).
+
+        None: this replica stays where it is, as it took an open step along into the quorum (R19), or none of those who
+        hold the newest state said where they were. Does not pin the step to its quorum: who takes part is not told.
+        """
+        rank = self._rank
+        return rank.quorum_id, rank.attempt.meets_at - 1 if rank.attempt.meets_at else None
+
+    def keep_steps_in_quorums(self, wanted: bool) -> None:
+        """Whether a step that is opened from now on is lost if a death finds it open, and none goes on (R19).
+
+        For whoever has to do something at the next boundary, before the state changes, if a member dies. The step that
+        is open now: `Manager.wait_quorum` keeps it in the quorum that it is in then.
+        """
+        self._steps.stays = wanted
+
     def attach_data(self, listener: DataListener) -> None:
         """Announce a sampler.
 

@@ -52,13 +52,15 @@ def ask_template(
 
 
 def describe(
-    config: Config, rank: Rank, backend: str, reducers: Sequence[GradientReducer], data: DataListener | None
-) -> tuple[int, tuple[str, ...]]:
+    config: Config, rank: Rank, backend: str, reducers: Sequence[GradientReducer], data: DataListener | None,
+    *, says_positions: bool,
+) -> tuple[int, tuple[str, ...]]:  # fmt: skip
     """What has to be equal on all replicas, as one number and in lines: compared before a quorum is formed (R4).
 
     The settings among it decide who participates, what a sum is divided by, or which collectives run. All that else
     differs is either told to the others with each ask or fence (init_sync, use_async_quorum, on_exhausted, batch
-    weights), or concerns this replica alone (timeouts, retries).
+    weights), or concerns this replica alone (timeouts, retries). Training loops of the first version compared their
+    positions in the data by a collective in each new quorum, for which later ones would not come (`says_positions`).
     """
     settings: dict[str, object] = {"world_size_mode": rank.settings.mode.name}
     if config.rank_settings.mode is WorldSizeMode.FIXED_WITH_SPARES:
@@ -69,6 +71,8 @@ def describe(
     settings["parity_sample_steps"] = config.parity_sample_steps
     settings["pg"] = backend
     settings["require_all_contributions"] = rank.attempt.whole_steps
+    if says_positions:
+        settings["version of ft_core"] = "sends positions with asks"
     settings["number of models in DistributedDataParallel"] = len(reducers)
     told, divided = setting_lines(settings), () if data is None else (data.describe(),)
     parts = [*told, *(str(reducer.plan.digest) for reducer in reducers), *divided]

@@ -66,6 +66,10 @@ class Steps:
         """The elastic sampler, if there is one."""
         self.divided = False
         """Samples were divided for the attempt that is open."""
+        self.says_positions = False
+        """The script says with each ask where it is in its data."""
+        self.stays = False
+        """The attempts that are opened stay in their quorums, and none goes on in the next one (R19)."""
         self.is_open = False
         """start_quorum was called, and should_commit not yet."""
         self.room = config.room
@@ -101,7 +105,7 @@ class Steps:
             return
         self._tell_failure()
         with shell.lock:
-            rank.pin()
+            rank.ended()
             if rank.phase in (Phase.REDUCING, Phase.COUNTED):  # should_commit was skipped
                 self.reset_weights()
             decision = rank.boundary()
@@ -131,7 +135,7 @@ class Steps:
         sample = self._parity.sample(rank.held.version.step, self.reducers)
         with self.shell.lock:
             rank.sampled(sample)
-            rank.opened(time.monotonic(), pinned=self.divided)
+            rank.opened(time.monotonic(), pinned=self.divided or self.stays)
 
     def _joins_what_forms(self) -> bool:
         """The attempt that begins belongs to a quorum that an earlier one has asked for."""
@@ -228,7 +232,9 @@ class Steps:
     def describe(self) -> tuple[int, tuple[str, ...]]:
         """What has to be equal on all replicas: its digest, and in lines."""
         backend = str(self.shell.communicators.gradients.getBackendName())
-        return identity.describe(self.config, self.rank, backend, self.reducers, self.data)
+        return identity.describe(
+            self.config, self.rank, backend, self.reducers, self.data, says_positions=self.says_positions
+        )
 
     # ------------------------------------------------------------ should_commit
 
@@ -236,7 +242,7 @@ class Steps:
         """End the attempt. True: every member applies it."""
         shell, rank, attempt = self.shell, self.rank, self.attempt
         with shell.lock:
-            rank.pin()
+            rank.ended()
         if attempt is None:
             raise UsageError("should_commit before start_quorum")
         self.is_open = False

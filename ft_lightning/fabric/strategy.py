@@ -331,9 +331,9 @@ class FabricFaultTolerance(StartsGroups):
                 "where fabric.strategy.stopped is True"
             )
         window.opened_by_hand, self._knows_stop = True, window.stopped
-        mine = Position(0, position or 0)
+        mine = None if position is None else Position(0, position)
         window.before_batch(mine)
-        return None if position is None else mine.code
+        return None if mine is None else mine.code
 
     def clip_gradients_norm(self, module: nn.Module, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Tensor:
         """Vote, then clip. A step that was vetoed has no gradients: nothing is clipped, the norm is zero."""

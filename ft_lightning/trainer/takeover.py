@@ -21,7 +21,7 @@ Resuming: `fit(ckpt_path=...)` inside an epoch begins at the batch after the che
 Lightning begins the epoch's data anew.
 
 A veto in which one survivor stood inside a batch, and another between two, leaves them one batch apart. So the members
-of every new quorum agree on the furthest position (`StepWindow.agree_on`); who is behind goes through its batches
+of every new quorum agree on the furthest position (`StepWindow.go_on_at`); who is behind goes through its batches
 without taking part in steps, hooks and all, until it is there (`OptimizerSteps.open_quorum`): the others' steps of
 those batches were vetoed.
 

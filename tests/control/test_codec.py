@@ -33,11 +33,11 @@ FLAGS = {
 ASKS = st.builds(
     Ask, NAMES, INT64, VERSIONS, U64, INT64, st.booleans(), TEXTS, min_replicas=st.integers(1, 256),
     group_world_size=st.integers(1, 4096), heal_addresses=ADDRESSES, store_address=TEXTS, address=TEXTS, signature=U64,
-    commit_failures=st.integers(0, 99), data=TEXTS, **FLAGS,
+    commit_failures=st.integers(0, 99), data=TEXTS, position=INT64, **FLAGS,
 )  # fmt: skip
 MEMBERS = st.builds(
     Member, NAMES, VERSIONS, U64, st.integers(1, 4096), ADDRESSES, TEXTS, TEXTS, previous_quorum_id=INT64,
-    commit_failures=st.integers(0, 99), data=TEXTS, **FLAGS,
+    commit_failures=st.integers(0, 99), data=TEXTS, position=INT64, **FLAGS,
 )  # fmt: skip
 QUORUMS = st.builds(
     Quorum, INT64, st.lists(MEMBERS, min_size=1, max_size=4, unique_by=lambda m: m.replica_id).map(tuple), INT64

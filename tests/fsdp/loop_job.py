@@ -5,6 +5,8 @@ trains on, and twice. NO_ROOM: from 5 batches before this one to 10 after it fil
 model's state is gathered, which is refused. ODD: a group that shards on a mesh of another name. LATE: "GROUP RANK PLACE
 SECONDS", who comes later than its siblings; PLACE is `start` (of the process), `loop` or `open` (of the first step).
 FREEZE: "GROUP RANK BATCH", who stops itself between forward and backward, where the others of its group wait for it.
+DIES: "GROUP RANK BATCH", who kills itself there; the ranks of the other groups are there, too, until they are in the
+next quorum. HERE: a folder for them to say so.
 END: a file that will hold the number of batches, in place of BATCHES.
 
 Lines: `pid GROUP RANK PID`, `freezes GROUP RANK BATCH`, `commit BATCH GROUP RANK DIGEST` (of this rank's shards of
@@ -21,7 +23,7 @@ import resource
 import signal
 import threading
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -30,6 +32,9 @@ from torch.distributed.tensor import DTensor
 
 from ft_core.loop import TrainingLoop
 from tests.fsdp.modes import MODES, RANKS, backward, built, digest, optimizer_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 BATCHES = int(os.environ.get("BATCHES", "300"))
 PACE_S = float(os.environ.get("PACE_S", "0.03"))
@@ -105,6 +110,32 @@ def freeze(rank: int, batch: int) -> None:
         os.kill(os.getpid(), signal.SIGSTOP)
 
 
+def wait_for(what: Callable[[], bool]) -> None:
+    """Until it holds; not for ever."""
+    for _ in range(3000):
+        if what():
+            return
+        threading.Event().wait(0.01)
+    raise TimeoutError("what this rank waits for has not come")
+
+
+def die(loop: TrainingLoop, rank: int, batch: int) -> None:
+    """If this rank is to, and the ranks of the other group are where it is; if those are to be there, stay."""
+    group, one, at = os.environ.get("DIES", "-1 0 -1").split()
+    if batch != int(at) or loop.manager is None:
+        return
+    folder = pathlib.Path(os.environ["HERE"])
+    if loop.group == int(group):
+        if rank == int(one):
+            wait_for(lambda: len(list(folder.iterdir())) == RANKS)
+            os.kill(os.getpid(), signal.SIGKILL)
+        return
+    machine = loop.manager._runtime.rank
+    before = machine.quorum_id
+    (folder / str(rank)).touch()
+    wait_for(lambda: machine.quorum_id != before and not machine.forming)
+
+
 def main() -> None:
     """Train."""
     torch.set_num_threads(1)
@@ -120,6 +151,7 @@ def main() -> None:
     loop = TrainingLoop(state, timeout=timedelta(seconds=20))
     loop.replicate(*roots)
     net.register_forward_hook(lambda *_: freeze(rank, progress.batch))
+    net.register_forward_hook(lambda *_: die(loop, rank, progress.batch))
     if SAVE and loop.resume(SAVE):
         say("loaded", loop.group, progress.batch, whole(net, optimizer))
     say("pid", loop.group, rank, os.getpid())

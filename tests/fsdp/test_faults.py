@@ -56,6 +56,19 @@ def test_a_rank_freezes_and_another_is_killed(monkeypatch: pytest.MonkeyPatch) -
     assert len(set(ends)) == 2
 
 
+def test_a_step_that_a_death_finds_open_goes_on(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
+    """The other group is in its forward pass: it launches its gradients in the next quorum, and repeats nothing."""
+    settings = {"BATCHES": "60", "DIES": "1 1 20", "HERE": str(tmp_path)}
+    for name, value in {"PYTHONPATH": str(ROOT), **settings}.items():
+        monkeypatch.setenv(name, value)
+    options = ("--replicas", "2", "--nproc-per-replica", "2", "--max-restarts", "0", "--min-replicas", "1")
+    with job(ROOT / "tests/fsdp/loop_job.py", *options) as running:
+        running.run()
+    assert running.count(r"\] commit 21 0 ") == 2, running.text
+    assert running.count(r"\] veto 20") == 0, running.text
+    assert running.count(r"\] done 0 \d 60 ") == 2, running.text
+
+
 def test_a_state_function_that_gathers_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """At the first quorum, on each rank: else a heal would wait for ranks that are elsewhere."""
     monkeypatch.setenv("PYTHONPATH", str(ROOT))

@@ -26,13 +26,15 @@ class Looped(Replica):
         index: number of its group.
         disk: all replicas' files: what was written beside its place, and what is in its place (`place ...`).
         write: called before each write with this replica and the step; may raise.
+        saves: it writes after each commit.
     """
 
     def __init__(
-        self, index: int, disk: list[str], write: Callable[[Looped, int], None] | None = None, **options: Any
-    ) -> None:
+        self, index: int, disk: list[str], write: Callable[[Looped, int], None] | None = None, *, saves: bool = True,
+        **options: Any,
+    ) -> None:  # fmt: skip
         super().__init__(index, use_async_quorum=False, warm_up=False, **options)
-        self.disk, self._write = disk, write
+        self.disk, self._write, self._saves = disk, write, saves
         self.led: list[bool] = []
         self.failed: list[str] = []
 
@@ -74,7 +76,7 @@ class Looped(Replica):
         if committed:
             self.inner.step()
         self.record(committed, participated=True)
-        if committed:
+        if committed and self._saves:
             self.save(self.manager.current_step())
         self.at("stepped")
 

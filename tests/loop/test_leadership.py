@@ -12,8 +12,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 from ft_core.loop.leadership import Leadership, Write
 from ft_core.loop.publishing import Publisher
 from tests.loop.looped import Looped
-from tests.runtime.harness import Crash, crash
-from tests.runtime.interleavings import once_launched
+from tests.runtime.harness import Crash, both, crash
+from tests.runtime.interleavings import moves, once_held, once_launched, together, until_broken
 
 if TYPE_CHECKING:
     from tests.runtime.harness import Cluster
@@ -75,6 +75,40 @@ def test_a_leader_that_dies_before_it_puts_in_place_what_the_commit_allows(clust
     cluster.check(steps=6, survivors=2)
     assert placed(disk) == [1, 2, 3, 4, 5], "the new leader puts step 3 in its place"
     assert written(disk)[3:] == ["r1 4", "r1 5", "r1 6"]
+
+
+def test_a_step_after_a_save_stays_in_its_quorum(cluster: Cluster) -> None:
+    """The leader may not have written yet: its successor writes that state, which is there until the next commit."""
+    disk: list[str] = []
+    leader, *others = [Looped(i, disk) for i in range(3)]
+    here = together(3)
+    for replica in others:
+        replica.actions[3, "forward"] = both(here, until_broken)
+    leader.actions[3, "forward"] = both(here, crash)
+    cluster.run(leader, *others)
+    cluster.check(steps=6, survivors=2)
+    assert [r.vetoes for r in others] == [[3], [3]]
+    assert written(disk)[3:] == ["r1 3", "r1 4", "r1 5", "r1 6"]
+
+
+def test_what_is_written_inside_a_step_that_went_on_without_its_leader(cluster: Cluster) -> None:
+    """Who leads in the quorum that the step is in now writes it, before the state changes."""
+    disk: list[str] = []
+    leader, *others = [Looped(i, disk, saves=False) for i in range(3)]
+    here = together(3)
+
+    def saves(replica: Looped) -> None:
+        replica.save(replica.step)
+
+    for replica in others:
+        replica.actions[3, "forward"] = both(moves(here), saves)  # type: ignore[arg-type]
+    leader.actions[3, "forward"] = both(here, crash)
+    cluster.run(leader, *others)
+    cluster.check(steps=6, survivors=2)
+    assert [r.vetoes for r in others] == [[], []], "the step went on"
+    assert [r.led for r in others] == [[True], []]
+    assert written(disk) == ["r1 3"]
+    assert placed(disk) == [3]
 
 
 def test_who_comes_back_does_not_lead_at_once(cluster: Cluster) -> None:
@@ -141,7 +175,9 @@ def test_the_last_that_holds_the_state_trains_on_without_its_file(cluster: Clust
 @pytest.mark.parametrize("dying", [1, 2])
 def test_the_death_of_another_one_changes_nothing(cluster: Cluster, dying: int) -> None:
     disk: list[str] = []
-    replicas = [Looped(i, disk, at={(3, "forward"): crash} if i == dying else {}) for i in range(3)]
+    replicas = [Looped(i, disk) for i in range(3)]
+    others = [replica for replica in replicas if replica.index != dying]
+    replicas[dying].actions[3, "forward"] = once_held(others, 3, crash)
     cluster.run(*replicas)
     cluster.check(steps=6, survivors=2)
     assert [r.led for r in replicas] == [[True], [], []]

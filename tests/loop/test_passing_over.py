@@ -23,6 +23,9 @@ class Finished:
     def __init__(self) -> None:
         self.hooks = self
 
+    def trains_on(self, position: int | None) -> None:
+        assert position is None
+
     def start_quorum(self) -> None:
         raise JobFinishedError("finished at step 3")
 
@@ -45,12 +48,12 @@ def test_a_window_and_an_uneven_end_stop() -> None:
         manager = Finished()
         window = window_of(manager)
         window.on_finished = lambda error: PassedOverError(str(error))  # it looked, and passes over the run
-        ask(window, None)  # type: ignore[arg-type]
+        ask(window, None)
         assert window.stopped
         assert manager.shut_down == 1
 
 
 def test_else_the_replica_ends() -> None:
     with pytest.raises(SystemExit) as ended:
-        window_of(Finished()).before_batch(None)  # type: ignore[arg-type]
+        window_of(Finished()).before_batch(None)
     assert ended.value.code == 0

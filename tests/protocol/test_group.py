@@ -23,6 +23,12 @@ def ask(step: int = 4, lineage: int = 1, **more: object) -> Ask:
     return Ask("a", 3, Version(step, 7 if step > 0 else 0), lineage, **more)  # type: ignore[arg-type]
 
 
+def test_a_group_is_where_its_ranks_are_and_one_without_data_says_nothing_of_it() -> None:
+    merged = merge_asks({0: ask(position=7), 1: ask(position=0)}, 2)
+    assert isinstance(merged, Ask)
+    assert merged.position == 7
+
+
 def test_every_combination_of_three_votes() -> None:
     for votes in itertools.product([COMMIT, VETO, BROKEN, None], repeat=3):
         cast = {rank: vote for rank, vote in enumerate(votes) if vote}

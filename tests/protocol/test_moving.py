@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from ft_core.errors import CollectiveError
+from ft_core.errors import CollectiveError, ConfigError
 from ft_core.protocol.rank import actions as do
 from ft_core.protocol.rank import events as on
 from ft_core.protocol.rank.formation import ASK_AGAIN_S
@@ -24,11 +24,12 @@ TIMEOUT_S = 60.0
 NEWCOMER = "in this quorum members need state, which is given and taken between two steps only"
 
 
-def computing(rig: Rig | None = None, *, pinned: bool = False) -> Rig:
+def computing(rig: Rig | None = None, *, pinned: bool = False, position: int = 0) -> Rig:
     """Members that have begun their second step, and compute."""
     rig = rig or trained(timeout_s=TIMEOUT_S)
     rig.now = OPENED
     for rank in rig.ranks.values():
+        rank.trains_on(position)
         assert rank.boundary() == Go()
         rank.opened(OPENED, pinned=pinned)
     return rig
@@ -169,6 +170,113 @@ def test_just_in_time() -> None:
 def test_without_the_rule_the_attempt_is_lost(settings: dict[str, Any]) -> None:
     rig = computing(trained(**settings))
     assert kinds(rig.handle("a", on.MemberLost(rig["a"].quorum_id, ("c",)))) == ["Abort", "TellGroup"]
+
+
+# ---------------------------------------------------------------- collectives of the script's
+
+
+def test_those_that_follow_the_gradients_or_the_vote_are_made_by_all_in_the_same_place() -> None:
+    rig = computing()
+    rig.count()
+    for rank in rig.ranks.values():
+        assert rank.may_launch_user_op()
+    rig.settle()
+    computing(rig)
+    dies(rig)
+
+
+def test_one_that_is_under_way_since_the_vote_ends_with_its_quorum() -> None:
+    rig = trained(timeout_s=TIMEOUT_S)
+    for rank in rig.ranks.values():
+        rank.ended()
+        assert rank.may_launch_user_op()
+    computing(rig)
+    assert kinds(rig.handle("a", on.MemberLost(rig["a"].quorum_id, ("c",)))) == ["Abort", "TellGroup"]
+
+
+def test_one_before_the_gradients_keeps_all_later_steps_in_this_quorum() -> None:
+    rig = computing()
+    for rank in rig.ranks.values():
+        assert rank.may_launch_user_op()
+    assert all(rig.attempt().values())
+    computing(rig)
+    assert kinds(rig.handle("a", on.MemberLost(rig["a"].quorum_id, ("c",)))) == ["Abort", "TellGroup"]
+
+
+# ---------------------------------------------------------------- where the members are in their data
+
+
+ELSEWHERE = "in this quorum members go on at another batch of their data, which is begun with a step only"
+
+
+def asks_at(rig: Rig, name: str, position: int, **wanted: Any) -> Ask:
+    """It lost its attempt, and asks at its next boundary."""
+    rig.fail(name)
+    rig[name].settle(rig[name].own_vote())
+    rig[name].ended()
+    rig[name].trains_on(position)
+    return rig.ask(name, **wanted)
+
+
+def moved_beside(position: int, **rules: bool) -> tuple[Rig, list[str]]:
+    """a was at batch 7 when c died, and goes on; b asks with `position`. What a is told to do with the answer."""
+    rig = computing(trained(timeout_s=TIMEOUT_S, rules=RankRules(**rules)), position=7)
+    asks = [dies(rig, seen_by="a")["a"], asks_at(rig, "b", position)]
+    assert [ask.position for ask in asks] == [7, position]
+    quorum = rig.quorum(asks)
+    answered = kinds(rig.answer("a", quorum))
+    rig.answer("b", quorum)
+    return rig, answered
+
+
+@pytest.mark.parametrize("position", [6, 7])
+def test_a_step_goes_on_where_nobody_is_further(position: int) -> None:
+    rig, answered = moved_beside(position)
+    assert answered == ["Entered", "Offer", "Configure"]
+    assert [rig[name].attempt.meets_at for name in "ab"] == [0, 7], "b opens its next step at a's batch"
+    assert rig["b"].attempt.position == 7
+
+
+def test_a_step_does_not_go_on_where_somebody_is_further() -> None:
+    rig, answered = moved_beside(8)
+    assert answered == ["Entered", "Abort", "TellGroup"]
+    assert (rig["a"].phase, str(rig["a"].error)) == (Phase.BROKEN, ELSEWHERE)
+    assert rig["b"].attempt.meets_at == 8
+    assert moved_beside(8, r19_positions=False)[1] == ["Entered", "Offer", "Configure"]
+
+
+def test_who_says_nothing_goes_on_anywhere() -> None:
+    rig = computing(position=0)
+    asks = [dies(rig, seen_by="a")["a"], asks_at(rig, "b", 8)]
+    assert kinds(rig.answer("a", rig.quorum(asks))) == ["Entered", "Offer", "Configure"]
+
+
+def test_who_heals_goes_to_where_those_are_that_hold_the_state() -> None:
+    """Also back: it has been through batches whose steps were nobody's."""
+    rig = computing(position=7)
+    rig.handle("c", on.StateTorn())
+    asks = [asks_at(rig, name, position) for name, position in (("a", 7), ("b", 6), ("c", 9))]
+    quorum = rig.quorum(asks)
+    for name in "abc":
+        rig.answer(name, quorum)
+    assert [rig[name].attempt.meets_at for name in "abc"] == [7, 7, 7]
+
+
+def test_who_may_not_heal_stays_where_it_is() -> None:
+    rig = computing(position=7)
+    rig.handle("c", on.StateTorn())
+    quorum = rig.quorum([asks_at(rig, name, position, allow_heal=False) for name, position in (("a", 7), ("c", 9))])
+    rig.answer("c", quorum)
+    assert (rig["c"].attempt.meets_at, rig["c"].attempt.position) == (0, 9)
+
+
+def test_a_lighthouse_of_an_older_version_is_refused() -> None:
+    """It forgets the positions that come with asks: members would train on different batches."""
+    rig = computing(position=7)
+    asks = [replace(asks_at(rig, name, 7), position=0) for name in "ab"]
+    assert rig.answer("a", rig.quorum(asks)) == ()
+    assert isinstance(rig["a"].failure, ConfigError)
+    assert "the lighthouse, or group rank 0, runs an older version of ft_core" in str(rig["a"].failure)
 
 
 # ---------------------------------------------------------------- a rank of several

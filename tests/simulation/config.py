@@ -84,6 +84,8 @@ class Config:
     """Settings that have to be equal are part of the signature."""
     data: bool = True
     """Check that no sample is lost or comes twice; not where data run out by another rule."""
+    drops_batches: bool = False
+    """A batch whose step is not committed is left out, as frameworks do it; else it is trained on again."""
     user_ops: int = 0
     """Collectives that the script makes itself in each forward pass."""
     waits_for_ops: bool = True
@@ -133,4 +135,5 @@ class Config:
             values.setdefault("late_rank", rng.random() < 0.3)
         if values["ranks"] > 1:
             values.setdefault("inside", rng.random() < 0.5)
+        values.setdefault("drops_batches", rng.random() < 0.5)
         return Config(**values)

@@ -52,6 +52,10 @@ class Rank:
         self.name = group.rid if group.world.config.ranks == 1 else f"{group.rid}/{index}"
         self.state = hash((1, group.key, index))
         self.samples = Samples()
+        self.batch = 1
+        """The batch of its data that its script trains on, or will next."""
+        self.met_in = 0
+        """The quorum in which that was compared with the others'."""
         self.places = 0
         """Participants of the attempt that was launched last."""
         self.receiving: Receiving = Receiving(self)
@@ -346,6 +350,7 @@ class Rank:
             world.at(self.back_at - world.now, self, self._then, self.token, self.boundary)
             return
         self._look_at_the_data()
+        machine.trains_on(self.batch)
         if machine.forming:
             self._wait(lambda: not machine.forming, self._formed)
             return
@@ -426,6 +431,8 @@ class Rank:
             return
         if sync:
             self.receiving.apply()
+        if self.met_in != machine.quorum_id:
+            self.met_in, self.batch = machine.quorum_id, machine.attempt.meets_at or self.batch
         self._forward()
 
     def _maybe_pause(self) -> None:
@@ -458,7 +465,7 @@ class Rank:
             return
         self.polling, attempt = True, self.machine.attempt
         leased = not attempt.lacks_lease(self.world.now)
-        op = self.ring.launch(self, ([float(leased)], 0, None, (-1, attempt.base, 0), 0))
+        op = self.ring.launch(self, ([float(leased)], 0, None, (-1, attempt.base, 0, 0), 0))
         self._limit(self.token, op)
 
     def polled(self, op: Op) -> None:
@@ -543,7 +550,7 @@ class Rank:
         attempt = machine.attempt
         payload = (
             machine.ballot(world.now), self.group.key, self.state if attempt.contributes else None,
-            (attempt.number, attempt.base, len(attempt.participants)), self._share(),
+            (attempt.number, attempt.base, len(attempt.participants), self.batch), self._share(),
         )  # fmt: skip
         self.reducing = True
         op = self.ring.launch(self, payload)
@@ -572,6 +579,7 @@ class Rank:
 
     def _skip(self, token: int) -> None:
         if token == self.token and self.machine.phase is Phase.REDUCING:
+            self.batch += self.world.config.drops_batches
             self.boundary()
 
     def _late_bucket(self, token: int, attempt: int) -> None:
@@ -617,6 +625,7 @@ class Rank:
         if self.ring is not op.ring or machine.phase is not Phase.REDUCING or group.done:
             return
         op.check_aligned()
+        op.check_batches()
         verdict, actions = machine.count(op.sums(), world.now)
         if verdict.outcome is Outcome.BROKEN:
             world.say("%s: %s", self.name, verdict.reason)
@@ -702,6 +711,7 @@ class Rank:
             self.receiving.apply()
         before, samples, was_broken = self.state, self.samples, machine.phase is not Phase.COUNTED
         commit, actions = machine.settle(verdict)
+        self.batch += commit or world.config.drops_batches
         self.ops.settled(committed=commit)
         if commit:
             assert self.pending is not None

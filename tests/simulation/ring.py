@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from tests.simulation.rank import Rank
     from tests.simulation.world import World
 
-Payload = tuple[list[float], int, "int | None", tuple[int, Version, int], int]
+Payload = tuple[list[float], int, "int | None", tuple[int, Version, int, int], int]
 
 
 class Op:
@@ -47,6 +47,12 @@ class Op:
         """Gloo mixes misaligned buckets silently, or kills the process if their sizes differ."""
         if len({p[3][0] for p in self.payloads()}) > 1:
             raise Violation("I4", "collectives of different attempts were paired with each other")
+
+    def check_batches(self) -> None:
+        """The data are divided by who trains on which part of a batch, so that all have to be at the same one."""
+        batches = {p[3][3] for p in self.payloads() if p[2] is not None}
+        if len(batches) > 1:
+            raise Violation("I10", f"gradients of the batches {sorted(batches)} are summed")
 
     def check_scaled(self) -> None:
         """Gradients are divided by the planned number of participants before they are summed."""

@@ -35,6 +35,7 @@ Which rule is shown necessary where (seeds needed until the first violation when
 | two replicas that cannot reach each other | Rules.leave_out_unreachable | 2 | I7 nobody commits |
 | R18 claims | Rules.r18_claims | 1 | I7 a stranger ends the job |
 | R17 shares | RankRules.r17_shares | 1 | I8 samples of a replica that could not be healed are lost |
+| R19 positions | RankRules.r19_positions | 2 | I10 an open step goes on among others that are a batch further |
 
 One group that is set up wrongly (and the rules that keep it from stopping the others): test_set_up_wrongly.py. State on
 its way, with R19's rule that an attempt which moves gives way to a newcomer, and how long a newcomer waits for live
@@ -203,6 +204,13 @@ NECESSARY: dict[str, tuple[int, str, dict[str, Any]]] = {
         100, "I7", {"groups": 3, "faults": ("pause", "skip"), "room_rules": Rules(pauses_told=False)},
     ),
     "R18": (20, "I7", {"faults": ("stranger", "kill"), "room_rules": Rules(r18_claims=False)}),
+    "R19 positions": (
+        60, "I10",
+        {
+            "groups": 3, "faults": ("kill", "late"), "drops_batches": True,
+            "member_rules": RankRules(r19_positions=False),
+        },
+    ),
     "R14": (
         60, "I3",
         {

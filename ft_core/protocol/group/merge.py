@@ -32,7 +32,8 @@ class Mismatch:
 def merge_asks(asks: dict[int, Ask], world_size: int) -> Ask | Mismatch | None:
     """The group's ask, once every rank has asked; None before.
 
-    `heal_addresses` of a rank's ask holds its own address only; the group's holds one per rank, in order.
+    `heal_addresses` of a rank's ask holds its own address only; the group's holds one per rank, in order. The ranks of
+    a group go through their data together, so they are at one batch; one without data says nothing of it.
     """
     if len(asks) < world_size:
         return None
@@ -67,6 +68,7 @@ def merge_asks(asks: dict[int, Ask], world_size: int) -> Ask | Mismatch | None:
         moves=False,
         from_scratch=any(ask.from_scratch for ask in ordered),
         stable=min(ask.stable for ask in ordered),
+        position=max(ask.position for ask in ordered),
         **_signature(ordered),
         unreachable=tuple(sorted(unreachable)),
         reached=tuple(sorted({i for ask in ordered for i in ask.reached} - unreachable)),

@@ -67,10 +67,18 @@ class Attempt:
         """The script's collectives in this quorum: part of the tag, so a skipped one cannot pair with a later one."""
         self.op_launched = False
         """One was launched since the last verdict was settled."""
+        self.early_ops = False
+        """One was launched in this quorum while a step was open, and nothing of its gradients launched (R19)."""
         self.expects_user_op = False
         """One was launched in this attempt, or in the one before."""
+        self.position = 0
+        """The batch of the training data that the step trains on, counted from 1; 0: the script does not say."""
+        self.meets_at = 0
+        """The batch at which all go on who entered this quorum between two steps; 0: this rank stays where it is."""
         self.opened_at = self.launched_at = self.lease_acked_at = now
         """When the step began, its first collective was launched, and the lighthouse acknowledged the lease last."""
+        self.begun = False
+        """The step is open, and nothing of its gradients is launched."""
         self.pinned = True
         """Somebody was told who takes part, or something was launched: it stays in its quorum (R19)."""
         self.awaits_lease = False
@@ -151,7 +159,7 @@ class Attempt:
         self.heal = Heal.PENDING if plan.heals else Heal.NONE
         # soft_error stays: it may have been reported while this quorum was still being formed.
         self.verdict = None
-        self.roles_switched = self.voted = self.op_launched = self.awaits_lease = False
+        self.roles_switched = self.voted = self.op_launched = self.early_ops = self.awaits_lease = False
         self.user_ops = 0
 
     # ------------------------------------------------------------ the ballot

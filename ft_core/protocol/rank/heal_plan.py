@@ -56,6 +56,8 @@ class Plan:
     relays: tuple[int, ...]
     """For a healing member: ranks that heal, too, and pass on what they have received. They come before it in a binary
     tree over all that heal, so that no donor need send its state to everybody. Empty where donors are enough."""
+    position: int
+    """The furthest batch that one who holds that state trains on next, at which all go on; 0: none of them says."""
     excluded: bool
     """Behind the newest state with allow_heal=False: waits, contributes nothing, never commits (R13)."""
 
@@ -142,6 +144,7 @@ def plan(
         ready_expected=len(late),
         donors=donors,
         relays=relays,
+        position=max(members[rank].position for rank in holders),
         excluded=not heal_allowed and me in behind,
     )
 

@@ -22,7 +22,7 @@ from ft_core.protocol.rank import events as on
 from ft_core.protocol.rank.departure import DrainedError
 from ft_core.protocol.rank.formation import ASK_AGAIN_S, GIVEN_WITHIN, TELL_S, Formation, Wish
 from ft_core.protocol.rank.heal_plan import plan
-from ft_core.protocol.rank.moving import may_move, why_not_here
+from ft_core.protocol.rank.moving import may_move, older_version, why_not_here
 from ft_core.protocol.rank.phases import USABLE, WAITING, Cause, Go, Heal, MustAsk, Phase
 from ft_core.protocol.rank.state import MYSELF, RankState
 from ft_core.protocol.types import VOID
@@ -135,7 +135,7 @@ class Membership(RankState):
             min_replicas=settings.min_replicas, group_world_size=settings.group_world_size,
             signature=self.attempt.signature, commit_failures=self.retries.vetoes, heals_late=self.heals_late,
             stable=held.stable, unbuilt=self.unbuilt, unbuilt_here=self.unbuilt_here, unreachable=self.links[0],
-            reached=self.links[1], moves=self._moves_with_others,
+            reached=self.links[1], moves=self._moves_with_others, position=self.attempt.position,
             from_scratch=formation.wish.template.from_scratch or held.restored,
         )  # fmt: skip
         formation.asked_at = now
@@ -188,6 +188,8 @@ class Membership(RankState):
             return ()
         if formation.sent.seq != event.seq:
             return ()
+        if (dropped := older_version(event.quorum, formation.sent)) is not None:
+            return self._no_quorum(dropped)
         try:
             new = self._enter(event.quorum)
         except ValueError as error:  # this replica is not in it: no lighthouse of ours answers so
@@ -195,9 +197,11 @@ class Membership(RankState):
         self.attempt.acknowledged(formation.asked_at)  # that is what an answer shows, at least (R3)
         self.pauses.forget()  # those of its members are announced anew
         self.pauses.announce(MYSELF, self.paused_until - now, now)
-        if formation.moves and (refusal := why_not_here(new)):
+        if formation.moves and (refusal := why_not_here(new, self.attempt.position, self.settings)):
             self.formation = None
             return (do.Entered(new), *self._fail(CollectiveError(refusal), now))
+        self.attempt.meets_at = 0 if formation.moves or new.excluded else new.position
+        self.attempt.position = self.attempt.meets_at or self.attempt.position
         early, self._early = self._early, {}
         ended: Actions = ()
         for push in early.values():  # they came before the answer

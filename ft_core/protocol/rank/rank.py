@@ -63,11 +63,19 @@ class Rank(Membership):
 
     def opened(self, now: float, *, pinned: bool) -> None:
         """The step begins. `pinned`: its attempt stays in its quorum (R19)."""
-        self.attempt.opened_at, self.attempt.pinned = now, pinned
+        self.attempt.opened_at, self.attempt.pinned, self.attempt.begun = now, pinned, True
+
+    def trains_on(self, position: int) -> None:
+        """The batch of the training data that comes next (`Ask.position`); between two steps, before `boundary`."""
+        self.attempt.position = position
 
     def pin(self) -> None:
         """Somebody is told who takes part, or the attempt ends: it stays in its quorum (R19)."""
         self.attempt.pinned = True
+
+    def ended(self) -> None:
+        """The step ends with its vote, or another one begins."""
+        self.attempt.pinned, self.attempt.begun = True, False
 
     def weigh(self, weight: int | None) -> None:
         """Weight of this member's gradient in the attempt; None: 1."""
@@ -90,7 +98,7 @@ class Rank(Membership):
         attempt = self.attempt
         if self.phase is Phase.OPEN or (self.phase is Phase.COUNTED and not attempt.voted):
             self._to(Cause.LAUNCH)
-            attempt.verdict, attempt.launched_at, attempt.pinned = None, now, True
+            attempt.verdict, attempt.launched_at, attempt.pinned, attempt.begun = None, now, True, False
         return self.phase is Phase.REDUCING
 
     def may_launch_user_op(self) -> bool:
@@ -99,6 +107,7 @@ class Rank(Membership):
         if self.phase not in USABLE:
             return False
         attempt.user_ops, attempt.op_launched, attempt.expects_user_op = attempt.user_ops + 1, True, True
+        attempt.early_ops |= attempt.begun
         return True
 
     def ballot(self, now: float) -> list[float]:

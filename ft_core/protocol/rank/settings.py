@@ -34,6 +34,7 @@ class RankRules:
     r19_moves: bool = True
     r19_gives_way: bool = True
     r19_groups: bool = True
+    r19_positions: bool = True
 
 
 @dataclass(frozen=True, slots=True)

@@ -66,6 +66,7 @@ def _check_ask(m: pb.Ask, check: Check) -> None:
     check.texts("signature_lines", m.signature_lines, MAX_SIGNATURE_LINES, MAX_TEXT)
     check.texts("unreachable", m.unreachable, MAX_REPLICAS)
     check.texts("reached", m.reached, MAX_REPLICAS)
+    check.number("position", m.position, 0, INT64)
 
 
 def pb_ask(ask: Ask) -> pb.Ask:
@@ -79,7 +80,7 @@ def pb_ask(ask: Ask) -> pb.Ask:
         heals_before_forward=ask.heals_before_forward, heals_late=ask.heals_late,
         commit_failures=ask.commit_failures, data=ask.data, unreachable=ask.unreachable, reached=ask.reached,
         unbuilt=clip(ask.unbuilt, MAX_UNBUILT), unbuilt_here=ask.unbuilt_here, stable=pb_version(ask.stable),
-        from_scratch=ask.from_scratch, moves=ask.moves,
+        from_scratch=ask.from_scratch, moves=ask.moves, position=ask.position,
     )  # fmt: skip
     _check_ask(message, Check(ConfigError, "Ask"))
     return message
@@ -98,7 +99,7 @@ def read_ask(m: pb.Ask) -> Ask:
         heals_before_forward=m.heals_before_forward, heals_late=m.heals_late,
         commit_failures=m.commit_failures, data=m.data, unreachable=tuple(m.unreachable), reached=tuple(m.reached),
         unbuilt=clip(m.unbuilt, MAX_UNBUILT), unbuilt_here=m.unbuilt_here, from_scratch=m.from_scratch,
-        moves=m.moves,
+        moves=m.moves, position=m.position,
         stable=read_version(m.stable, check, "stable") if m.HasField("stable") else VOID,
     )  # fmt: skip
 
@@ -114,6 +115,7 @@ def _check_quorum(m: pb.QuorumInfo, check: Check) -> None:
         check.text("members.store_address", member.store_address, MAX_ADDRESS)
         check.text("members.address", member.address, MAX_ADDRESS)
         check.text("members.data", member.data, MAX_DATA)
+        check.number("members.position", member.position, 0, INT64)
     ids = [member.replica_id for member in m.members]
     if len(set(ids)) != len(ids):
         check.fail("members", "names a replica twice")
@@ -129,6 +131,7 @@ def pb_quorum(quorum: Quorum) -> pb.QuorumInfo:
             address=m.address, init_sync=m.init_sync, allow_heal=m.allow_heal, shrink_only=m.shrink_only,
             heals_before_forward=m.heals_before_forward, heals_late=m.heals_late,
             previous_quorum_id=m.previous_quorum_id, commit_failures=m.commit_failures, data=m.data,
+            position=m.position,
         )  # fmt: skip
     _check_quorum(message, Check(ConfigError, "Quorum"))
     return message
@@ -147,6 +150,7 @@ def read_quorum(m: pb.QuorumInfo) -> Quorum:
                 store_address=x.store_address, address=x.address, init_sync=x.init_sync, allow_heal=x.allow_heal,
                 shrink_only=x.shrink_only, heals_before_forward=x.heals_before_forward, heals_late=x.heals_late,
                 previous_quorum_id=x.previous_quorum_id, commit_failures=x.commit_failures, data=x.data,
+                position=x.position,
             )
             for x in m.members
         ),
