@@ -26,6 +26,7 @@ from ft_core.network import is_loopback
 from ft_core.protocol.group import events as ev
 from ft_core.protocol.group.follower import Broken, Follower, FollowerSettings, Unreachable
 from ft_core.protocol.group.ranks import Join
+from ft_core.protocol.lighthouse.replica_table import CLOSED_BEFORE
 from ft_core.protocol.pushes import Answer, Order, Reason
 from ft_core.protocol.types import Ask, Verdict, Version
 from ft_core.rpc import codec
@@ -297,7 +298,9 @@ class RankControl(ReportingStream[codec.RankAsk, "Verdict | Order"]):
 
     def _on_down(self) -> None:
         with self._changed:
-            self._follower.ended(time.monotonic())
+            now = time.monotonic()
+            silent = now - self.heard_at > CLOSED_BEFORE * self.settings.budget.liveness_s
+            self._follower.ended(now, silent=silent)
             self._set_timer()
 
     def _set_timer(self) -> None:

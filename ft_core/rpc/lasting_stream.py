@@ -165,6 +165,8 @@ class StreamClient(ABC):
         """The last reason that was logged."""
         self._warned = False
         self._opening_sent = 0.0
+        self.heard_at = float("-inf")
+        """time.monotonic() at which something arrived last. An open stream brings an answer to each renewal."""
         self._certificates = Diagnosis(self._tls, *parse_address(settings.address, settings.setting))
         self._renew_s = settings.budget.progress_s
 
@@ -303,6 +305,7 @@ class StreamClient(ABC):
                 call = method(outgoing, metadata=self._metadata, wait_for_ready=False)
                 self._call, self._outgoing = call, outgoing
             for data in call:
+                self.heard_at = time.monotonic()
                 push = codec.decode_push(data, they_are=self._other, we_are=self._me)
                 if isinstance(push, Welcome):
                     opened_at = time.monotonic()

@@ -4,7 +4,8 @@ SAVE: a folder; a checkpoint of the job every 20 batches, and the newest is load
 trains on, and twice. NO_ROOM: from 5 batches before this one to 10 after it files cannot be written. FULL=1: the
 model's state is gathered, which is refused. ODD: a group that shards on a mesh of another name. LATE: "GROUP RANK PLACE
 SECONDS", who comes later than its siblings; PLACE is `start` (of the process), `loop` or `open` (of the first step).
-FREEZE: "GROUP RANK BATCH", who stops itself between forward and backward, where the others of its group wait for it.
+FREEZE: "GROUP RANK BATCH", who stops itself between forward and backward, where the others of its group wait for it;
+with STOPS=vote before its vote, when they wait for that.
 DIES: "GROUP RANK BATCH", who kills itself there; the ranks of the other groups are there, too, until they are in the
 next quorum. HERE: a folder for them to say so.
 END: a file that will hold the number of batches, in place of BATCHES.
@@ -102,10 +103,10 @@ def linger(place: str) -> None:
         say("here", *late)
 
 
-def freeze(rank: int, batch: int) -> None:
+def freeze(rank: int, batch: int, place: str) -> None:
     """If this rank is to: its group has begun this batch with it, and cannot end it."""
     at = f"{os.environ['FT_REPLICA_GROUP']} {rank} {batch}"
-    if os.environ.get("FREEZE") == at:
+    if os.environ.get("FREEZE") == at and os.environ.get("STOPS", "forward") == place:
         say("freezes", at)
         os.kill(os.getpid(), signal.SIGSTOP)
 
@@ -150,7 +151,7 @@ def main() -> None:
     state: Any = {"model": model, "optimizer": optimizer, "progress": progress}
     loop = TrainingLoop(state, timeout=timedelta(seconds=20))
     loop.replicate(*roots)
-    net.register_forward_hook(lambda *_: freeze(rank, progress.batch))
+    net.register_forward_hook(lambda *_: freeze(rank, progress.batch, "forward"))
     net.register_forward_hook(lambda *_: die(loop, rank, progress.batch))
     if SAVE and loop.resume(SAVE):
         say("loaded", loop.group, progress.batch, whole(net, optimizer))
@@ -163,6 +164,7 @@ def main() -> None:
             resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
         optimizer.zero_grad()
         backward(MODE, net, roots, batch, RANKS * loop.group + rank)
+        freeze(rank, batch, "vote")
         threading.Event().wait(PACE_S)  # the others are in the run when who was killed is back
         if not loop.vote():
             say("veto", batch)

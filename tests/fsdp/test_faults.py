@@ -56,6 +56,22 @@ def test_a_rank_freezes_and_another_is_killed(monkeypatch: pytest.MonkeyPatch) -
     assert len(set(ends)) == 2
 
 
+def test_the_leader_freezes_while_another_rank_waits_for_its_vote(monkeypatch: pytest.MonkeyPatch) -> None:
+    """That rank concludes it from the leader's silence, not after connect_s (20 s here): its group ends as a whole."""
+    settings = {"FT_LIVENESS_S": str(LIVENESS_S), "BATCHES": "250", "FREEZE": "1 0 20", "STOPS": "vote"}
+    for name, value in {"PYTHONPATH": str(ROOT), **settings}.items():
+        monkeypatch.setenv(name, value)
+    at: list[float] = []
+    with job(ROOT / "tests/fsdp/loop_job.py", "--replicas", "2", "--nproc-per-replica", "2") as running:
+        running.when(r"\] freezes 1 0 20", lambda _: at.append(time.monotonic()))
+        running.when(r"replica-1\] rank \d \(pid \d+\) was ended by SIGKILL", lambda _: at.append(time.monotonic()))
+        assert running.run() == 0, running.text
+    assert len(at) == 2, running.text
+    assert at[1] - at[0] < 2 * LIVENESS_S + SLACK_S, running.text
+    assert running.count("group rank 0 of replica-1:.* is frozen or cut off, and rank 1 has asked for the next") == 1
+    assert len(set(re.findall(r"\] done \d 1 250 (\w+)", running.text))) == 1, running.text
+
+
 def test_a_step_that_a_death_finds_open_goes_on(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
     """The other group is in its forward pass: it launches its gradients in the next quorum, and repeats nothing."""
     settings = {"BATCHES": "60", "DIES": "1 1 20", "HERE": str(tmp_path)}

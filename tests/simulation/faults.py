@@ -74,6 +74,12 @@ class Faults:
             rank.stop()
             self.world.at(self._how_long(), None, rank.resume)
 
+    def _fault_freeze_leader(self, _: str, group: Group) -> None:
+        """SIGSTOP to the leader of a group, not to its other ranks."""
+        if not group.frozen and len(group.ranks) > 1:
+            group.freeze(leader_only=True)
+            self.world.at(self._how_long(), None, group.thaw)
+
     def _fault_rank_stream(self, _: str, group: Group) -> None:
         """The stream of a rank to its leader breaks: with its vote, its ask, or what it was told under way."""
         links = [link for link in group.leader.links[1:] if link.stream is not None and link.stream.client_open]

@@ -45,6 +45,8 @@ class Group:
         self.alive = True
         self.done = False
         self.frozen = False
+        self.leader_only = False
+        """Of its processes only the leader's is frozen."""
         self.cut_lighthouse = self.cut_peers = False
         self.proxy_down = False
         """It cannot open a connection to the lighthouse; those it had were closed, although it lives."""
@@ -169,10 +171,13 @@ class Group:
         """Do it when this process is thawed."""
         self.deferred.append((self, fn, args))
 
-    def freeze(self) -> None:
-        """SIGSTOP."""
-        self.world.say("%s is frozen", self.rid)
-        self.frozen = True
+    def freeze(self, *, leader_only: bool = False) -> None:
+        """SIGSTOP: to all its processes, or to the one that leads."""
+        self.world.say("%s is frozen", self.ranks[0].name if leader_only else self.rid)
+        self.frozen, self.leader_only = True, leader_only
+        for link in self.leader.links[1:] if leader_only else ():
+            if link.stream is not None:
+                self.world.at(self.world.config.liveness_s, link.rank, link.leader_silent, link.stream)
         if self.conn is not None:
             self.world.at(self.world.config.liveness_s, None, self._missed, self.conn, True)
 

@@ -118,7 +118,9 @@ class RankLink:
         """The rank cannot open a stream to its leader."""
         config = self.world.config
         self.machine = Follower(
-            FollowerSettings(rank.group.rid, self.index, config.grace_s, config.liveness_s, config.quorum_s)
+            FollowerSettings(
+                rank.group.rid, self.index, config.grace_s, config.liveness_s, config.quorum_s, config.group_rules
+            )
         )
         self._open_ask: Ask | None = None
         self._waits_for: Verdict | None = None
@@ -138,11 +140,16 @@ class RankLink:
         self.stream = RankStream(self)
         self.stream.send(ev.RankJoined(self.index, 1))
 
-    def down(self, stream: RankStream) -> None:
+    def leader_silent(self, stream: RankStream) -> None:
+        """The leader has not answered the rank's keepalives for a liveness timeout."""
+        if self.rank.group.frozen and stream.client_open:
+            self.down(stream, silent=True)
+
+    def down(self, stream: RankStream, *, silent: bool = False) -> None:
         """The rank sees its stream end."""
         if stream is self.stream:
             stream.client_open = stream.ready = False
-            self.machine.ended(self.world.now)
+            self.machine.ended(self.world.now, silent=silent)
             self._wake()
             self.world.at(self.world.between(0.0, 0.03), self.rank, self.open)
 

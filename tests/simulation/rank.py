@@ -112,7 +112,11 @@ class Rank:
     @property
     def frozen(self) -> bool:
         """It does nothing."""
-        return self.stopped or self.group.frozen
+        return self.stopped or self._frozen_with_group
+
+    @property
+    def _frozen_with_group(self) -> bool:
+        return self.group.frozen and not (self.group.leader_only and self.index)
 
     @property
     def quorum_id(self) -> int:
@@ -121,7 +125,7 @@ class Rank:
 
     def defer(self, fn: Callable[..., None], args: tuple[Any, ...]) -> None:
         """Do it when this rank is thawed."""
-        (self.group if self.group.frozen else self).deferred.append((self, fn, args))
+        (self.group if self._frozen_with_group else self).deferred.append((self, fn, args))
 
     def told(self, fn: Callable[..., None], *args: Any) -> None:
         """The leader sends this rank something, which handles it now, or when it is thawed."""

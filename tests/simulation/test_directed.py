@@ -255,6 +255,21 @@ def test_a_rank_that_dies_alone_during_forward_costs_the_other_group_no_attempt(
 
 
 @pytest.mark.parametrize("seed", SEEDS)
+def test_a_group_whose_leader_freezes_while_others_wait_for_a_quorum_ends_as_a_whole(seed: int) -> None:
+    """R12. Its other rank waits for its vote, is broken, and asks: nobody answers. The frozen one would not end it."""
+
+    def freezes(world: World) -> None:
+        named(world, "b").freeze(leader_only=True)
+
+    world = play(seed, (5.0, freezes), **RANKS)
+    assert [one for _, one, args in world.story if "cannot be had without it" in one % args], "it had asked"
+    assert standstill(world, "a", 5.0, 20.0) < world.config.liveness_s + 0.6
+    assert standstill(world, "b", 5.0, 30.0) < 2 * world.config.liveness_s + 4.0, "restart and heal included"
+    without = play(seed, (5.0, freezes), **RANKS, group_rules=GroupRules(r12_silent=False))
+    assert standstill(without, "b", 5.0, 30.0) > 20.0
+
+
+@pytest.mark.parametrize("seed", SEEDS)
 def test_an_attempt_does_not_move_where_somebody_needs_state(seed: int) -> None:
     """A group that comes just when another dies is let in at the next boundary, and all commit together."""
     situation: dict[str, Any] = {"groups": 3, "forward_s": 2.0, "liveness_s": 0.2}

@@ -265,6 +265,17 @@ def test_groups_of_two_ranks_lose_their_streams_and_vote_late(late_rank: bool) -
             pytest.fail(story(result), pytrace=False)
 
 
+def test_leaders_freeze_while_their_ranks_run() -> None:
+    ended = 0
+    for seed in some(60):
+        faults = ("freeze_leader", "rank_stream", "kill", "pause", "late_vote")
+        result = simulate(seed, Config.draw(seed, ranks=2, faults=faults))
+        if result.violation:
+            pytest.fail(story(result), pytrace=False)
+        ended += "which cannot be had without it" in result.world.transcript()
+    assert ended > 3, "no group had to end"
+
+
 @pytest.mark.parametrize("seed", [1642, 2138, 3453])
 def test_newcomers_of_two_ranks_do_not_wait_for_state_that_nobody_gives(seed: int) -> None:
     """Found by `--ranks 2`: a donor that is paused, frozen or cut off, and others that wait for a quorum meanwhile."""

@@ -7,7 +7,8 @@ and `next_at` says when to call it. While the stream is away:
 - after the grace nothing that the leader decides reaches this rank in time any more: it is broken in its quorum, as
   its leader says of it (`protocol.group.group`);
 - a liveness timeout later, if it has not asked for the next quorum, it waits for the leader in a collective of the
-  group, which ends in half an hour or never: it has to end;
+  group, which ends in half an hour or never: it has to end. So it has to if it has asked, and the stream ended in
+  silence: a leader that waits for a quorum itself answers keepalives, and no other can be had without it;
 - after `connect_s` it gives up, also if the leader has never come.
 
 Invariants: each of the three is concluded once per absence; nothing is while the stream is open; an answer to another
@@ -18,11 +19,12 @@ Ownership: one shell, which holds a lock around every call.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING
 
-from ft_core.protocol.group.ranks import ends
+from ft_core.protocol.group.ranks import ends, leaderless
+from ft_core.protocol.group.settings import GroupRules
 from ft_core.protocol.pushes import Answer, Lost, Order
 from ft_core.protocol.types import Verdict
 
@@ -39,6 +41,7 @@ class FollowerSettings:
     grace_s: float
     liveness_s: float
     connect_s: float
+    rules: GroupRules = field(default_factory=GroupRules)
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +81,8 @@ class Follower:
         self.vote: Verdict | None = None
         """The vote on which there is no verdict."""
         self._next: tuple[float, _Next] | None = None
+        self._silent = False
+        """The stream did not end by itself: the leader had not answered any more."""
 
     def __repr__(self) -> str:
         waits = f", {self._next[1].value} at {self._next[0]:.1f}" if self._next else ""
@@ -98,9 +103,14 @@ class Follower:
         """The leader has welcomed this rank."""
         self._next = None
 
-    def ended(self, now: float) -> None:
-        """The stream was open and is not any more; the leader may only have blinked."""
-        self._next = now + self.settings.grace_s, _Next.BREAK
+    def ended(self, now: float, *, silent: bool) -> None:
+        """The stream was open and is not any more; the leader may only have blinked.
+
+        Args:
+            now: the time.
+            silent: the leader had not answered for most of a liveness timeout; else the connection was closed.
+        """
+        self._next, self._silent = (now + self.settings.grace_s, _Next.BREAK), silent
 
     def due(self, now: float) -> Broken | Order | Unreachable | None:
         """What has to be concluded by now from the leader's absence. Call again until it is None."""
@@ -116,6 +126,8 @@ class Follower:
                     self._next = at + max(0.0, settings.connect_s - settings.liveness_s), _Next.GIVE_UP
                     if self.asking is None:
                         return Order(kill=True, reason=ends(settings.replica_id, (0,), (settings.rank,)))
+                    if self._silent and settings.rules.r12_silent:
+                        return Order(kill=True, reason=leaderless(settings.replica_id, (settings.rank,)))
                 case _Next.GIVE_UP:
                     self._next = None
                     return Unreachable(settings.connect_s)

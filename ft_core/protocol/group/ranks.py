@@ -89,6 +89,14 @@ def ends(mine: str, away: Sequence[int], waiting: Sequence[int]) -> str:
     )
 
 
+def leaderless(mine: str, waiting: Sequence[int]) -> str:
+    """Why the group `mine` ends whose leader does not answer while these ranks wait for a quorum."""
+    return (
+        f"group rank 0 of {mine} is frozen or cut off, and rank {', '.join(map(str, waiting))} has asked for the next "
+        "quorum, which cannot be had without it: the group ends as a whole to be started again"
+    )
+
+
 def never_came(mine: str, absent: Collection[int], port: int, connect_s: float, world_size: int) -> RefusedError:
     """What all ranks of the group `mine` are told if these never connected."""
     who = f"group rank{'s' if len(absent) > 1 else ''} {', '.join(map(str, absent))} of {mine}"

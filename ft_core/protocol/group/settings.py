@@ -14,6 +14,8 @@ class GroupRules:
     r12_ends: bool = True
     r12_pauses: bool = True
     r12_retold: bool = True
+    r12_silent: bool = True
+    """Of the ranks' ends: a rank that has asked ends if its leader falls silent."""
     r12_verdict_first: bool = True
     r12_void_ask: bool = True
     r12_withdraws: bool = True
