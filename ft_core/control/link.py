@@ -240,7 +240,7 @@ class RankControl(ReportingStream[codec.RankAsk, "Verdict | Order"]):
             if self._fatal is not None:
                 raise self._fatal
             self._open_ask = message
-            self._follower.asks(ask.seq)
+            self._follower.asks(ask.seq, moves=ask.moves)
             self._send(data)
 
     def vote(self, verdict: Verdict, timeout_s: float) -> Verdict:

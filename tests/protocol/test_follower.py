@@ -19,7 +19,7 @@ def follower() -> Follower:
     one = Follower(FollowerSettings(ME, 1, GRACE_S, LIVENESS_S, CONNECT_S))
     one.started(100.0)
     one.opened()
-    one.asks(1)
+    one.asks(1, moves=False)
     assert one.took(Answer(1, Quorum(7, ())))
     return one
 
@@ -68,9 +68,22 @@ def test_who_has_asked_waits_for_a_quorum_and_not_inside_the_group() -> None:
     one = follower()
     one.ended(200.0, silent=False)
     assert isinstance(one.due(200.5), Broken)
-    one.asks(2)
+    one.asks(2, moves=False)
     assert one.due(206.0) is None
     assert one.next_at == 260.5
+
+
+def test_who_has_asked_in_the_middle_of_a_step_may_wait_inside_the_group() -> None:
+    one = follower()
+    one.asks(2, moves=True)
+    one.ended(200.0, silent=False)
+    assert isinstance(one.due(200.5), Broken)
+    ends = one.due(205.5)
+    assert isinstance(ends, Order)
+    assert "has not come to the next step: it waits inside the group" in ends.reason
+    one.asks(3, moves=False)
+    one.ended(300.0, silent=False)
+    assert [type(one.due(305.5)), one.due(305.5)] == [Broken, None]
 
 
 def test_who_has_asked_has_to_end_if_the_leader_fell_silent() -> None:
@@ -78,7 +91,7 @@ def test_who_has_asked_has_to_end_if_the_leader_fell_silent() -> None:
     one = follower()
     one.ended(200.0, silent=True)
     assert isinstance(one.due(200.5), Broken)
-    one.asks(2)
+    one.asks(2, moves=False)
     assert one.due(205.4) is None
     ends = one.due(205.5)
     assert isinstance(ends, Order)
@@ -91,7 +104,7 @@ def test_a_leader_that_answers_again_ends_nothing() -> None:
     one = follower()
     one.ended(200.0, silent=True)
     assert isinstance(one.due(200.5), Broken)
-    one.asks(2)
+    one.asks(2, moves=False)
     one.opened()
     assert one.due(1e9) is None
     one.ended(300.0, silent=False)
@@ -100,7 +113,7 @@ def test_a_leader_that_answers_again_ends_nothing() -> None:
 
 def test_without_the_rule_it_waits_for_connect_s() -> None:
     one = Follower(FollowerSettings(ME, 1, GRACE_S, LIVENESS_S, CONNECT_S, GroupRules(r12_silent=False)))
-    one.asks(1)
+    one.asks(1, moves=False)
     one.ended(200.0, silent=True)
     assert [type(one.due(206.0)), one.due(206.0)] == [Broken, None]
     assert one.due(260.5) == Unreachable(CONNECT_S)
@@ -117,7 +130,7 @@ def test_who_looks_late_is_told_one_thing_after_the_other() -> None:
 def test_a_vote_is_open_in_the_newest_quorum_only(quorum_id: int, kept: bool) -> None:
     one = follower()
     one.votes(VOTE)
-    one.asks(2)
+    one.asks(2, moves=False)
     assert one.took(Answer(2, Quorum(quorum_id, ())))
     assert one.vote == (VOTE if kept else None)
     assert one.quorum_id == quorum_id
@@ -126,7 +139,7 @@ def test_a_vote_is_open_in_the_newest_quorum_only(quorum_id: int, kept: bool) ->
 def test_an_answer_to_nothing_that_is_open_is_none() -> None:
     one = follower()
     assert not one.took(Answer(1, Quorum(9, ())))
-    one.asks(3)
+    one.asks(3, moves=False)
     assert not one.took(Answer(2, Quorum(9, ())))
     assert (one.quorum_id, one.asking) == (7, 3)
 

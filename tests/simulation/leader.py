@@ -185,7 +185,7 @@ class RankLink:
     def ask(self, ask: Ask) -> None:
         """This rank's part of the group's ask."""
         self._open_ask = ask
-        self.machine.asks(ask.seq)
+        self.machine.asks(ask.seq, moves=ask.moves)
         self._send(ev.RankAsked(self.index, ask))
 
     def vote(self, vote: Verdict) -> None:

@@ -6,9 +6,9 @@ and `next_at` says when to call it. While the stream is away:
 
 - after the grace nothing that the leader decides reaches this rank in time any more: it is broken in its quorum, as
   its leader says of it (`protocol.group.group`);
-- a liveness timeout later, if it has not asked for the next quorum, it waits for the leader in a collective of the
-  group, which ends in half an hour or never: it has to end. So it has to if it has asked, and the stream ended in
-  silence: a leader that waits for a quorum itself answers keepalives, and no other can be had without it;
+- a liveness timeout later, if it has not asked for the next quorum at a boundary, it waits for the leader in a
+  collective of the group, which ends in half an hour or never: it has to end. So it has to if it has asked, and the
+  stream ended in silence: a leader that waits for a quorum itself answers keepalives, and without it there is none;
 - after `connect_s` it gives up, also if the leader has never come.
 
 Invariants: each of the three is concluded once per absence; nothing is while the stream is open; an answer to another
@@ -78,6 +78,8 @@ class Follower:
         """Of the quorum that the group has entered last; 0: none."""
         self.asking: int | None = None
         """The seq of the ask that is not answered."""
+        self._moves = False
+        """That ask came out of an open step, whose script may wait for the leader inside the group (R19)."""
         self.vote: Verdict | None = None
         """The vote on which there is no verdict."""
         self._next: tuple[float, _Next] | None = None
@@ -124,7 +126,7 @@ class Follower:
                     return Broken(self.quorum_id, reason)
                 case _Next.END:
                     self._next = at + max(0.0, settings.connect_s - settings.liveness_s), _Next.GIVE_UP
-                    if self.asking is None:
+                    if self.asking is None or self._moves:
                         return Order(kill=True, reason=ends(settings.replica_id, (0,), (settings.rank,)))
                     if self._silent and settings.rules.r12_silent:
                         return Order(kill=True, reason=leaderless(settings.replica_id, (settings.rank,)))
@@ -135,9 +137,9 @@ class Follower:
 
     # ------------------------------------------------------------ what is open
 
-    def asks(self, seq: int) -> None:
-        """This rank's part of the group's ask."""
-        self.asking = seq
+    def asks(self, seq: int, *, moves: bool) -> None:
+        """This rank's part of the group's ask. `moves`: out of an open step, which is to go on in the next quorum."""
+        self.asking, self._moves = seq, moves
 
     def votes(self, vote: Verdict) -> None:
         """This rank's vote, or the one it puts in its place."""
