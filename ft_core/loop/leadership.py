@@ -209,8 +209,7 @@ class Leadership:
         manager = self._window.manager
         if manager is None or not self._window.is_open:
             return
-        manager.wait_quorum()
-        if manager.hooks.meeting[0] != self._elected_in:
+        if manager.hooks.stay() != self._elected_in:
             self.opened()
 
     def _kept(self) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from ft_core.errors import CollectiveError, ConfigError
+from ft_core.errors import CollectiveError, ConfigError, JobFinishedError
 from ft_core.protocol.rank import actions as do
 from ft_core.protocol.rank import events as on
 from ft_core.protocol.rank.formation import ASK_AGAIN_S
@@ -170,6 +170,19 @@ def test_just_in_time() -> None:
 def test_without_the_rule_the_attempt_is_lost(settings: dict[str, Any]) -> None:
     rig = computing(trained(**settings))
     assert kinds(rig.handle("a", on.MemberLost(rig["a"].quorum_id, ("c",)))) == ["Abort", "TellGroup"]
+
+
+def test_a_step_that_would_go_on_and_gets_no_quorum_is_lost() -> None:
+    """That the others have finished is said at the next boundary, where scripts expect it."""
+    rig = computing()
+    dies(rig)
+    rig.handle("a", on.Refused(JobFinishedError("finished at step 9")))
+    assert (rig["a"].phase, rig["a"].failed_inside) == (Phase.BROKEN, True)
+    assert rig["a"].own_vote().outcome is Outcome.BROKEN
+    rig = Rig()
+    rig.ask("a")
+    rig.handle("a", on.Refused(JobFinishedError("finished at step 9")))
+    assert not rig["a"].failed_inside
 
 
 # ---------------------------------------------------------------- collectives of the script's

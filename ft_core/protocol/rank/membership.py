@@ -88,7 +88,7 @@ class Membership(RankState):
     def _begin(self, why: MustAsk, wish: Wish, now: float, *, moves: bool = False) -> Actions:
         self._to(Cause.ASK)
         self._agreed_to_stay = False
-        self.formation = Formation(why, wish, self._limit(wish, now), moves)
+        self.formation, self.failed_inside = Formation(why, wish, self._limit(wish, now), moves), False
         if not wish.prefetch:
             return self._send(now)
         return (do.Prefetch(wish.timeout_s * GIVEN_WITHIN if self.settings.rules.given_within else math.inf),)
@@ -267,6 +267,7 @@ class Membership(RankState):
 
     def _no_quorum(self, error: Exception) -> Actions:
         """The wait ends without a quorum."""
+        self.failed_inside = self.formation is not None and self.formation.moves
         moved, self.formation, self.failure = self._moves_with_others, None, error
         if self.phase is Phase.ASKING and self.plan is None:
             self._to(Cause.NONE_FORMED)

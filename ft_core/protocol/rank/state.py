@@ -47,6 +47,8 @@ class RankState:
         """What was wished of the quorum that was asked for last."""
         self.failure: Exception | None = None
         """Why the last wait for a quorum ended without one."""
+        self.failed_inside = False
+        """That wait was one of a step that was open, and would have gone on (R19)."""
         self.error: Exception | None = None
         """What went wrong first in the attempt that is open."""
         self.refused: Exception | None = None
