@@ -35,10 +35,22 @@ SURVIVED_MAX = 10
 """Survived failures that are told one by one."""
 BAD, WELL = ("quarantined", "failed", "stopped"), ("finished", "drained", "missed")
 """How a group ends for good, in ftrun's words: badly, and as it should."""
-SHOWN = frozenset({
-    "failed", "member_lost", "refused", "broken", "vetoed", "heal_ended", "stood_still", "ended", "lease_ended",
-    "lighthouse_started", "stopping", "run_ended",
-})  # fmt: skip
+SHOWN = frozenset(
+    {
+        "failed",
+        "member_lost",
+        "refused",
+        "broken",
+        "vetoed",
+        "heal_ended",
+        "stood_still",
+        "ended",
+        "lease_ended",
+        "lighthouse_started",
+        "stopping",
+        "run_ended",
+    }
+)
 """Kinds of events that show a failure."""
 CHECK = "first cause"
 
@@ -102,8 +114,14 @@ def _cause(found: Found, account: Account, chain: Sequence[Failure]) -> Finding 
         return ordered
     if chain:
         first = chain[0]
-        return Finding(Level.PROBLEM, CHECK, first.who, _sentence(first, account),
-                       _todo(first), evidence(found, first.t, first.who))  # fmt: skip
+        return Finding(
+            Level.PROBLEM,
+            CHECK,
+            first.who,
+            _sentence(first, account),
+            _todo(first),
+            evidence(found, first.t, first.who),
+        )
     if account.steps == 0:
         return _never_began(found)
     return None
@@ -115,9 +133,13 @@ def _ordered(found: Found, account: Account, chain: Sequence[Failure]) -> Findin
     for event, log in logs:
         if event["kind"] == "stopping" and not any(failure.t <= event["t"] for failure in chain):
             return Finding(
-                Level.PROBLEM, CHECK, log.source, f"the job was stopped {event['t'] - account.begin:.1f} s after the "
-                f"start of the log: {event['reason']}", advice(event["reason"]), (line(event, log),),
-            )  # fmt: skip
+                Level.PROBLEM,
+                CHECK,
+                log.source,
+                f"the job was stopped {event['t'] - account.begin:.1f} s after the start of the log: {event['reason']}",
+                advice(event["reason"]),
+                (line(event, log),),
+            )
     ends = [(event, log) for event, log in logs if event["kind"] == "run_ended" and event["status"] != 0]
     if not ends or any(event["kind"] in ("ended", "stopping") for event, _ in logs):
         return None
@@ -130,11 +152,14 @@ def _ordered(found: Found, account: Account, chain: Sequence[Failure]) -> Findin
     ):
         return None
     return Finding(
-        Level.PROBLEM, CHECK, log.source, f"ftrun was ended at once {event['t'] - account.begin:.1f} s after the start "
+        Level.PROBLEM,
+        CHECK,
+        log.source,
+        f"ftrun was ended at once {event['t'] - account.begin:.1f} s after the start "
         "of the log, while its groups trained: by a second Ctrl-C or SIGTERM, or by an error of its own",
         "see who ended it (a scheduler, a test, somebody at a terminal), and ftrun's last lines",
         evidence(found, event["t"], log.source) or (line(event, log),),
-    )  # fmt: skip
+    )
 
 
 def last_chain(account: Account, *, failed: bool) -> list[Failure]:
@@ -146,9 +171,7 @@ def last_chain(account: Account, *, failed: bool) -> list[Failure]:
     """
     well = {s.name for s in account.stories if s.ended in WELL or _said_goodbye(s)}
     refusals = [f for f in account.failures if f.what == "refused"]
-    chain = [
-        f for f in account.failures if f.who not in well and f.back_s is None and f.what in (*BACK, "refused")
-    ]  # fmt: skip
+    chain = [f for f in account.failures if f.who not in well and f.back_s is None and f.what in (*BACK, "refused")]
     if not chain and failed:
         chain = refusals or [f for f in account.failures if f.back_s is None][-1:]
     return sorted(chain, key=lambda failure: failure.t)
@@ -181,22 +204,32 @@ def _sentence(failure: Failure, account: Account) -> str:
 def _never_began(found: Found) -> Finding:
     """No step, and nobody failed: what everybody waited for."""
     waits = [
-        (event, log) for log in (*found.of(LIGHTHOUSE), *found.of(REPLICA)) for event in log.events
+        (event, log)
+        for log in (*found.of(LIGHTHOUSE), *found.of(REPLICA))
+        for event in log.events
         if event["kind"] in ("no_quorum_yet", "waiting", "no_quorum")
-    ]  # fmt: skip
+    ]
     if waits:
         event, log = max(waits, key=lambda wait: float(wait[0]["t"]))
         return Finding(
-            Level.PROBLEM, CHECK, "-", f"no step was made, because no quorum formed: {plain(event['reason'])}",
+            Level.PROBLEM,
+            CHECK,
+            "-",
+            f"no step was made, because no quorum formed: {plain(event['reason'])}",
             "start the groups that are missing; if they run, `ft-doctor` on their hosts says why they are not seen "
-            "(the lighthouse's address, FT_TOKEN, FT_NUM_REPLICA_GROUPS, FT_MIN_REPLICAS)", (line(event, log),),
-        )  # fmt: skip
+            "(the lighthouse's address, FT_TOKEN, FT_NUM_REPLICA_GROUPS, FT_MIN_REPLICAS)",
+            (line(event, log),),
+        )
     if not found.of(REPLICA):
         return Finding(
-            Level.PROBLEM, CHECK, "-", "no replica has written an event: none got as far as making its Manager",
+            Level.PROBLEM,
+            CHECK,
+            "-",
+            "no replica has written an event: none got as far as making its Manager",
             "see the workers' output for what they did instead; if the replicas run elsewhere, set FT_EVENTS there and "
-            "name their folder, too", tuple(line(log.events[-1], log) for log in found.logs)[:EVIDENCE_MAX],
-        )  # fmt: skip
+            "name their folder, too",
+            tuple(line(log.events[-1], log) for log in found.logs)[:EVIDENCE_MAX],
+        )
     return Finding(
         Level.PROBLEM,
         CHECK,
@@ -227,9 +260,10 @@ def evidence(found: Found, t: float, who: str) -> tuple[str, ...]:
     """The events that show a failure of `who` at `t`: its own first, then what the others made of it."""
     near = [
         (not _about(event, log, who), float(event["t"]), event, log)
-        for log in found.logs for event in log.events
+        for log in found.logs
+        for event in log.events
         if event["kind"] in SHOWN and abs(min(event["t"], event.get("at_s", event["t"])) - t) <= TOGETHER_S
-    ]  # fmt: skip
+    ]
     near.sort(key=lambda one: one[:2])
     chosen = sorted(near[:EVIDENCE_MAX], key=lambda one: one[1])
     return tuple(line(event, log) for _, _, event, log in chosen)
