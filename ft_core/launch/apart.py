@@ -9,6 +9,7 @@ Threads: `ended` on the groups' threads, `on_time` on the main thread.
 from __future__ import annotations
 
 import threading
+from pathlib import PurePath
 from typing import TYPE_CHECKING
 
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerState
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
 
 APART_S = 120.0
 """So long a script may take until it has made its Manager, before this is said while it runs."""
+DOCTOR = "ft-doctor"
+"""The program that groups run before a job: it looks around, and trains nothing."""
 REMEDY = (
     "it trains by itself, as the other groups do, and all write to the same places. The script has to make a Manager "
     'of ft_core, or to use Trainer(strategy="fault_tolerant") of Lightning, or FaultTolerantAccelerator or '
@@ -35,10 +38,14 @@ class Apart:
         watch: knows who has been seen.
         say: shows the user a line about a group.
         total: groups of the job; 0: not known.
+        program: what the groups run.
     """
 
-    def __init__(self, watch: Watch, say: Callable[[str, str], None], total: Callable[[], int]) -> None:
+    def __init__(
+        self, watch: Watch, say: Callable[[str, str], None], total: Callable[[], int], program: str = ""
+    ) -> None:
         self._watch, self._say, self._total = watch, say, total
+        self._trains = PurePath(program).name != DOCTOR
         self._lock = threading.Lock()
         self._said = False
 
@@ -64,7 +71,7 @@ class Apart:
 
     @property
     def _needless(self) -> bool:
-        return self._said or self._total() == 1
+        return self._said or not self._trains or self._total() == 1
 
     def _tell(self, name: str, text: str) -> None:
         with self._lock:

@@ -108,7 +108,7 @@ class Supervisor:
             self._watch = Watch(
                 lighthouse, spec.token, partial(self._put, "picture"), partial(self._put, "undrained"), spec.admin_token
             )
-            self._apart = Apart(self._watch, self._say_about, self._total)
+            self._apart = Apart(self._watch, self._say_about, self._total, str(spec.script))
             self._watch.connect(timedelta(seconds=spec.connect_s))
             stack.callback(self._watch.close)
             self._watch.start()
