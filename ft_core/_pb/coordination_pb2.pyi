@@ -123,20 +123,24 @@ class QuorumInfo(_message.Message):
     def __init__(self, quorum_id: _Optional[int] = ..., members: _Optional[_Iterable[_Union[Member, _Mapping]]] = ..., created_ms: _Optional[int] = ...) -> None: ...
 
 class Progress(_message.Message):
-    __slots__ = ("clock_us", "step", "phase", "stable", "paused_ms", "heal_addresses")
+    __slots__ = ("clock_us", "step", "phase", "stable", "paused_ms", "heal_addresses", "healed_bytes", "heal_bytes")
     CLOCK_US_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     PHASE_FIELD_NUMBER: _ClassVar[int]
     STABLE_FIELD_NUMBER: _ClassVar[int]
     PAUSED_MS_FIELD_NUMBER: _ClassVar[int]
     HEAL_ADDRESSES_FIELD_NUMBER: _ClassVar[int]
+    HEALED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    HEAL_BYTES_FIELD_NUMBER: _ClassVar[int]
     clock_us: int
     step: int
     phase: str
     stable: Version
     paused_ms: int
     heal_addresses: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, clock_us: _Optional[int] = ..., step: _Optional[int] = ..., phase: _Optional[str] = ..., stable: _Optional[_Union[Version, _Mapping]] = ..., paused_ms: _Optional[int] = ..., heal_addresses: _Optional[_Iterable[str]] = ...) -> None: ...
+    healed_bytes: int
+    heal_bytes: int
+    def __init__(self, clock_us: _Optional[int] = ..., step: _Optional[int] = ..., phase: _Optional[str] = ..., stable: _Optional[_Union[Version, _Mapping]] = ..., paused_ms: _Optional[int] = ..., heal_addresses: _Optional[_Iterable[str]] = ..., healed_bytes: _Optional[int] = ..., heal_bytes: _Optional[int] = ...) -> None: ...
 
 class Left(_message.Message):
     __slots__ = ("reason", "finished", "version", "agreed", "over")

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from threading import Event
 
     from ft_core.checkpointing.own_state import OwnState
-    from ft_core.checkpointing.receive_plan import Prefetched
+    from ft_core.checkpointing.receive_plan import Gauge, Prefetched
 
 T = TypeVar("T")
 _STEP_TAG = "step-"
@@ -77,6 +77,7 @@ class HTTPTransport(CheckpointTransport[T]):
         only: Callable[[str], bool] | None = None,
         own: OwnState | None = None,
         relays: Sequence[str] | None = None,
+        gauge: Gauge | None = None,
     ) -> client.FetchResult:
         """`http.client.fetch` with this transport's token and timeouts.
 
@@ -96,6 +97,7 @@ class HTTPTransport(CheckpointTransport[T]):
             only=only,
             own=own,
             relays=relays or (),
+            gauge=gauge,
             arrived=None if relays is None else lambda plan: server.relay(tag, plan),
         )
 
@@ -108,6 +110,7 @@ class HTTPTransport(CheckpointTransport[T]):
         given_s: float | None = None,
         cancel: Event | None = None,
         own: OwnState | None = None,
+        gauge: Gauge | None = None,
     ) -> Prefetched:
         """`http.client.prefetch` with this transport's token and timeouts."""
         return client.prefetch(
@@ -120,6 +123,7 @@ class HTTPTransport(CheckpointTransport[T]):
             idle_s=self._idle_s,
             cancel=cancel,
             own=own,
+            gauge=gauge,
         )
 
     def get_blob(

@@ -62,6 +62,16 @@ class Prefetched:
         return f"Prefetched({self.bytes} B in {self.seconds:.3f} s, {len(self.sums)} ranges, from {donors or 'nobody'})"
 
 
+@dataclass(slots=True)
+class Gauge:
+    """How far a fetch or prefetch is, for whoever wants to know: written under its lock, read from any thread."""
+
+    done: int = 0
+    """Bytes that are here, verified or known to be equal."""
+    total: int = 0
+    """Bytes of all ranges that are needed; 0: not known yet."""
+
+
 @dataclass(frozen=True, slots=True)
 class Given:
     """What the receiver brings along; see `http.client.fetch` for each."""
@@ -70,6 +80,7 @@ class Given:
     have: Prefetched | None = None
     only: Callable[[str], bool] | None = None
     own: OwnState | None = None
+    gauge: Gauge = field(default_factory=Gauge)
 
 
 class ReceivePlan:

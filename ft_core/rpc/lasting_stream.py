@@ -35,6 +35,8 @@ from ft_core.settings import parse_address
 from ft_core.tls_diagnosis import Diagnosis
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from ft_core.protocol.lighthouse.events import Hello
     from ft_core.protocol.pushes import Push
     from ft_core.settings import TimeBudget
@@ -65,6 +67,8 @@ class LeaseSettings:
     """None: what FT_TLS_* say."""
     setting: str = "lighthouse_addr (FT_LIGHTHOUSE)"
     """What to call the address in messages."""
+    healed: Callable[[], tuple[int, int]] = lambda: (0, 0)
+    """Bytes of state received in the heal that is under way, and of all of it; (0, 0): there is none. Cheap."""
 
 
 class PushHandler(Protocol):

@@ -102,7 +102,8 @@ class ReportingStream(StreamClient, Generic[A, M]):
 
     def _renewal(self, now: float) -> bytes:
         step, phase, stable, _ = self._doing
-        return self._encode(codec.Renewal(now, Progress("", 0, step, phase, stable, self._paused_s(now))))
+        progress = Progress("", 0, step, phase, stable, self._paused_s(now), healed=self.settings.healed())
+        return self._encode(codec.Renewal(now, progress))
 
     def _resend(self) -> list[bytes]:
         return [self._encode(message) for message in (*self._still_open(), self._goodbye) if message is not None]

@@ -146,6 +146,7 @@ def _control(config: Config, replica_id: str, shell: RankShell, store: Store) ->
         token=config.token,
         tls=config.tls,
         room=config.room,
+        healed=lambda: shell.transfer.healed,
     )
     if config.world_size == 1:
         return LocalControl(settings, shell)

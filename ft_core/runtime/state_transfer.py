@@ -24,6 +24,7 @@ from threading import Event
 from typing import TYPE_CHECKING, Any
 
 from ft_core.checkpointing import CheckpointTransport, HTTPTransport, OwnState
+from ft_core.checkpointing.receive_plan import Gauge
 from ft_core.errors import EncodingError, HealError, StateRefusedError
 
 if TYPE_CHECKING:
@@ -69,6 +70,8 @@ class Healing:
         self._prefetched: Prefetched | None = None
         self._into: Mapping[str, Any] | None = None
         self._cancel = Event()
+        self._gauge = Gauge()
+        """Of the fetch or prefetch that is under way, or was last."""
 
     def __repr__(self) -> str:
         return f"Healing({self._transport!r}, prefetched={self._prefetched is not None})"
@@ -156,10 +159,16 @@ class Healing:
         """
         if self._live is None or not donors:
             return False
-        started = time.monotonic()
+        started, self._gauge = time.monotonic(), Gauge()
         try:
             self._prefetched = self._live.prefetch(
-                donors, into=into, deadline_s=self._heal_s, given_s=within_s, cancel=self._cancel, own=self._own
+                donors,
+                into=into,
+                deadline_s=self._heal_s,
+                given_s=within_s,
+                cancel=self._cancel,
+                own=self._own,
+                gauge=self._gauge,
             )
             self._into = into
         except StateRefusedError:
@@ -179,9 +188,16 @@ class Healing:
         """What the last `prefetch` has copied."""
         return self._prefetched.bytes if self._prefetched is not None else 0
 
+    @property
+    def healed(self) -> tuple[int, int]:
+        """Bytes that are here of the state that is being received, or was last, and of all of it; (0, 0): of none."""
+        return self._gauge.done, self._gauge.total
+
     def forget(self) -> None:
         """What was copied beforehand is not needed any more."""
         self._prefetched = self._into = None
+        if self._gauge.done < self._gauge.total:
+            self._gauge = Gauge()  # it was given up
 
     @property
     def cancelled(self) -> Event:
@@ -196,7 +212,7 @@ class Healing:
 
     def receive(self, plan: Plan, into: Mapping[str, Any] | None, cancel: Event) -> Received:
         """Receive `plan.target` from its donors, verified. Blocks, until `cancel` is set; raises HealError."""
-        started = time.monotonic()
+        started, self._gauge = time.monotonic(), Gauge()
         if self._live is not None:
             have, self._prefetched = self._prefetched, None
             found = self._live.fetch(
@@ -208,6 +224,7 @@ class Healing:
                 have=have,
                 own=self._own,
                 relays=self._addresses(plan, plan.relays),
+                gauge=self._gauge,
             )
             self._into = None
             return Received(plan.quorum_id, found.state, found.bytes, time.monotonic() - started, found.donors_used)

@@ -14,6 +14,7 @@ import torch
 from ft_core.checkpointing import StateServer, fetch, offers, prefetch
 from ft_core.checkpointing.http.answers import Answers
 from ft_core.checkpointing.ranges import RANGE_BYTES
+from ft_core.checkpointing.receive_plan import Gauge
 from ft_core.checkpointing.tensor_bytes import byte_view
 from ft_core.errors import EncodingError, HealError
 from tests.checkpointing.conftest import MIB, Trainer, assert_same_state, make_state
@@ -34,6 +35,19 @@ def test_only_what_changed_travels(donor: Start) -> None:
     assert result.bytes == RANGE_BYTES + 280_000  # the range of big that holds byte 5, and medium
     assert result.state["big"] is own["big"]
     assert result.total_bytes == have.bytes
+
+
+def test_a_gauge_shows_how_far_it_is(donor: Start) -> None:
+    state, own, copied, fetched = make_state(1), make_state(2), Gauge(), Gauge()
+    server = donor()
+    with Trainer(server, state):
+        have = prefetch([server.address], into=own, gauge=copied)
+    assert copied.done == copied.total == have.bytes
+    state["medium"].add_(1)
+    server.offer("t", state)
+    result = fetch([server.address], "t", into=own, have=have, gauge=fetched)
+    assert result.bytes < result.total_bytes
+    assert fetched.done == fetched.total == result.total_bytes, "what is known to be equal is here, too"
 
 
 def test_nothing_changed_nothing_travels(donor: Start) -> None:

@@ -54,7 +54,8 @@ VERDICTS = st.builds(
     st.sets(st.integers(0, 255), max_size=4).map(lambda places: tuple(sorted(places))), st.booleans(),
     st.booleans(), st.booleans(), st.booleans(), st.booleans(), st.booleans(),
 )  # fmt: skip
-PROGRESSES = st.builds(Progress, st.just("me"), st.just(7), STEPS, NAMES, VERSIONS, MILLIS, ADDRESSES)
+HEALED = st.tuples(U64, U64).map(lambda both: (min(both), max(both)))
+PROGRESSES = st.builds(Progress, st.just("me"), st.just(7), STEPS, NAMES, VERSIONS, MILLIS, ADDRESSES, HEALED)
 LEFTS = st.builds(Left, st.just("me"), st.just(7), TEXTS, st.booleans(), VERSIONS, st.booleans())
 PUSHES = (
     st.builds(Answer, INT64, QUORUMS)
@@ -73,7 +74,7 @@ FAST = settings(max_examples=60, deadline=None)
 @given(HELLOS, NAMES)
 def test_hello_arrives(hello: Hello, room: str) -> None:
     opening = codec.decode_lease_request(codec.encode_hello(hello, room, "1.2"))
-    assert opening == codec.Opening(hello, room)
+    assert opening == codec.Opening(replace(hello, release="1.2"), room)
 
 
 @FAST

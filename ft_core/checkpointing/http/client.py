@@ -18,7 +18,7 @@ from urllib.parse import quote
 from ft_core.checkpointing.http.connection import ClientTls, DonorConnection, Refused, explain
 from ft_core.checkpointing.http.fetch import Fetch
 from ft_core.checkpointing.own_state import OwnState
-from ft_core.checkpointing.receive_plan import Given
+from ft_core.checkpointing.receive_plan import Gauge, Given
 from ft_core.errors import EncodingError, HealError
 
 if TYPE_CHECKING:
@@ -60,6 +60,7 @@ def fetch(
     own: OwnState | None = None,
     relays: Sequence[str] = (),
     arrived: Callable[[ReceivePlan], None] | None = None,
+    gauge: Gauge | None = None,
 ) -> FetchResult:
     """Receive the state that `donors` (addresses, best first) offer under `tag`; blocks.
 
@@ -71,13 +72,14 @@ def fetch(
     `own`: measures of the receiver's state (default: those of `into`, if that can be sent): which classes of the user's
     may be rebuilt besides the registered ones, and how large a state is believed.
     `relays`: replicas that receive the same state and may pass it on when they have it; nobody counts on them.
+    `gauge` shows how far it is, from any thread.
     `arrived` is called with what lies in memory, all of it verified, before this returns: to become a relay.
     Waits for donors that have not offered `tag` yet, and for a place at donors that have many receivers.
     `idle_s` bounds every wait for bytes, `deadline_s` the whole call.
     `tls`: the job's certificates; nothing is received in clear with them, and nothing from who has none.
     Raises `HealError` naming what failed at each donor; `StateRefusedError` where trying again cannot help.
     """
-    given = Given(into, have, only, _own(own, into))
+    given = Given(into, have, only, _own(own, into), gauge or Gauge())
     running = Fetch(donors, f"state {tag!r}", token, deadline_s, idle_s, cancel, given, relays=relays, tls=tls)
     try:
         plan = running.run(f"/state/{quote(tag, safe='')}/manifest")
@@ -102,14 +104,15 @@ def prefetch(
     idle_s: float = IDLE_S,
     cancel: threading.Event | None = None,
     own: OwnState | None = None,
+    gauge: Gauge | None = None,
 ) -> Prefetched:
     """Copy what `donors` hold right now, while they train; for `fetch(have=...)`. Blocks.
 
     Returns what arrived, also if donors failed or time ran out meanwhile; `HealError` only if no donor answered at all,
     within `given_s` (default: `deadline_s`).
-    `own`: as for `fetch`.
+    `own`, `gauge`: as for `fetch`.
     """
-    given = Given(into, own=_own(own, into))
+    given = Given(into, own=_own(own, into), gauge=gauge or Gauge())
     running = Fetch(donors, "live state", token, deadline_s, idle_s, cancel, given, live=True, given_s=given_s, tls=tls)
     try:
         plan = running.run("/prefetch")

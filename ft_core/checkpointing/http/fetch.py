@@ -308,6 +308,7 @@ class Fetch:
         with self.changed:
             self._queue.extend(items)
             self.plan = plan
+            self._given.gauge.total = plan.nbytes
         return plan
 
     def _take(self, *, wait: bool) -> _Item | None:
@@ -331,7 +332,12 @@ class Fetch:
             if connection.trailer() != checksum(body):
                 raise HealError("the checksum of an answer does not match")
             theirs = struct.unpack(f"<{item.count}Q", body)
-            return [_Item(i) for i, value in enumerate(theirs, item.first) if plan.known[i] != value]
+            differ = [_Item(i) for i, value in enumerate(theirs, item.first) if plan.known[i] != value]
+            with self.changed:
+                compared = range(item.first, item.first + item.count)
+                self._given.gauge.done += sum(len(plan.target(i)) for i in compared)
+                self._given.gauge.done -= sum(len(plan.target(more.first)) for more in differ)
+            return differ
         target = plan.target(item.first)
         if length != len(target):
             raise HealError(f"range {item.first} has {length} bytes instead of {len(target)}")
@@ -345,6 +351,7 @@ class Fetch:
             raise HealError(f"the checksum of range {item.first} does not match")
         with self.changed:
             self.bytes += length
+            self._given.gauge.done += length
             plan.arrived(item.first, value)
         return []
 

@@ -36,6 +36,8 @@ class Hello:
     heal_addresses: tuple[str, ...] = ()
     paused_s: float = 0.0
     """It announced to be busy, and may be for that much longer."""
+    release: str = ""
+    """Of the library it runs, for users."""
 
     @property
     def ids(self) -> dict[str, int]:
@@ -65,6 +67,8 @@ class Progress:
     stable: Version
     paused_s: float = 0.0
     heal_addresses: tuple[str, ...] = ()
+    healed: tuple[int, int] = (0, 0)
+    """Bytes that it has of the state that it receives, and of all of it, for users; (0, 0): it receives none."""
 
 
 @dataclass(frozen=True, slots=True)

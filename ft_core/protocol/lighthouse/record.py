@@ -47,6 +47,8 @@ class Record:
     """The step it last reported."""
     phase: str = ""
     """The phase that it last reported to be in."""
+    healed: tuple[int, int] = (0, 0)
+    """Bytes that it has of the state that it receives, and of all of it, as it last reported; for users only."""
     admitted_at: float = 0.0
     """It is no candidate before this instant. Never before `same_name_until`."""
     held_back: str = ""
@@ -105,7 +107,7 @@ class Record:
 
     def reports(self, progress: Progress) -> bool:
         """It reports what it does. True: it knows of a newer stable version than before."""
-        self.step, self.phase = progress.step, progress.phase
+        self.step, self.phase, self.healed = progress.step, progress.phase, progress.healed
         newer, self.stable = progress.stable > self.stable, max(self.stable, progress.stable)
         if progress.heal_addresses and progress.heal_addresses != self.hello.heal_addresses:
             self.hello = replace(self.hello, heal_addresses=progress.heal_addresses)

@@ -200,6 +200,7 @@ def read_opening(m: pb.Hello) -> Opening:
         group_world_size=m.group_world_size, join_s=from_ms(m.join_ms, check, "join_ms"),
         liveness_s=from_ms(m.liveness_ms, check, "liveness_ms"), orphan_s=from_ms(m.orphan_ms, check, "orphan_ms"),
         heal_addresses=tuple(m.heal_addresses), paused_s=from_ms(m.paused_ms, check, "paused_ms"),
+        release=clip(m.release, MAX_NAME),
     )  # fmt: skip
     return Opening(hello, m.room)
 
@@ -210,6 +211,7 @@ def pb_progress(renewal: Renewal) -> pb.Progress:
     return pb.Progress(
         clock_us=max(0, int(renewal.clock_s * 1e6)), step=max(p.step, 0), phase=clip(p.phase, MAX_NAME),
         stable=pb_version(p.stable), paused_ms=min(to_ms(p.paused_s), MAX_DURATION_MS), heal_addresses=p.heal_addresses,
+        healed_bytes=p.healed[0], heal_bytes=p.healed[1],
     )  # fmt: skip
 
 
@@ -222,7 +224,8 @@ def read_renewal(m: pb.Progress, replica_id: str, generation: int) -> Renewal:
     check.size("heal_addresses", m.heal_addresses, MAX_ADDRESSES_BYTES)
     paused_s = from_ms(m.paused_ms, check, "paused_ms")
     stable = read_version(m.stable, check, "stable")
-    progress = Progress(replica_id, generation, m.step, m.phase, stable, paused_s, tuple(m.heal_addresses))
+    healed = min(m.healed_bytes, m.heal_bytes), m.heal_bytes
+    progress = Progress(replica_id, generation, m.step, m.phase, stable, paused_s, tuple(m.heal_addresses), healed)
     return Renewal(m.clock_us / 1e6, progress)
 
 
