@@ -37,6 +37,7 @@ FIGURES = (
     "elastic_data",
     "same_trajectory",
     "events",
+    "dashboard",
 )
 RESULTS = pathlib.Path(__file__).parent / "results.json"
 

@@ -121,6 +121,8 @@ class Loaded:
     """For a client's sockets."""
     server: ssl.SSLContext | None
     """For a server's sockets; with a CA, clients have to show a certificate, too. None: there is none to show."""
+    page: ssl.SSLContext | None
+    """For a server that browsers read: they are not asked for a certificate. None: there is none to show."""
     expires: float
     """Seconds since 1970; inf: there is no certificate of one's own."""
     soon: float
@@ -261,16 +263,16 @@ def load(tls: Tls) -> Loaded:
     trusting = ("FT_TLS_CA", tls.ca, ca) if ca else ("FT_TLS_CERT", tls.cert, cert)
     _trust(client, *trusting)
     if not cert:
-        return Loaded(cert, key, ca, client, None, float("inf"), float("inf"))
-    server = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    for context in (client, server):
+        return Loaded(cert, key, ca, client, None, None, float("inf"), float("inf"))
+    server, page = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    for context in (client, server, page):
         _show(context, tls, cert, key)
     if ca:
         _trust(server, *trusting)
         server.verify_mode = ssl.CERT_REQUIRED
     begins, expires = _prove(tls, client, server)
     soon = expires - min(SOON_S, SOON_PART * (expires - begins))
-    return Loaded(cert, key, ca, client, server, expires, soon)
+    return Loaded(cert, key, ca, client, server, page, expires, soon)
 
 
 def _read(variable: str, path: str, holds: bytes) -> bytes:

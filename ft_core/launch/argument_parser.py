@@ -131,6 +131,11 @@ def _control(out: argparse.ArgumentParser) -> None:
     add = partial(_option, out.add_argument_group("lighthouse and addresses"))
     add("--lighthouse", metavar="HOST:PORT", help="default FT_LIGHTHOUSE, else one is embedded")
     add("--lighthouse-bind", metavar="HOST:PORT", help="where an embedded one listens (127.0.0.1:0)")
+    add(
+        "--http",
+        metavar="HOST:PORT|off",
+        help="where an embedded one has its dashboard (localhost:29511, or a free port)",
+    )
     add("--local-addr", metavar="HOST", help="address other hosts reach this one at (default: the one on "
         "the route to the lighthouse)")  # fmt: skip
     add("--insecure", action="store_true", help="let workers that other machines reach listen without FT_TOKEN: "

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING
 
 from ft_core.access import Tokens, check_listener, insecure, own_admin_token
 from ft_core.certificates import Tls
+from ft_core.control.lighthouse.dashboards import AUTO
 from ft_core.errors import ConfigError
 from ft_core.launch.argument_parser import read
 from ft_core.launch.chaos_schedule import ChaosSettings
@@ -78,7 +79,8 @@ def parse(argv: Sequence[str], environ: Mapping[str, str]) -> JobSpec:
         script=script, run_id=run_id, name=_name(a.name), first=first, groups=groups, max_groups=most,
         total=total, whole_job=whole, min_replicas=min_replicas, success=a.success, nproc=nproc, lighthouse=lighthouse,
         from_scratch=a.from_scratch or env.from_scratch,
-        lighthouse_bind=bind, token=token, admin_token=admin, insecure=trusts_all, host=host, timeout_s=a.timeout,
+        lighthouse_bind=bind, http=_http(a.http, lighthouse), token=token, admin_token=admin, insecure=trusts_all,
+        host=host, timeout_s=a.timeout,
         stall_s=a.timeout or env.timeout_s or JobSpec.stall_s, connect_s=env.connect_s or JobSpec.connect_s,
         nodes=_nodes(a)[1], min_nodes=_nodes(a)[0], rdzv_endpoint=a.rdzv_endpoint or "",
         restarts=settings, monitor_s=a.monitor_interval, tee=tee, redirects=redirects,
@@ -87,6 +89,18 @@ def parse(argv: Sequence[str], environ: Mapping[str, str]) -> JobSpec:
         log_dir=(log_dir := _log_dir(a.log_dir, any(s.default or s.ranks for s in (tee, redirects)))),  # it creates one
         events=folder_for(a.events, log_dir, run_id, environ), **_metrics(a, env, first + most),
     )  # fmt: skip
+
+
+def _http(given: str | None, lighthouse: str) -> str:
+    """Where the embedded lighthouse has its dashboard."""
+    if lighthouse and given not in (None, OFF):
+        raise ConfigError(
+            f"--http {given}: the dashboard is the lighthouse's, and the one at {lighthouse} runs elsewhere; give "
+            "--http to its ft-lighthouse instead"
+        )
+    if given not in (None, OFF):
+        split_bind(given, "--http")
+    return "" if lighthouse or given == OFF else given or AUTO
 
 
 def _script(a: argparse.Namespace, environ: Mapping[str, str]) -> Script:

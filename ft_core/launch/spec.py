@@ -80,6 +80,8 @@ class JobSpec:
     lighthouse: str = ""
     """host:port; '': an embedded one."""
     lighthouse_bind: str = "127.0.0.1:0"
+    http: str = ""
+    """Where an embedded one has its dashboard: host:port, 'auto', or '': nowhere."""
     token: str = field(default="", repr=False)
     admin_token: str = field(default="", repr=False)
     """What the lighthouse takes orders to drain and kill with; '': the token."""

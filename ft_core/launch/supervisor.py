@@ -100,11 +100,11 @@ class Supervisor:
         self._common = CommonCause(str(spec.script), whole_job=spec.whole_job)
         with contextlib.ExitStack() as stack:
             spec = self._open_log(stack)
-            lighthouse = spec.lighthouse
+            lighthouse, dashboard = spec.lighthouse, ""
             if not lighthouse:
                 server = self._embed(spec)
                 stack.callback(server.shutdown)
-                lighthouse = self._log.embedded(server)
+                lighthouse, dashboard = self._log.embedded(server), server.http_line()
             self._watch = Watch(
                 lighthouse, spec.token, partial(self._put, "picture"), partial(self._put, "undrained"), spec.admin_token
             )
@@ -139,7 +139,7 @@ class Supervisor:
             self._install_signals(stack)
             self.screen.start()
             stack.callback(self.screen.close)
-            for line in spec.announcement(lighthouse):
+            for line in (*spec.announcement(lighthouse), *filter(None, [dashboard])):
                 self.screen.say(line)
             self._log.run_started(lighthouse, self._total())
             for number in range(spec.first, spec.first + spec.groups):
@@ -173,11 +173,11 @@ class Supervisor:
         try:
             return LighthouseServer(
                 spec.lighthouse_bind, spec.min_replicas, token=spec.token, admin_token=spec.admin_token,
-                insecure=spec.insecure, one_job=True, events=spec.events,
+                insecure=spec.insecure, one_job=True, events=spec.events, http=spec.http,
                 metrics="" if spec.metrics else None,
             )  # fmt: skip
         except ConfigError as error:
-            raise ConfigError(str(error).replace("bind=", "--lighthouse-bind ")) from None
+            raise ConfigError(str(error).replace("bind=", "--lighthouse-bind ").replace("http=", "--http ")) from None
 
     def _loop(self) -> None:
         while any(not group.ended for group in self._groups.values()):

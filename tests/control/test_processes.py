@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 import subprocess
 import sys
@@ -141,6 +142,7 @@ def start_lighthouse(child: Callable[..., Child], *more: str) -> tuple[Child, st
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_the_command_says_where_it_listens_and_ends_cleanly(child: Callable[..., Child], number: int) -> None:
     process, address = start_lighthouse(child, "--bind", "127.0.0.1:0", "--min_replicas", "1", "--quorum-tick-ms", "7")
+    assert re.fullmatch(r"dashboard: http://localhost:\d+", process.line())
     one = Replica(address, "a:1")
     one.lease.wait_connected(5)
     one.ask()
@@ -160,6 +162,8 @@ def test_the_command_refuses_what_cannot_work(child: Callable[..., Child]) -> No
         (["--bind", address.removeprefix("http://")], "in use"),
         (["--min-replicas", "0"], "--min-replicas 0 must be at least 1"),
         (["--bind", "nowhere"], "--bind 'nowhere'"),
+        (["--bind", "127.0.0.1:0", "--http", address.removeprefix("http://")], "--http 127.0.0.1:"),
+        (["--bind", "127.0.0.1:0", "--http", "0.0.0.0:0"], "--http 0.0.0.0:0 without FT_TOKEN"),
     ):
         wrong = child("ft_core.lighthouse", *arguments)
         out, log = wrong.process.communicate(timeout=10)

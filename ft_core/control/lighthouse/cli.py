@@ -18,6 +18,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from ft_core.access import ADMIN_TOKEN_FILE, own_admin_token
+from ft_core.control.lighthouse.dashboards import AUTO, OFF, PORT
 from ft_core.control.lighthouse.server import LighthouseServer
 from ft_core.errors import ConfigError
 from ft_core.rpc.channel import release
@@ -83,6 +84,12 @@ def _parser() -> argparse.ArgumentParser:
         type=int,
         help="time running groups have to return after a restart of this server (500; none on port 0)",
     )
+    option(
+        "http",
+        metavar="HOST:PORT|off",
+        default=AUTO,
+        help=f"where the dashboard listens, or off (default: localhost:{PORT}, or a free port if that one is in use)",
+    )
     option("events", metavar="DIR", help="write what happens there, as JSON lines (FT_EVENTS, else nowhere)")
     option("metrics", metavar="HOST:PORT", help="serve metrics for Prometheus there, at /metrics (default: nowhere)")
     parser.add_argument("--version", action="version", version=f"ft-lighthouse {release()}")
@@ -100,7 +107,7 @@ def _min_replicas(given: int | None) -> int:
 
 def _as_options(text: str) -> str:
     """An error of LighthouseServer in the words of the command line: join_timeout_ms=-5 was --join-timeout-ms -5."""
-    options = "bind|min_replicas|metrics|(?:join_timeout|heartbeat_timeout|liveness|grace|boot_window)_ms"
+    options = "bind|http|min_replicas|metrics|(?:join_timeout|heartbeat_timeout|liveness|grace|boot_window)_ms"
     return re.sub(rf"\b({options})=", lambda found: f"--{found[1].replace('_', '-')} ", text)
 
 
@@ -125,6 +132,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             insecure=arguments.insecure,
             events=arguments.events,
             metrics=arguments.metrics,
+            http="" if arguments.http == OFF else arguments.http,
         )
     except ConfigError as error:
         print(f"ft-lighthouse: {_as_options(str(error))}", file=sys.stderr)
@@ -134,6 +142,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPS)
             listener.stop()
     print(f"ft-lighthouse listens on {server.address()}", flush=True)
+    if server.http_line():
+        print(server.http_line(), flush=True)
     signal.sigwait(STOPS)
     for number in STOPS:
         signal.signal(number, signal.SIG_IGN)  # launchers repeat SIGTERM

@@ -22,6 +22,7 @@ from ft_core.access import (
     own_admin_token,
 )
 from ft_core.access import insecure as trusts_all
+from ft_core.control.lighthouse.dashboards import LighthouseDashboard
 from ft_core.control.lighthouse.room_host import Rooms
 from ft_core.control.lighthouse.room_samples import RoomSamples
 from ft_core.control.lighthouse.unary_calls import Calls
@@ -79,6 +80,8 @@ class LighthouseServer:
         events: folder of the job's event files (docs/events.md); None: FT_EVENTS; '': none are written.
         metrics: host:port to serve metrics for Prometheus at (docs/metrics.md); '': they are counted, for
             `metrics_page`; None: they are not.
+        http: host:port of the dashboard (docs/dashboard.md), or '': none. 'auto': on this machine only, on its usual
+            port or a free one; if that cannot be, there is none, and `http_line` says why.
 
     Raises:
         ConfigError: a value cannot work, or the address cannot be bound.
@@ -108,19 +111,19 @@ class LighthouseServer:
         one_job: bool = False,
         events: str | None = None,
         metrics: str | None = None,
+        http: str = "",
     ) -> None:
         token = job_token(os.environ) if token is None else token
         tls = tls or Tls.from_env(os.environ)
-        host, port = _place(bind, token, tls, insecure or trusts_all(os.environ))
+        insecure = insecure or trusts_all(os.environ)
+        host, port = _place(bind, token, tls, insecure)
+        self._dashboard = LighthouseDashboard(http)
         unknown = boot_window_ms is None and port == 0
         boot_window_ms = DEFAULT_BOOT_WINDOW_MS if boot_window_ms is None else boot_window_ms
-        waits = {
-            "join_timeout_ms": join_timeout_ms, "heartbeat_timeout_ms": heartbeat_timeout_ms, "grace_ms": grace_ms,
-            "boot_window_ms": boot_window_ms,
-        }  # fmt: skip
-        for name, value in waits.items():
-            if not (math.isfinite(value) and value >= 0):
-                raise ConfigError(f"{name}={value} must be a number of milliseconds, 0 or more")
+        _check_waits(
+            join_timeout_ms=join_timeout_ms, heartbeat_timeout_ms=heartbeat_timeout_ms, grace_ms=grace_ms,
+            boot_window_ms=boot_window_ms,
+        )  # fmt: skip
         settings = LighthouseSettings(
             min_replicas=min_replicas,
             join_timeout_s=join_timeout_ms / 1000,
@@ -140,12 +143,12 @@ class LighthouseServer:
         self._host = reachable_host(host)
         self._server = LoopServer("ft-lighthouse", server_options(liveness_s), tls)
         log = self._open_log(os.environ.get(VARIABLE, "") if events is None else events, metrics)
-        self._rooms = Rooms(settings, liveness_s, unknown, log)
+        self._rooms = Rooms(settings, liveness_s, unknown, self._dashboard.sees(log))
         self._calls = Calls(self._rooms)
-        lease: grpc.RpcMethodHandler[bytes, bytes] = grpc.stream_stream_rpc_method_handler(self._rooms.serve)
         try:
-            self._server.start(host, port, "bind", {LIGHTHOUSE: {"Lease": lease, **self._calls.handlers()}})
+            self._open(host, port, tls, insecure)
         except BaseException:
+            self._dashboard.shutdown()
             log.close()
             self._close_metrics()
             raise
@@ -158,8 +161,23 @@ class LighthouseServer:
         """http://host:port, with a host that other machines can use where this one's name allows."""
         return f"{self._scheme}://{join_host(self._host, self._server.port)}"
 
+    def http_address(self) -> str:
+        """Where the dashboard is; '': there is none."""
+        return self._dashboard.address()
+
+    def http_line(self) -> str:
+        """Where the dashboard is, or why there is none, for whoever starts this; '': it is switched off."""
+        return self._dashboard.line()
+
+    def _open(self, host: str, port: int, tls: Tls | None, insecure: bool) -> None:
+        lease: grpc.RpcMethodHandler[bytes, bytes] = grpc.stream_stream_rpc_method_handler(self._rooms.serve)
+        self._dashboard.bind(self._rooms, self._server, tls, insecure)
+        self._server.start(host, port, "bind", {LIGHTHOUSE: {"Lease": lease, **self._calls.handlers()}})
+        self._dashboard.start()
+
     def shutdown(self) -> None:
         """End all leases and stop listening. Idempotent; takes at most a few seconds."""
+        self._dashboard.shutdown()
         with contextlib.suppress(RuntimeError, TimeoutError):
             self._server.call(self._close, 1.0)
         self._close_metrics()
@@ -193,6 +211,12 @@ def _place(bind: str | None, token: str, tls: Tls | None, insecure: bool) -> tup
     if open_to_all(host, token, tls):
         _log.info("bind=%s without FT_TOKEN: %s, and that is meant so (insecure, FT_INSECURE)", bind, DANGER)
     return host, port
+
+
+def _check_waits(**waits: float) -> None:
+    for name, value in waits.items():
+        if not (math.isfinite(value) and value >= 0):
+            raise ConfigError(f"{name}={value} must be a number of milliseconds, 0 or more")
 
 
 def _liveness(given_ms: int | None) -> tuple[float, str]:

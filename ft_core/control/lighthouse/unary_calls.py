@@ -14,11 +14,11 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING, NoReturn
 
+from ft_core.control.lighthouse.orders import send_order
 from ft_core.control.lighthouse.room_host import Rooms, RoomShell, Waiter
 from ft_core.errors import FaultToleranceError, JobFinishedError, ProtocolError, RefusedError
 from ft_core.protocol.lighthouse.events import Asked, Ended, GivenUp, Hello, LeaseEnded, Left, Progress, Refuse, Reopen
 from ft_core.protocol.lighthouse.view import Life
-from ft_core.protocol.pushes import Order
 from ft_core.protocol.types import VOID, Ask, Version
 from ft_core.rpc import codec
 from ft_core.rpc.channel import QUORUM_ANSWER_S, grpc, release
@@ -196,15 +196,7 @@ class Calls:
 
     def _order(self, data: bytes, *, kill: bool) -> bytes:
         request = codec.decode_unary(pb.OrderRequest, data)
-        push = codec.encode_push(Order(kill, request.reason))
-        told = []
-        for shell in self._rooms.chosen(request.room):
-            for replica_id, lease in shell.leases.items():
-                record = shell.room.records.get(replica_id)
-                if request.replica in (replica_id, record.hello.name if record else ""):
-                    lease.stream.send(push)
-                    told.append(replica_id)
-                    self._rooms.say(shell, f"{replica_id} is asked to {'exit' if kill else 'drain'}: {request.reason}")
+        told = send_order(self._rooms, request.room, request.replica, request.reason, kill=kill)
         return codec.encode_unary(pb.OrderResponse(told=told))
 
     async def _reopen(self, data: bytes, context: Context) -> bytes:

@@ -1,0 +1,1 @@
+"""The lighthouse's dashboard."""
