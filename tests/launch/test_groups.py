@@ -449,7 +449,8 @@ def test_what_ftrun_gives_to_workers_is_what_torchrun_gives(write: Any, tmp_path
     plain = json.loads((tmp_path / "torchrun0.json").read_text())
     assert cold[1] == warm[1] == plain[1]
     assert cold[2] == warm[2] == plain[2]
-    changing = {"TORCHELASTIC_RESTART_COUNT", "FT_GROUP_ATTEMPT", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "ROLE_NAME"}
+    changing = {"TORCHELASTIC_RESTART_COUNT", "FT_GROUP_ATTEMPT", "FT_STARTED_AT", "MASTER_PORT", "TORCHELASTIC_RUN_ID"}
+    changing |= {"ROLE_NAME"}
     ours = {"TORCHELASTIC_MAX_RESTARTS", "TORCHELASTIC_ERROR_FILE", "MASTER_ADDR", "LOGLEVEL", "PWD"}
     ours |= {"TORCHELASTIC_SIGNALS_TO_HANDLE", "LINES", "COLUMNS"}
     assert {k: v for k, v in cold[0].items() if k not in changing} == {

@@ -8,7 +8,7 @@ Which rule is shown necessary where (seeds needed until the first violation when
 
 | rule | switch | needs | violates |
 |---|---|---|---|
-| R0 verdict, tag | RankRules.r0_verdict + r0_tag | 1 | I1 two states under one version, I4 or gradients of both |
+| R0 verdict, tag | RankRules.r0_verdict + r0_tag | 1 | I1 two states under one version, I4 or gradients of both, I10 of two batches |
 | R1 no quorum beside a living one | Rules.r1_ended | 52 | I3 two quorums commit side by side |
 | R1 a closed connection is no death | Rules.r1_closed | 18 | I3 two quorums commit side by side |
 | R2 no amnesia | Rules.r2_no_amnesia | 16 | I3 a published step is made again |
@@ -106,7 +106,7 @@ PLAIN: dict[str, Any] = {
 LOST_STREAMS: dict[str, Any] = {"ranks": 2, "faults": ("rank_stream", "late"), "fault_every_s": 0.05}
 """Ranks lose what is under way between them and their leader, again and again."""
 NECESSARY: dict[str, tuple[int, str, dict[str, Any]]] = {
-    "R0": (20, "I1/I4", {"faults": ("late",), "member_rules": RankRules(r0_verdict=False, r0_tag=False)}),
+    "R0": (20, "I1/I4/I10", {"faults": ("late",), "member_rules": RankRules(r0_verdict=False, r0_tag=False)}),
     "R1": (
         60, "I3",
         {"groups": 2, "faults": ("freeze", "duplicate", "kill", "cut_lighthouse"), "room_rules": Rules(r1_ended=False)},
@@ -178,7 +178,7 @@ NECESSARY: dict[str, tuple[int, str, dict[str, Any]]] = {
         60, "R12",
         {"ranks": 2, "faults": ("late_vote",), "fault_every_s": 0.3, "group_rules": GroupRules(r12_withdraws=False)},
     ),
-    "R12 verdict first": (60, "R12", {**LOST_STREAMS, "group_rules": GroupRules(r12_verdict_first=False)}),
+    "R12 verdict first": (200, "R12", {**LOST_STREAMS, "group_rules": GroupRules(r12_verdict_first=False)}),
     "R12 retold": (
         200, "R12/I3",
         {
