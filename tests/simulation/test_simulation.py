@@ -8,7 +8,7 @@ Which rule is shown necessary where (seeds needed until the first violation when
 
 | rule | switch | needs | violates |
 |---|---|---|---|
-| R0 verdict, tag | RankRules.r0_verdict + r0_tag | 1 | I1 two states under one version, I4 or gradients of both, I10 of two batches |
+| R0 verdict, tag | RankRules.r0_verdict + r0_tag | 1 | I1 two states under one version, I4 or I10 gradients of both |
 | R1 no quorum beside a living one | Rules.r1_ended | 52 | I3 two quorums commit side by side |
 | R1 a closed connection is no death | Rules.r1_closed | 18 | I3 two quorums commit side by side |
 | R2 no amnesia | Rules.r2_no_amnesia | 16 | I3 a published step is made again |
