@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Final
 from ft_core.errors import ConfigError
 
 if TYPE_CHECKING:
+    import socket
     from collections.abc import Iterator, Mapping
 
 LOOK_S: Final = 1.0
@@ -218,6 +219,14 @@ class CertificateFiles:
 
         return tuple(stamp(path) for path in (self.tls.cert, self.tls.key, self.tls.ca))
 
+    def encrypt(self, plain: socket.socket) -> socket.socket:
+        """A server's end of a connection, on which nothing was said yet. Raises OSError: the other side has gone."""
+        context = self.now.server
+        if context is None:
+            return plain
+        plain.getpeername()  # else `ssl` takes what has gone, fails, and leaves it to the garbage collector
+        return context.wrap_socket(plain, server_side=True, do_handshake_on_connect=False)
+
     def watch(self) -> None:
         """A server uses them from now on, until `unwatch`: they are looked at every LOOK_S. Raises ConfigError."""
         self.look()
@@ -239,10 +248,25 @@ class CertificateFiles:
         while not end.wait(LOOK_S):
             self.look()
 
+    def forked(self) -> None:
+        """In a child: its parent's servers are not its own, and no thread has come along. What was read stays."""
+        self._reading = threading.Lock()
+        self._watchers, self._end = 0, None
+
 
 _sets: dict[Tls, CertificateFiles] = {}
 _lock = threading.Lock()
 """For `_sets`, and for who watches."""
+
+
+def _forked() -> None:
+    global _lock
+    _lock = threading.Lock()
+    for files in list(_sets.values()):
+        files.forked()
+
+
+os.register_at_fork(after_in_child=_forked)
 
 
 def load(tls: Tls) -> Loaded:
@@ -308,18 +332,20 @@ def _trust(context: ssl.SSLContext, variable: str, path: str, pem: bytes) -> Non
 
 def _show(context: ssl.SSLContext, tls: Tls, cert: bytes, key: bytes) -> None:
     """Both out of memory, though `ssl` takes only paths: the files may be replaced just now."""
-    with _as_file(cert) as cert_path, _as_file(key) as key_path:
-        try:
+    both = f"FT_TLS_CERT={tls.cert!r} and FT_TLS_KEY={tls.key!r}"
+    try:
+        with _as_file(cert) as cert_path, _as_file(key) as key_path:
             context.load_cert_chain(cert_path, key_path, password=lambda: "")
-        except (ssl.SSLError, ValueError) as error:
-            both = f"FT_TLS_CERT={tls.cert!r} and FT_TLS_KEY={tls.key!r}"
-            if isinstance(error, ssl.SSLError) and error.reason == "KEY_VALUES_MISMATCH":
-                raise ConfigError(
-                    f"{both}: the key is not that of the certificate; name the two that were made together"
-                ) from None
+    except (ssl.SSLError, ValueError) as error:
+        if isinstance(error, ssl.SSLError) and error.reason == "KEY_VALUES_MISMATCH":
             raise ConfigError(
-                f"{both} cannot be used: {_words(error)}; make a new pair (docs/security.md says how)"
+                f"{both}: the key is not that of the certificate; name the two that were made together"
             ) from None
+        raise ConfigError(
+            f"{both} cannot be used: {_words(error)}; make a new pair (docs/security.md says how)"
+        ) from None
+    except OSError as error:  # the process is out of descriptors, or there is no /proc
+        raise ConfigError(f"{both} cannot be used: {error.strerror} (descriptors? ulimit -n; /proc?)") from None
 
 
 @contextlib.contextmanager

@@ -41,7 +41,9 @@ log = logging.getLogger("ft_core")
 MAX_SESSIONS = 256
 """Clients at a time; the next one is told to come back."""
 ASK_S = 60.0
-"""How long a client waits for the server's answer, and the server for a request."""
+"""How long a client waits for the server's answer."""
+REQUEST_S = 10.0
+"""How long somebody who has connected may be silent, keys included."""
 PATH = "/new_session"
 MAX_ANSWER_BYTES = 1 << 16
 
@@ -132,7 +134,8 @@ class ParameterServer(ABC):
             request.add_header("Authorization", auth.sign(token, "GET", urlsplit(address).path))
         try:
             context = None if tls is None else tls.files().look().client
-            opener = urllib.request.build_opener(_NoWayOn, urllib.request.HTTPSHandler(context=context))
+            handlers = urllib.request.HTTPSHandler(context=context), urllib.request.ProxyHandler({})  # no proxy
+            opener = urllib.request.build_opener(_NoWayOn, *handlers)
             with opener.open(request, timeout=ASK_S) as answer:
                 session = json.loads(answer.read(MAX_ANSWER_BYTES))
             where, session_id = str(session["store_addr"]), str(session["session_id"])
@@ -212,10 +215,13 @@ class _Server(ThreadingHTTPServer):
     def get_request(self) -> tuple[socket.socket, Any]:
         """A connection; with certificates, keys are agreed on by its own thread, when it reads."""
         plain, where = super().get_request()
-        context = None if self._files is None else self._files.now.server
-        if context is None:
+        if self._files is None:
             return plain, where
-        return context.wrap_socket(plain, server_side=True, do_handshake_on_connect=False), where
+        try:
+            return self._files.encrypt(plain), where
+        except OSError:
+            plain.close()
+            raise
 
     def server_close(self) -> None:
         """Stop listening."""
@@ -228,7 +234,7 @@ class _Server(ThreadingHTTPServer):
 class _Handler(BaseHTTPRequestHandler):
     """One request, then the session on the same thread."""
 
-    timeout = ASK_S
+    timeout = REQUEST_S
     server: _Server
 
     def do_GET(self) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
+import resource
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -212,6 +214,77 @@ def test_servers_have_them_looked_at(ours: Authority, tmp_path: Path, monkeypatc
     assert files.now.cert == new.pem
     files.unwatch()
     assert repr(files).endswith("read, watchers=0)")
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="counts descriptors there")
+def test_without_free_descriptors_what_was_read_stays_in_force(
+    ours: Authority, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """And the thread that looks is not ended by it."""
+    monkeypatch.setattr(certificates, "LOOK_S", 0.005)
+    monkeypatch.setattr(certificates, "AGAIN_S", 0.05)
+    tls = pair(tmp_path / "x", ours.sign(days=30), ours.own.pem)
+    files = tls.files()
+    files.watch()
+    try:
+        before, new, end = files.now, ours.sign(days=30), threading.Event()
+        pair(tmp_path / "new", new, ours.own.pem)
+        highest = max(int(name) for name in os.listdir("/proc/self/fd"))
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        held = []
+        resource.setrlimit(resource.RLIMIT_NOFILE, (highest + 2, hard))
+        try:
+            with contextlib.suppress(OSError):
+                while True:
+                    held.append(os.dup(0))
+            os.close(held.pop())  # one is left, with which the files can be read
+            for name in ("cert.pem", "key.pem"):
+                os.replace(tmp_path / "new" / name, tmp_path / "x" / name)
+            for _ in range(2000):
+                if any("Too many open files" in said for said in caplog.messages):
+                    break
+                end.wait(0.005)
+        finally:
+            for descriptor in held:
+                os.close(descriptor)
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        assert "What was read before stays in force" in caplog.text
+        assert before.cert != new.pem
+        for _ in range(2000):
+            if files.now.cert == new.pem:
+                break
+            end.wait(0.005)
+        assert files.now.cert == new.pem, "it is tried again"
+    finally:
+        files.unwatch()
+
+
+@pytest.mark.forks
+def test_a_forked_child_looks_at_the_files_of_its_own_servers(
+    ours: Authority, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its parent had a lighthouse, say, whose thread did not come along; or was just reading."""
+    monkeypatch.setattr(certificates, "LOOK_S", 0.005)
+    tls = pair(tmp_path / "x", ours.sign(days=30), ours.own.pem)
+    files, new = tls.files(), ours.sign(days=30)
+    files.watch()
+    try:
+        assert files._reading.acquire(timeout=10)  # not released before the fork
+        child = os.fork()
+        if child == 0:
+            try:
+                files.watch()
+                pair(tmp_path / "x", new, ours.own.pem)
+                for _ in range(2000):
+                    if files.now.cert == new.pem:
+                        os._exit(0)
+                    threading.Event().wait(0.005)
+            finally:
+                os._exit(1)
+        files._reading.release()
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    finally:
+        files.unwatch()
 
 
 def test_a_process_remembers_a_bounded_number(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import socket
+import struct
 import threading
 import urllib.error
 import urllib.request
@@ -206,6 +207,36 @@ def test_nobody_is_sent_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
         thread.join(WAIT_S)
         with pytest.raises(BlockingIOError):
             elsewhere.accept()
+
+
+def test_no_proxy_of_the_environment_is_asked(server: Adding, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would see the proof of the token, and answer in the server's place; neither gRPC nor heals ask one."""
+    for name in ("http_proxy", "HTTP_PROXY", "all_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    for name in ("no_proxy", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    pg = Adding.new_session(server.address())
+    assert ask(pg, 1.0) == 24.0
+    pg.shutdown()
+
+
+def test_who_is_silent_is_sent_away(encrypted: Tls, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parameter_server._Handler, "timeout", 0.2)
+    assert parameter_server.REQUEST_S <= 10, "docs/security.md says so of all listeners"
+    server = Adding()
+    try:
+        with socket.create_connection(("127.0.0.1", server._server.server_address[1]), timeout=WAIT_S) as half:
+            half.sendall(b"\x16\x03\x01\x02")
+            assert half.recv(100) == b""
+        for _ in range(20):  # gone before anything is done about them
+            gone = socket.create_connection(("127.0.0.1", server._server.server_address[1]))
+            gone.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            gone.close()
+        pg = Adding.new_session(server.address())
+        assert ask(pg, 1.0) == 24.0
+        pg.shutdown()
+    finally:
+        server.shutdown()
 
 
 def test_for_other_machines_it_needs_a_token(monkeypatch: pytest.MonkeyPatch) -> None:

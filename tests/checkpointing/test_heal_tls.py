@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import struct
 import threading
 from datetime import timedelta
 from pathlib import Path
@@ -221,6 +222,19 @@ def test_who_never_finishes_the_handshake_keeps_nobody_out(start: Start, tls: Tl
     finally:
         for sock in strangers:
             sock.close()
+
+
+def test_who_is_gone_at_once_is_no_news(start: Start, tls: Tls, caplog: pytest.LogCaptureFixture) -> None:
+    """A port scanner: nobody waits for it, the log has no line for each of its connections."""
+    server = start(tls)
+    server.offer("t", {"x": 1})
+    host, port = server.address.removeprefix("https://").split(":")
+    for _ in range(100):
+        gone = socket.create_connection((host, int(port)))
+        gone.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        gone.close()
+    assert fetch([server.address], "t", tls=tls, deadline_s=20).state == {"x": 1}
+    assert caplog.messages == []
 
 
 def test_one_too_many_comes_back(

@@ -334,9 +334,12 @@ class StateServer:
         self._watched = wanted
 
     def _admit(self, sock: socket.socket, peer: str) -> None:
-        context = None if self._files is None else self._files.now.server
-        if context is not None:
-            sock = context.wrap_socket(sock, server_side=True, do_handshake_on_connect=False)
+        if self._files is not None:
+            try:
+                sock = self._files.encrypt(sock)
+            except OSError:  # it has gone: nobody else waits for that, and nobody need be told
+                sock.close()
+                return
         track(sock)
         connection = _Connection(sock, peer)
         with self._lock:
@@ -347,7 +350,7 @@ class StateServer:
         body = b"busy: too many receivers wait already\n"
         with contextlib.suppress(OSError):
             sock.setblocking(False)
-            if context is None:  # else it takes the end of the connection for it
+            if self._files is None:  # else it takes the end of the connection for it
                 sock.send(head(BUSY, len(body), f"Retry-After: {RETRY_S}\r\n") + body)
             socket.socket.shutdown(sock, socket.SHUT_WR)
         if len(self._lingering) >= LINGER_MAX:
