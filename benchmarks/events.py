@@ -1,11 +1,11 @@
 """What the job's events and metrics cost: the thread that trains per step, per event, and while the disk takes nothing.
 
-A real `Rank` makes steps alone, without a network, and `RankEvents` is told of each, as `Steps._settle` does it; the
-same without a log is subtracted. An event is one `emit`, at a rate that the writer can follow. For the last figure the
-folder is a file, so that no write succeeds. With metrics events go to both. Steps and emits are timed in blocks, by
-the CPU time of the thread, which other load of the machine changes least; the figure is the median block. A scrape is
-the CPU time of the whole process, of which no other thread does anything; of these a process answers ACCEPTS_MAX a
-second at most.
+A real `Rank` makes steps alone, without a network, all of which it commits, and `RankEvents` is told of each, as
+`Steps._settle` does it; the same without a log is subtracted. An event is one `emit`, at a rate that the writer can
+follow. For the last figure the folder is a file, so that no write succeeds. With metrics events go to both. Steps and
+emits are timed in blocks, by the CPU time of the thread, which other load of the machine changes least; the figure is
+the median block. A scrape is the CPU time of the whole process, of which no other thread does anything; of these a
+process answers ACCEPTS_MAX a second at most.
 """
 
 from __future__ import annotations
@@ -48,6 +48,7 @@ def alone() -> Rank:
     assert isinstance(send, do.SendAsk)
     rank.handle(on.QuorumAnswered(send.ask.seq, Quorum(1, (Member("a", Version(0, 0), 1),))), 0.0)
     rank.handle(on.GroupsUp(1), 0.0)
+    rank.acknowledged(time.monotonic())
     return rank
 
 
@@ -67,6 +68,7 @@ def steps(log: Events) -> list[float]:
             verdict = rank.own_vote()
             commit, _ = rank.settle(verdict)
             events.settled(verdict, time.monotonic(), commit=commit)
+            assert commit, verdict.reason
         took.append((time.thread_time() - began) / STEPS)
     return took
 

@@ -73,8 +73,10 @@ class RankEvents:
         """How many votes took how long."""
         self._commits = self._vetoes = self._breaks = 0
         self._veto_at = 0.0
-        self._unsaid, self._unsaid_s, self._unsaid_why, self._unsaid_cause = 0, 0.0, "", ""
-        """Vetoes of one cause that were not written yet, the work in them, and the last one's reason."""
+        self._unsaid, self._unsaid_s = 0, 0.0
+        """Vetoes of one cause that were not written yet, and the work in them."""
+        self._unsaid_why, self._unsaid_cause = "", cause_of_veto("")
+        """The last veto's; the next one mostly has the same, and finding out the cause costs as much as the rest."""
 
     def __repr__(self) -> str:
         return f"RankEvents({self._log!r}, {self._commits} commits)"
@@ -272,7 +274,7 @@ class RankEvents:
 
     def _vetoed(self, verdict: Verdict, now: float) -> None:
         self._vetoes += 1
-        cause = cause_of_veto(verdict.reason)
+        cause = self._unsaid_cause if verdict.reason == self._unsaid_why else cause_of_veto(verdict.reason)
         if self._unsaid and cause != self._unsaid_cause:
             self._tell_vetoes()
         self._unsaid += 1

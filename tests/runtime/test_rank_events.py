@@ -16,6 +16,7 @@ from ft_core.protocol.rank.phases import Phase
 from ft_core.protocol.types import VOID, Outcome, Quorum, Verdict, Version
 from ft_core.runtime import rank_events
 from ft_core.runtime.rank_events import RankEvents
+from ft_core.runtime.veto_cause import cause_of_veto
 from tests.fakes import FakeEvents
 from tests.protocol.rig import member, new_rank, only, wish
 from tests.runtime.harness import Cluster, Replica, crash, soft_error
@@ -126,6 +127,23 @@ def test_quorums_vetoes_and_votes_have_causes_that_can_be_counted() -> None:
     life.enter(5, "d", step=2)
     assert [event["cause"] for event in life.log.of("entered")] == [schema.QUORUM_CAUSES[i] for i in (0, 2, 1, 4, 3)]
     assert {event["cause"] for event in life.log.of("entered")} == set(schema.QUORUM_CAUSES)
+
+
+def test_the_cause_of_a_veto_is_looked_for_where_its_reason_is_new(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A job that skips every step, as without a lease, is told so in each, and pays for it once."""
+    asked: list[str] = []
+
+    def cause(reason: str) -> str:
+        asked.append(reason)
+        return cause_of_veto(reason)
+
+    monkeypatch.setattr(rank_events, "cause_of_veto", cause)
+    life = Life()
+    asked.clear()
+    life.enter(1, "b")
+    for reason in (*["a NaN in the loss"] * 20, "another"):
+        life.attempt(Outcome.VETO, took_s=0.02, reason=reason)
+    assert asked == ["ValueError: a NaN in the loss", "ValueError: another"]
 
 
 def test_vetoes_of_different_causes_are_not_counted_together() -> None:
