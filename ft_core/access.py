@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 
 TOKEN: Final = "FT_TOKEN"
 ADMIN_TOKEN: Final = "FT_ADMIN_TOKEN"
+MADE_TOKEN: Final = "FT_MADE_TOKEN"
+"""Says of FT_TOKEN that ftrun made it for its own job: nobody else has it, and a scraper cannot send it."""
 INSECURE: Final = "FT_INSECURE"
 ADMIN_TOKEN_FILE: Final = "--admin-token-file"
 MAX_TOKEN: Final = 4096

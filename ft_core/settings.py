@@ -178,9 +178,9 @@ def _positive(value: object) -> bool:
 
 KNOWN_ENVIRONMENT = (
     "FT_LIGHTHOUSE", "FT_REPLICA_ID", "FT_REPLICA_GROUP", "FT_NUM_REPLICA_GROUPS", "FT_MIN_REPLICAS", "FT_TIMEOUT_S",
-    "FT_MANAGER_PORT", "FT_HOSTNAME", "FT_INTERFACE", "FT_TOKEN", "FT_ADMIN_TOKEN", "FT_INSECURE", "FT_TLS_CERT",
-    "FT_TLS_KEY", "FT_TLS_CA", "FT_WITNESS", "FT_LIVENESS_S", "FT_GRACE_S", "FT_JOIN_S", "FT_CONNECT_S", "FT_QUORUM_S",
-    "FT_HEAL_S", "FT_TRANSFER_IDLE_S", "FT_AUTONOMY_S", "FT_ORPHAN_S", "FT_PROGRESS_S", "FT_RECONNECT_S",
+    "FT_MANAGER_PORT", "FT_HOSTNAME", "FT_INTERFACE", "FT_TOKEN", "FT_ADMIN_TOKEN", "FT_MADE_TOKEN", "FT_INSECURE",
+    "FT_TLS_CERT", "FT_TLS_KEY", "FT_TLS_CA", "FT_WITNESS", "FT_LIVENESS_S", "FT_GRACE_S", "FT_JOIN_S", "FT_CONNECT_S",
+    "FT_QUORUM_S", "FT_HEAL_S", "FT_TRANSFER_IDLE_S", "FT_AUTONOMY_S", "FT_ORPHAN_S", "FT_PROGRESS_S", "FT_RECONNECT_S",
     "FT_GROUP_ATTEMPT", "FT_PREDECESSORS", "FT_FROM_SCRATCH", "FT_LOG", "FT_EVENTS", "FT_METRICS", "FT_STARTED_AT",
 )  # fmt: skip
 _OVERRIDES = {
@@ -210,6 +210,8 @@ class Environment:
     hostname: str | None
     interface: str | None
     token: str = dataclasses.field(repr=False)
+    made_token: bool
+    """ftrun has made the token, for its own job."""
     from_scratch: bool
     """A job that has committed, and whose state is lost, may begin again at step 0 (R21)."""
     events: str
@@ -272,6 +274,7 @@ class Environment:
             hostname=string("FT_HOSTNAME"),
             interface=string("FT_INTERFACE"),
             token=env.get("FT_TOKEN", ""),
+            made_token=switch(env, "FT_MADE_TOKEN"),
             from_scratch=switch(env, "FT_FROM_SCRATCH"),
             events=env.get("FT_EVENTS", ""),
             metrics=env.get("FT_METRICS", ""),

@@ -30,7 +30,8 @@ from ft_core.launch.gpus import divide
 from ft_core.launch.restart_policy import RestartSettings
 from ft_core.launch.run_events import OFF, folder_for
 from ft_core.launch.spec import JobSpec, Script, Streams
-from ft_core.metrics.server import metrics_address
+from ft_core.metrics.admission import Admission
+from ft_core.metrics.server import checked_address
 from ft_core.network import advertised_host
 from ft_core.rpc.channel import check_scheme, split_bind
 from ft_core.settings import MAX_REPLICAS, Environment, parse_address
@@ -62,7 +63,7 @@ def parse(argv: Sequence[str], environ: Mapping[str, str]) -> JobSpec:
     first = a.replica if a.replica is not None else a.replica_offset
     total, whole = _total(a, env, first, groups, most)
     min_replicas = _min_replicas(a, env, most if whole else total)
-    _check_control(a, env, lighthouse, whole)
+    _check_control(a, env, lighthouse, whole, environ)
     _check_torchruns(a)
     _check_nodes(a, lighthouse, total)
     settings = RestartSettings(max_restarts=a.max_restarts, window_s=a.restart_window, crash_loop=a.crash_loop)
@@ -71,23 +72,25 @@ def parse(argv: Sequence[str], environ: Mapping[str, str]) -> JobSpec:
     tee, redirects = _streams(a.tee, "--tee", nproc), _streams(a.redirects, "--redirects", nproc)
     bind, run_id = a.lighthouse_bind or "127.0.0.1:0", _run_id(a.run_id)
     towards = parse_address(lighthouse, "--lighthouse")[0] if lighthouse else split_bind(bind, "--lighthouse-bind")[0]
-    host, token = _host(a, env, towards), env.token or ("" if lighthouse else secrets.token_hex(16))
+    host, (token, made_token) = _host(a, env, towards), _token(env, own_lighthouse=not lighthouse, whole=whole)
     admin = own_admin_token(environ, a.admin_token_file or "")
     trusts_all = a.insecure or insecure(environ)
     _check_doors(lighthouse, host, Tokens(token, admin), trusts_all, environ)
+    sendable = Tokens("" if made_token else token, admin)
     return JobSpec(
         script=script, run_id=run_id, name=_name(a.name), first=first, groups=groups, max_groups=most,
         total=total, whole_job=whole, min_replicas=min_replicas, success=a.success, nproc=nproc, lighthouse=lighthouse,
         from_scratch=a.from_scratch or env.from_scratch,
-        lighthouse_bind=bind, http=_http(a.http, lighthouse), token=token, admin_token=admin, insecure=trusts_all,
-        host=host, timeout_s=a.timeout,
-        stall_s=a.timeout or env.timeout_s or JobSpec.stall_s, connect_s=env.connect_s or JobSpec.connect_s,
-        nodes=_nodes(a)[1], min_nodes=_nodes(a)[0], rdzv_endpoint=a.rdzv_endpoint or "",
-        restarts=settings, monitor_s=a.monitor_interval, tee=tee, redirects=redirects,
+        lighthouse_bind=bind, http=_http(a.http, lighthouse), token=token, made_token=made_token, admin_token=admin,
+        insecure=trusts_all, host=host, timeout_s=a.timeout, stall_s=a.timeout or env.timeout_s or JobSpec.stall_s,
+        connect_s=env.connect_s or JobSpec.connect_s, nodes=_nodes(a)[1], min_nodes=_nodes(a)[0],
+        rdzv_endpoint=a.rdzv_endpoint or "", restarts=settings, monitor_s=a.monitor_interval, tee=tee,
+        redirects=redirects,
         gpus=tuple(_gpus(a.gpus, most, nproc, environ)), standby=a.standby, drain_s=a.drain_timeout,
         chaos=_chaos(a, whole, total),
         log_dir=(log_dir := _log_dir(a.log_dir, any(s.default or s.ranks for s in (tee, redirects)))),  # it creates one
-        events=folder_for(a.events, log_dir, run_id, environ), **_metrics(a, env, first + most),
+        events=folder_for(a.events, log_dir, run_id, environ),
+        **_metrics(a, env, first + most, Admission(sendable, Tls.from_env(environ), trusts_all)),
     )  # fmt: skip
 
 
@@ -203,7 +206,9 @@ def _min_replicas(a: argparse.Namespace, env: Environment, total: int) -> int:
     return value
 
 
-def _check_control(a: argparse.Namespace, env: Environment, lighthouse: str, whole: bool) -> None:
+def _check_control(
+    a: argparse.Namespace, env: Environment, lighthouse: str, whole: bool, environ: Mapping[str, str]
+) -> None:
     if lighthouse:
         source = "--lighthouse" if a.lighthouse else "FT_LIGHTHOUSE"
         parse_address(lighthouse, source)
@@ -220,7 +225,8 @@ def _check_control(a: argparse.Namespace, env: Environment, lighthouse: str, who
             "a part of a job (--replica, --replica-offset, --num-replicas, FT_NUM_REPLICA_GROUPS) needs the job's "
             "lighthouse: --lighthouse host:port or FT_LIGHTHOUSE (start one with ft-lighthouse)"
         )
-    if not (env.token or a.insecure):
+    tls = Tls.from_env(environ)
+    if not (env.token or a.insecure or insecure(environ) or (tls is not None and tls.mutual)):
         raise ConfigError(
             f"--lighthouse-bind {a.lighthouse_bind} for groups elsewhere: set FT_TOKEN to the same secret everywhere"
         )
@@ -320,18 +326,26 @@ def _chaos(a: argparse.Namespace, whole: bool, total: int) -> ChaosSettings | No
     return ChaosSettings.parse(a.chaos)
 
 
-def _metrics(a: argparse.Namespace, env: Environment, groups: int) -> dict[str, str]:
+def _token(env: Environment, *, own_lighthouse: bool, whole: bool) -> tuple[str, bool]:
+    """The job's token, and whether it was made here: for a lighthouse that only this ftrun's groups come to."""
+    if env.token or not (own_lighthouse and whole):
+        return env.token, env.made_token
+    return secrets.token_hex(16), True
+
+
+def _metrics(a: argparse.Namespace, env: Environment, groups: int, admission: Admission) -> dict[str, str]:
     """Where metrics are served, and what said so; there must be a port for each of the groups up to this number."""
     setting, given = ("FT_METRICS", env.metrics) if a.metrics is None else ("--metrics", a.metrics)
     if given in ("", OFF):
         return {}
-    _, port = metrics_address(given, setting)
+    _, port = checked_address(given, setting, admission)
     if port and port + groups > 65535:
         raise ConfigError(
             f"{setting} {given}: group N serves its metrics at port {port} + 1 + N, and there are {groups} groups: use "
             f"a port of at most {65535 - groups}"
         )
-    return {"metrics": given.removeprefix("http://").removesuffix("/metrics"), "metrics_setting": setting}
+    address = given.removeprefix("http://").removesuffix("/metrics")
+    return {"metrics": address, "metrics_setting": setting}
 
 
 def _host(a: argparse.Namespace, env: Environment, towards: str) -> str:

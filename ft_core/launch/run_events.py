@@ -17,8 +17,11 @@ import tempfile
 import time
 from typing import TYPE_CHECKING
 
+from ft_core.access import Tokens
+from ft_core.certificates import Tls
 from ft_core.events.event_log import open_events
 from ft_core.events.schema import FTRUN
+from ft_core.metrics.admission import Admission
 from ft_core.metrics.exposition import Page, missing
 from ft_core.metrics.metrics import Metrics, beside
 from ft_core.metrics.server import MetricsServer
@@ -132,7 +135,9 @@ class RunEvents:
             return None
         metrics = Metrics(FTRUN)
         self._page = Page([metrics])
-        server = MetricsServer(self._page, spec.metrics, f"ftrun-{spec.name}", spec.metrics_setting)
+        tokens = Tokens("" if spec.made_token else spec.token, spec.admin_token)
+        admission = Admission(tokens, Tls.from_env(os.environ), spec.insecure)
+        server = MetricsServer(self._page, spec.metrics, f"ftrun-{spec.name}", spec.metrics_setting, admission)
         server.start(must_bind=True)
         metrics.ends = server.close
         self.metrics = spec.metrics

@@ -83,6 +83,8 @@ class JobSpec:
     http: str = ""
     """Where an embedded one has its dashboard: host:port, 'auto', or '': nowhere."""
     token: str = field(default="", repr=False)
+    made_token: bool = False
+    """It is one that ftrun has made: nobody else can send it."""
     admin_token: str = field(default="", repr=False)
     """What the lighthouse takes orders to drain and kill with; '': the token."""
     insecure: bool = False
@@ -177,6 +179,7 @@ class JobSpec:
             env["FT_FROM_SCRATCH"] = "1"
         if self.token:
             env["FT_TOKEN"] = self.token
+            env["FT_MADE_TOKEN"] = "1" if self.made_token else ""
         if self.insecure:
             env["FT_INSECURE"] = "1"
         if self.timeout_s is not None:

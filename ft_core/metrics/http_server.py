@@ -2,7 +2,8 @@
 
 How it works. The library's server makes a daemon thread for each request, without a limit and without a time limit.
 Here a request that finds no place is closed, a connection on which nothing moves times out, `end_late` ends those that
-have been open for too long (one that sends a byte now and then never times out), and `server_close` all.
+have been open for too long (one that sends a byte now and then never times out), and `server_close` all. With
+certificates each request's thread shakes hands first, within the same limits, with those that are in force then.
 
 Imports prometheus_client: nobody imports this before somebody wants metrics. Threads: `process_request`, `end_late` and
 `server_close` are the accepting thread's; each request has its own.
@@ -16,10 +17,13 @@ import socketserver
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from wsgiref.simple_server import WSGIRequestHandler, make_server
 
 from prometheus_client.exposition import ThreadingWSGIServer
+
+if TYPE_CHECKING:
+    from ft_core.certificates import CertificateFiles
 
 
 class _Handler(WSGIRequestHandler):
@@ -45,8 +49,12 @@ class Server(ThreadingWSGIServer):
     """One listening socket, and its requests."""
 
     allow_reuse_address = True
+    allow_reuse_port = False
+    """Also where a newer Python's library would share ports: two processes would each get some of the scrapes."""
     request_queue_size = 16
     requests_max = 1
+    request_s = 1.0
+    files: CertificateFiles | None = None
 
     def server_bind(self) -> None:
         """Bind, and look no name up: that may take seconds, and nobody needs it."""
@@ -62,8 +70,9 @@ class Server(ThreadingWSGIServer):
         if not self._places.acquire(blocking=False):
             self.shutdown_request(request)
             return
-        self._open[request] = time.monotonic()
         try:
+            request = self._encrypted(request)
+            self._open[request] = time.monotonic()
             super().process_request(request, client_address)
         except BaseException:
             self._gone(request)
@@ -72,6 +81,8 @@ class Server(ThreadingWSGIServer):
     def process_request_thread(self, request: Any, client_address: Any) -> None:
         """The request's thread."""
         try:
+            if self.files is not None and not self._shakes_hands(request):
+                return
             super().process_request_thread(request, client_address)
         finally:
             self._gone(request)
@@ -84,22 +95,39 @@ class Server(ThreadingWSGIServer):
         for request, since in self._open.copy().items():
             if since < before:
                 with contextlib.suppress(OSError):  # it has ended by itself
-                    request.shutdown(socket.SHUT_RDWR)
+                    socket.socket.shutdown(request, socket.SHUT_RDWR)  # a TLS socket's own would forget its keys
 
     def server_close(self) -> None:
         """Stop listening, and end the connections that are open."""
         super().server_close()
         self.end_late(float("inf"))
 
+    def _encrypted(self, request: Any) -> Any:
+        """What TLS is spoken over, if it is; nothing is sent or awaited yet."""
+        return request if self.files is None else self.files.encrypt(request)
+
+    def _shakes_hands(self, request: Any) -> bool:
+        """Who refuses the certificate, or has none to show, has gone then."""
+        try:
+            request.settimeout(self.request_s)
+            request.do_handshake()
+        except OSError:
+            self.shutdown_request(request)
+            return False
+        return True
+
     def _gone(self, request: Any) -> None:
         self._open.pop(request, None)
         self._places.release()
 
 
-def serve(host: str, port: int, application: Callable[..., Any], requests_max: int, request_s: float) -> Server:
+def serve(
+    host: str, port: int, application: Callable[..., Any], requests_max: int, request_s: float,
+    files: CertificateFiles | None = None,
+) -> Server:  # fmt: skip
     """A server that listens; `handle_request` takes the next one. Raises OSError if the address cannot be bound."""
     family, *_, where = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
-    limits = {"address_family": family, "requests_max": requests_max}
+    limits = {"address_family": family, "requests_max": requests_max, "request_s": request_s, "files": files}
     handler = type("Handler", (_Handler,), {"timeout": request_s})
     made: Any = make_server(str(where[0]), port, application, type("Server", (Server,), limits), handler)
     assert isinstance(made, Server)

@@ -5,7 +5,7 @@ which there are REQUESTS_MAX: a scraper that reads or sends slowly occupies one 
 whoever comes when all are occupied is sent away. Of many scrapers ACCEPTS_MAX a second are taken, so that answering
 them costs a training thread no share of the interpreter that it could feel; the others wait in the kernel. A port in
 use is tried again every RETRY_S: the process before this one may not have gone yet. After PATIENCE_S that is one
-warning, and it is still tried.
+warning, and it is still tried. Who may read is `admission`'s: certificates are looked at by a thread of theirs.
 
 Invariants: nothing here is waited for by a thread that trains; `close` ends all threads, takes CLOSE_S at most, and is
 idempotent; forked children hold none of its sockets. Threads: `start` and `close` from any.
@@ -24,12 +24,14 @@ import weakref
 from typing import TYPE_CHECKING
 
 from ft_core.errors import ConfigError
+from ft_core.metrics.admission import Admission
 from ft_core.metrics.exposition import Page, missing
 from ft_core.metrics.metrics import DRAIN_S
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from ft_core.certificates import CertificateFiles
     from ft_core.metrics.http_server import Server
     from ft_core.metrics.metrics import Metrics
 
@@ -58,23 +60,39 @@ def metrics_address(text: str, setting: str) -> tuple[str, int]:
     return host.strip("[]"), int(port)
 
 
+def checked_address(text: str, setting: str, admission: Admission) -> tuple[str, int]:
+    """As `metrics_address`; also a ConfigError if anybody could read there, and that is not meant so."""
+    host, port = metrics_address(text, setting)
+    admission.check(host, f"{_named(setting)}{text}")
+    return host, port
+
+
+def _named(setting: str) -> str:
+    """A setting, as its value follows it."""
+    return f"{setting} " if setting.startswith("--") else f"{setting}="
+
+
 class MetricsServer:
-    """Serves one page. Raises ConfigError: the address is none.
+    """Serves one page. Raises ConfigError: the address is none, or anybody could read there.
 
     Args:
         page: what to serve.
         address: HOST:PORT; '': it is counted, and nobody is served here.
         who: whose metrics these are, for the log.
         setting: what named the address, for errors and warnings.
+        admission: who may read, where other machines reach the address.
     """
 
-    def __init__(self, page: Page, address: str, who: str, setting: str) -> None:
+    def __init__(self, page: Page, address: str, who: str, setting: str, admission: Admission | None = None) -> None:
         self.page = page
         self.url = ""
         """Where it is served, once the port is bound."""
         self.bound = threading.Event()
-        self._address = metrics_address(address, setting) if address else None
+        self._admission = Admission() if admission is None else admission
+        self._address = checked_address(address, setting, self._admission) if address else None
         self._who, self._setting = who, setting
+        self._files: CertificateFiles | None = None
+        """Watched, from the time when the port is bound."""
         self._server: Server | None = None
         self._stopping = False
         self._warned = False
@@ -152,9 +170,20 @@ class MetricsServer:
 
         assert self._address is not None
         host, port = self._address
-        self._server = serve(host, port, self.page.application(), REQUESTS_MAX, REQUEST_S)
+        tls = self._admission.certificates(host)
+        files = None if tls is None else tls.files()
+        guarded = self._admission.guard(host, self.page.application())
+        server = serve(host, port, guarded, REQUESTS_MAX, REQUEST_S, files)
+        if files is not None:
+            try:
+                files.watch()
+            except BaseException:
+                server.server_close()
+                raise
+        self._server, self._files = server, files
         host = host or "0.0.0.0"
-        self.url = f"http://{f'[{host}]' if ':' in host else host}:{self._server.server_port}/metrics"
+        scheme = "http" if files is None else "https"
+        self.url = f"{scheme}://{f'[{host}]' if ':' in host else host}:{self._server.server_port}/metrics"
         _log.info("%s: metrics at %s", self._who, self.url)
         self.bound.set()
 
@@ -162,14 +191,17 @@ class MetricsServer:
         assert self._address is not None
         host, port = self._address
         where = f"{f'[{host}]' if ':' in host else host}:{port}"
-        setting = f"{self._setting} " if self._setting.startswith("--") else f"{self._setting}="
         why = error.strerror or str(error)
-        return f"{setting}{where}: metrics cannot be served there: {why}; name another address (port 0: any free one)"
+        where = _named(self._setting) + where
+        return f"{where}: metrics cannot be served there: {why}; name another address (port 0: any free one)"
 
     def _close_sockets(self) -> None:
         server, self._server = self._server, None
+        files, self._files = self._files, None
         if server is not None:
             server.server_close()
+        if files is not None:
+            files.unwatch()
         self._wake.close()
         self._woken.close()
 

@@ -10,10 +10,11 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
-from ft_core.access import check_listener, insecure
+from ft_core.access import Tokens, check_listener, insecure
 from ft_core.certificates import Tls
 from ft_core.errors import ConfigError
-from ft_core.metrics.server import metrics_address
+from ft_core.metrics.admission import Admission
+from ft_core.metrics.server import checked_address
 from ft_core.network import advertised_host, is_loopback
 from ft_core.protocol.rank.settings import RankSettings
 from ft_core.rpc.channel import check_scheme
@@ -95,6 +96,8 @@ class Config:
     """Folder of the job's event files; '': none are written."""
     metrics: str
     """HOST:PORT to serve metrics at; '': nowhere."""
+    admission: Admission
+    """Who may read them there."""
     started_at: float | None
     """When ftrun started this process (seconds since 1970)."""
 
@@ -114,8 +117,6 @@ def resolve(arguments: Arguments, variables: Mapping[str, str]) -> Config:
     if on_exhausted not in ON_EXHAUSTED:
         raise ConfigError(f"on_exhausted={a.on_exhausted!r} must be one of {', '.join(map(repr, ON_EXHAUSTED))}")
     budget = _budget(a, env)
-    if env.metrics:
-        metrics_address(env.metrics, "FT_METRICS")
     lighthouse = _lighthouse(a, env, rank, variables)
     expected = a.expected_replicas if a.expected_replicas is not None else env.num_replica_groups or 0
     if expected and expected < min_replicas:
@@ -131,6 +132,7 @@ def resolve(arguments: Arguments, variables: Mapping[str, str]) -> Config:
     host = advertised_host(a.hostname or env.hostname, env.interface, towards)
     token, tls = a.token if a.token is not None else env.token, _certificates(variables)
     _check_doors(host, token, tls, variables)
+    admission = _admission(env, "" if a.token is None and env.made_token else token, tls, variables)
     replica_id = f"{name}:{secrets.token_hex(4)}"
     return Config(
         rank_settings=RankSettings(
@@ -158,7 +160,7 @@ def resolve(arguments: Arguments, variables: Mapping[str, str]) -> Config:
         on_exhausted=on_exhausted,
         room=a.room_id, from_scratch=env.from_scratch if a.from_scratch is None else a.from_scratch,
         use_async_quorum=a.use_async_quorum, warm_up=a.warm_up, events=env.events,
-        metrics=env.metrics, started_at=env.started_at,
+        metrics=env.metrics, admission=admission, started_at=env.started_at,
     )  # fmt: skip
 
 
@@ -208,6 +210,14 @@ def _check_doors(host: str, token: str, tls: Tls | None, variables: Mapping[str,
         f"other machines reach this replica at {host!r} (FT_HOSTNAME), where it listens", host, token, tls,
         "whoever does may read the model, or take the place of a rank", insecure(variables),
     )  # fmt: skip
+
+
+def _admission(env: Environment, token: str, tls: Tls | None, variables: Mapping[str, str]) -> Admission:
+    """Who may read the metrics. Raises ConfigError: their address is none, or anybody could."""
+    admission = Admission(Tokens(token), tls, insecure(variables))
+    if env.metrics:
+        checked_address(env.metrics, "FT_METRICS", admission)
+    return admission
 
 
 def _budget(a: Arguments, env: Environment) -> TimeBudget:

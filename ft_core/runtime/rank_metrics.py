@@ -47,7 +47,7 @@ def open_metrics(config: Config, last_ack: Callable[[], float]) -> Metrics | Non
     page = open_page([metrics])
     if page is None:
         return None
-    server = MetricsServer(page, config.metrics, config.name, VARIABLE)
+    server = MetricsServer(page, config.metrics, config.name, VARIABLE, config.admission)
     server.start()
     metrics.ends = server.close
     return metrics

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import os
 import pathlib
 import re
 import signal
+import ssl
+import urllib.error
+import urllib.request
 from typing import TYPE_CHECKING
 
 import pytest
 
+from tests.certificates import Authority, environment
 from tests.launch.job import job
 from tests.metrics.prometheus import MONITORING, Prometheus, binary, free_ports, prometheus, promtool
 from tests.metrics.reading import read
@@ -73,6 +78,48 @@ def test_a_kill_is_seen_in_what_prometheus_knows(
         assert (
             running.count(f"metrics at http://{pages[0]}/metrics, those of group N at 127.0.0.1:{port + 1} \\+ N") == 1
         )
+
+
+def test_what_other_machines_read_takes_the_token_and_the_jobs_certificates(
+    end: Callable[[int], None], tmp_path: pathlib.Path, forged_workers: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prometheus as docs/metrics.md configures it, and who has only one of the two."""
+    binary("prometheus")
+    tls = Authority().files(tmp_path / "tls")
+    surroundings = {"FT_TOKEN": "job-secret", **environment(tls)}
+    for name, value in surroundings.items():
+        monkeypatch.setenv(name, value)
+    port = free_ports(4)
+    pages = [f"127.0.0.1:{port + number}" for number in range(3)]
+    (tmp_path / "token").write_text("job-secret\n")
+    sends = {
+        "authorization": {"credentials_file": str(tmp_path / "token")}, "scheme": "https",
+        "tls_config": {"ca_file": tls.ca, "cert_file": tls.cert, "key_file": tls.key},
+    }  # fmt: skip
+    targets = {"ftrun": pages[:1], "ft-replica": pages[1:]}
+    with prometheus(tmp_path, port + 3, targets, sends) as found, job(
+        ROOT / "tests/chaos/worker.py", "--replicas", "2", "--events", "off", "--metrics", f"0.0.0.0:{port}",
+        env=surroundings,
+    ) as running:  # fmt: skip
+
+        def look(_: re.Match[str]) -> None:
+            try:
+                found.wait("sum(up) == 3 and on () count(ft_commits_total > 0) == 2")
+                context = ssl.create_default_context(cafile=tls.ca)
+                context.load_cert_chain(tls.cert, tls.key)
+                for page in pages:
+                    with pytest.raises(urllib.error.HTTPError) as caught:
+                        urllib.request.urlopen(f"https://{page}/metrics", timeout=20, context=context)
+                    assert caught.value.code == 401
+                    caught.value.close()
+                    with pytest.raises((OSError, http.client.HTTPException)):
+                        read(f"http://{page}/metrics")
+            finally:
+                end(int(found.value("max(ft_step)")) + 100)
+
+        running.when(r"\] commit \d+ 2", look)
+        assert running.run() == 0, running.text
+        assert running.count(f"metrics at https://0.0.0.0:{port}/metrics") == 1
 
 
 def check_what_is_known(found: Prometheus) -> None:

@@ -16,6 +16,7 @@ from ft_core.launch.argument_parser import TORCHRUNS, parser
 from ft_core.launch.chaos_schedule import ChaosSettings
 from ft_core.launch.options import parse
 from ft_core.launch.spec import Streams
+from tests.certificates import Authority, environment
 
 if TYPE_CHECKING:
     from ft_core.launch.spec import JobSpec
@@ -455,14 +456,15 @@ def test_what_only_prints(option: str, capsys: pytest.CaptureFixture[str]) -> No
 
 
 def test_metrics_of_each_group_have_a_port_of_their_own(script: str) -> None:
-    spec = job(script, "--metrics 0.0.0.0:9300 --replicas 3")
+    token = {"FT_TOKEN": "job"}
+    spec = job(script, "--metrics 0.0.0.0:9300 --replicas 3", token)
     assert (spec.metrics, spec.metrics_setting) == ("0.0.0.0:9300", "--metrics")
     assert [spec.environment(number, "x", 3)["FT_METRICS"] for number in range(3)] == [
         "0.0.0.0:9301", "0.0.0.0:9302", "0.0.0.0:9303",
     ]  # fmt: skip
-    far = job(script, "--replica 5 --num-replicas 8 --metrics :9300 --lighthouse 127.0.0.1:1")
+    far = job(script, "--replica 5 --num-replicas 8 --metrics :9300 --lighthouse 127.0.0.1:1", token)
     assert far.environment(5, "x", 8)["FT_METRICS"] == ":9306"
-    assert job(script, "--metrics [::]:0").environment(1, "x", 2)["FT_METRICS"] == "[::]:0"
+    assert job(script, "--metrics [::]:0", token).environment(1, "x", 2)["FT_METRICS"] == "[::]:0"
     named = job(script, environ={"FT_METRICS": "http://127.0.0.1:9300/metrics"})
     assert (named.metrics, named.metrics_setting) == ("127.0.0.1:9300", "FT_METRICS")
     for spec in (job(script), job(script, "--metrics off", {"FT_METRICS": "127.0.0.1:9300"})):
@@ -473,8 +475,35 @@ def test_metrics_of_each_group_have_a_port_of_their_own(script: str) -> None:
 def test_metrics_that_cannot_be(script: str) -> None:
     assert refusal(["--metrics", "9300", script]).startswith("--metrics='9300': expected HOST:PORT")
     assert refusal([script], {"FT_METRICS": "here"}).startswith("FT_METRICS='here': expected HOST:PORT")
-    assert refusal(["--replicas", "2:4", "--metrics", ":65533", script]) == (
-        "--metrics :65533: group N serves its metrics at port 65533 + 1 + N, and there are 4 groups: use a port of at "
-        "most 65531"
+    assert refusal(["--replicas", "2:4", "--metrics", "127.0.0.1:65533", script]) == (
+        "--metrics 127.0.0.1:65533: group N serves its metrics at port 65533 + 1 + N, and there are 4 groups: use a "
+        "port of at most 65531"
     )
-    assert job(script, "--replicas 2:4 --metrics :65531").metrics_of(3) == ":65535"
+    assert job(script, "--replicas 2:4 --metrics localhost:65531").metrics_of(3) == "localhost:65535"
+
+
+def test_metrics_for_other_machines_demand_a_token_that_somebody_else_can_send(script: str) -> None:
+    """The one that ftrun makes for its own lighthouse is in nobody's Prometheus."""
+    for options, environ in (
+        (["--metrics", ":9300"], {}),
+        (["--metrics", "10.0.0.1:0"], {"FT_TLS_CERT": ""}),
+        ([], {"FT_METRICS": "0.0.0.0:9300"}),
+    ):
+        said = refusal([*options, script], environ)
+        assert re.match(r"(--metrics |FT_METRICS=)[0-9.]*:\d+ without FT_TOKEN: whoever reaches this address may", said)
+    made = job(script, "--metrics :9300 --insecure")
+    assert made.token
+    assert made.environment(0, "x", 1)["FT_MADE_TOKEN"] == "1"
+    given = job(script, "--metrics :9300", {"FT_TOKEN": "job", "FT_ADMIN_TOKEN": "chief"})
+    assert (given.token, given.made_token, given.admin_token) == ("job", False, "chief")
+    assert given.environment(0, "x", 1)["FT_MADE_TOKEN"] == ""
+
+
+def test_a_lighthouse_for_groups_elsewhere_demands_no_token_that_they_cannot_have(script: str, tmp_path: Path) -> None:
+    here = "--replicas 1 --num-replicas 2 --lighthouse-bind 127.0.0.1:29510"
+    assert "set FT_TOKEN" in refusal([*here.split(), script])
+    tls = environment(Authority().files(tmp_path))
+    for options, environ in ((" --insecure", {}), ("", {"FT_INSECURE": "1"}), ("", tls)):
+        spec = job(script, here + options, environ)
+        assert (spec.token, spec.made_token) == ("", False)
+    assert job(script, here, {"FT_TOKEN": "job"}).token == "job"

@@ -15,6 +15,7 @@ import urllib.parse
 import urllib.request
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -114,11 +115,13 @@ class Prometheus:
 
 
 @contextlib.contextmanager
-def prometheus(folder: Path, port: int, jobs: Mapping[str, Sequence[str]]) -> Iterator[Prometheus]:
-    """One at this port that scrapes these targets five times a second, with our alerts."""
+def prometheus(
+    folder: Path, port: int, jobs: Mapping[str, Sequence[str]], more: Mapping[str, object] = MappingProxyType({})
+) -> Iterator[Prometheus]:
+    """One at this port that scrapes these targets five times a second, with our alerts. `more`: of each scrape job."""
     program = binary("prometheus")
     targets = "\n".join(
-        f"  - {{job_name: {name}, static_configs: [{{targets: {json.dumps(list(where))}}}]}}"
+        f"  - {json.dumps({'job_name': name, 'static_configs': [{'targets': list(where)}], **more})}"
         for name, where in jobs.items()
     )
     (folder / "prometheus.yml").write_text(CONFIG.format(rules=MONITORING / "alerts.yml", jobs=targets))

@@ -18,6 +18,7 @@ import pytest
 from ft_core.errors import ConfigError
 from ft_core.events.schema import REPLICA
 from ft_core.metrics import exposition, server
+from ft_core.metrics.admission import Admission
 from ft_core.metrics.metrics import Metrics
 from ft_core.metrics.server import MetricsServer, metrics_address, open_page
 from tests.metrics.reading import gauge, read
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 WAIT_S = 10.0
+ANYBODY = Admission(trusts_all=True)
 
 
 @pytest.fixture
@@ -40,10 +42,12 @@ def serve(metrics: Metrics) -> Iterator[Callable[..., MetricsServer]]:
     """Serves at an address, and ends it."""
     made: list[MetricsServer] = []
 
-    def serve(address: str = "127.0.0.1:0", *, must_bind: bool = False) -> MetricsServer:
+    def serve(
+        address: str = "127.0.0.1:0", *, must_bind: bool = False, admission: Admission | None = None
+    ) -> MetricsServer:
         page = open_page([metrics])
         assert page is not None
-        made.append(MetricsServer(page, address, "replica-0", "FT_METRICS"))
+        made.append(MetricsServer(page, address, "replica-0", "FT_METRICS", admission))
         made[-1].start(must_bind=must_bind)
         return made[-1]
 
@@ -238,9 +242,9 @@ def test_who_must_bind_is_told_what_to_do(serve: Callable[..., MetricsServer]) -
     with pytest.raises(ConfigError, match=rf"FT_METRICS=127\.0\.0\.1:{taken}.*Address already in use.*port 0"):
         serve(f"127.0.0.1:{taken}", must_bind=True)
     with pytest.raises(ConfigError, match=r"FT_METRICS=203\.0\.113\.1:0: metrics cannot be served there"):
-        serve("203.0.113.1:0", must_bind=True)
+        serve("203.0.113.1:0", must_bind=True, admission=ANYBODY)
     with pytest.raises(ConfigError, match=r"no\.such\.host\.invalid"):
-        serve("no.such.host.invalid:0", must_bind=True)
+        serve("no.such.host.invalid:0", must_bind=True, admission=ANYBODY)
 
 
 @pytest.mark.parametrize(
@@ -261,7 +265,7 @@ def test_what_is_no_address(text: str) -> None:
 
 
 def test_all_addresses_and_ipv6(serve: Callable[..., MetricsServer]) -> None:
-    everywhere = serve(":0")
+    everywhere = serve(":0", admission=ANYBODY)
     port = port_of(everywhere)
     assert everywhere.url == f"http://0.0.0.0:{port}/metrics"
     assert read(f"http://127.0.0.1:{port}/metrics")

@@ -13,6 +13,7 @@ import pytest
 
 from ft_core.errors import ConfigError
 from ft_core.metrics import exposition, server
+from ft_core.metrics.admission import Admission
 from ft_core.runtime import rank_metrics
 from ft_core.runtime.rank_metrics import VARIABLE, open_metrics, process_began
 from tests.metrics.prometheus import free_ports
@@ -27,7 +28,8 @@ WAIT_S = 20.0
 
 
 def opened(last_ack: float = float("-inf"), **changed: Any) -> Metrics | None:
-    config: Any = SimpleNamespace(**{"metrics": "127.0.0.1:0", "rank": 0, "started_at": None, "name": "a"} | changed)
+    given = {"metrics": "127.0.0.1:0", "rank": 0, "started_at": None, "name": "a", "admission": Admission()} | changed
+    config: Any = SimpleNamespace(**given)
     return open_metrics(config, lambda: last_ack)
 
 
@@ -84,6 +86,18 @@ def test_an_address_that_is_none_is_an_error_where_the_manager_is_made(
     replica.thread.join(WAIT_S)
     assert isinstance(replica.error, ConfigError)
     assert str(replica.error).startswith("FT_METRICS='9300': expected HOST:PORT")
+    replica.error = None
+
+
+def test_other_machines_reach_it_with_a_token_alone(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also in ftrun's workers, whose token may be one that nobody else has."""
+    for name, value in {VARIABLE: "0.0.0.0:0", "FT_TOKEN": "made", "FT_MADE_TOKEN": "1"}.items():
+        monkeypatch.setenv(name, value)
+    replica = Replica(0)
+    cluster.start(replica)
+    replica.thread.join(WAIT_S)
+    assert isinstance(replica.error, ConfigError)
+    assert str(replica.error).startswith("FT_METRICS=0.0.0.0:0 without FT_TOKEN: whoever reaches this address may read")
     replica.error = None
 
 

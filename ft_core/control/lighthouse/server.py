@@ -30,8 +30,9 @@ from ft_core.errors import ConfigError
 from ft_core.events.event_log import open_events
 from ft_core.events.schema import LIGHTHOUSE as ROLE
 from ft_core.events.schema import VARIABLE
+from ft_core.metrics.admission import Admission
 from ft_core.metrics.metrics import Metrics, beside
-from ft_core.metrics.server import MetricsServer, open_page
+from ft_core.metrics.server import MetricsServer, checked_address, open_page
 from ft_core.rpc.channel import (
     LIGHTHOUSE,
     Tls,
@@ -78,8 +79,8 @@ class LighthouseServer:
             (FT_INSECURE=1 says so, too).
         one_job: it ends with its job: what that has committed is not forgotten when its scripts have ended (R21).
         events: folder of the job's event files (docs/events.md); None: FT_EVENTS; '': none are written.
-        metrics: host:port to serve metrics for Prometheus at (docs/metrics.md); '': they are counted, for
-            `metrics_page`; None: they are not.
+        metrics: host:port to serve metrics for Prometheus at (docs/metrics.md), for other machines as `bind`; '': they
+            are counted, for `metrics_page`; None: they are not.
         http: host:port of the dashboard (docs/dashboard.md), or '': none. 'auto': on this machine only, on its usual
             port or a free one; if that cannot be, there is none, and `http_line` says why.
 
@@ -135,14 +136,14 @@ class LighthouseServer:
             one_job=one_job,
         )
         settings.check()
-        Tokens(settings.token, settings.admin_token).check()
+        tokens = Tokens(settings.token, settings.admin_token).check()
         liveness_s, liveness = _liveness(liveness_ms)
         if settings.grace_s > liveness_s:
             raise ConfigError(f"grace_ms={grace_ms} must not be above {liveness}")
         self._scheme = "http" if tls is None else "https"
         self._host = reachable_host(host)
         self._server = LoopServer("ft-lighthouse", server_options(liveness_s), tls)
-        log = self._open_log(os.environ.get(VARIABLE, "") if events is None else events, metrics)
+        log = self._open_log(events, metrics, Admission(tokens, tls, insecure))
         self._rooms = Rooms(settings, liveness_s, unknown, self._dashboard.sees(log))
         self._calls = Calls(self._rooms)
         try:
@@ -183,14 +184,17 @@ class LighthouseServer:
         self._close_metrics()
         self._server.shutdown()
 
-    def _open_log(self, folder: str, address: str | None) -> Events:
+    def _open_log(self, events: str | None, address: str | None, admission: Admission) -> Events:
         """Where this lighthouse's events go: into a folder, and into the metrics, which are served at an address."""
+        if address:
+            checked_address(address, "metrics", admission)  # whether or not there is something to serve them with
         metrics = Metrics(ROLE, sampled=RoomSamples(lambda: self._rooms, self._server).look)
         page = open_page([metrics]) if address is not None else None
         if page is not None:
             self.metrics, self.metrics_page = metrics, page
-            self._metrics_server = MetricsServer(page, address or "", ROLE, "metrics")
+            self._metrics_server = MetricsServer(page, address or "", ROLE, "metrics", admission)
             self._metrics_server.start(must_bind=True)
+        folder = os.environ.get(VARIABLE, "") if events is None else events
         return beside(open_events(folder, ROLE, ROLE, release()), self.metrics)
 
     def _close_metrics(self) -> None:
