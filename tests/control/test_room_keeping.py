@@ -57,8 +57,21 @@ class Stream:
     async def finish(self) -> None:
         """Training is over."""
         await self._call.write(codec.encode_lease(Left(f"{self._name}:1", 0, "out of data", True, Version(7, 1), True)))
+        await self._ended()
+
+    async def end(self) -> None:
+        """The connection is closed in the usual way.
+
+        Each stream that is open is ended so: what a channel cancels when it closes ends in grpc.aio's poller thread,
+        and one whose end comes after its event loop has gone keeps that thread in this process for ever.
+        """
+        await self._call.done_writing()
+        await self._ended()
+
+    async def _ended(self) -> None:
         while await self._call.read() is not grpc.aio.EOF:
             pass
+        await self._call.code()
 
     async def vanish(self) -> None:
         """The connection closes, without a word."""
@@ -91,9 +104,11 @@ def test_a_thousand_runs_of_one_job_at_one_lighthouse(server: LighthouseServer) 
                     await stream.ask()
                     await stream.finish()
             for nth in (0, RUNS // 2, RUNS - 2):
-                late = await Stream(channel, room_of_run(nth), "late").open()
-                assert isinstance(late, Refusal), "it would train again over the checkpoints"
-                assert isinstance(late.error, JobFinishedError)
+                late = Stream(channel, room_of_run(nth), "late")
+                refused = await late.open()
+                assert isinstance(refused, Refusal), "it would train again over the checkpoints"
+                assert isinstance(refused.error, JobFinishedError)
+                await late.end()
             await beside.finish()
 
     asyncio.run(run())
@@ -116,12 +131,17 @@ def test_rooms_with_living_replicas_are_never_forgotten(server: LighthouseServer
             streams = [Stream(channel, f"job {number}") for number in range(MAX_ROOMS)]
             for stream in streams:
                 assert isinstance(await stream.open(), Welcome)
-            refused = await Stream(channel, "one more").open()
+            one_more = Stream(channel, "one more")
+            refused = await one_more.open()
             assert isinstance(refused, Refusal)
             assert isinstance(refused.error, RefusedError)
             assert "all of 256 rooms here have living replicas: start a lighthouse for 'one more'" in str(refused.error)
-            await streams[5].finish()
-            assert isinstance(await Stream(channel, "one more").open(), Welcome)
+            await one_more.end()
+            await streams.pop(5).finish()
+            streams.append(Stream(channel, "one more"))
+            assert isinstance(await streams[-1].open(), Welcome)
+            for stream in streams:
+                await stream.end()
 
     asyncio.run(run())
 
