@@ -158,7 +158,6 @@ class Checkpoints:
 
     def _voted(self, manager: Manager, _: bool) -> None:
         """After each should_commit, before the optimizer steps."""
-        self.leader.voted(manager)
         self.uneven.voted()
         stopping.stop_as_agreed(manager, self._trainer)
 

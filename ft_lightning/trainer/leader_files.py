@@ -6,11 +6,10 @@ follow it, on the first rank of the leading group. Before the first quorum a pro
 writes at the start: the group with the lowest number, unless a quorum trains already, as the lighthouse knows.
 
 After a change the new leader goes on with what is there. For that all replicas carry the `LeaderState`: the versions of
-the loggers' runs, the states of all ModelCheckpoints, and which checkpoint files exist. The leader broadcasts it after
-the first vote in every new quorum and every `BROADCAST_EVERY` steps, in one small collective that all members take part
-in; not before their gradients, so that an open step can go on in the next quorum (R19). Who adopts another's state
-receives it with that. `ModelCheckpoint.file_exists` is answered from this list, not from the disk, so names with a
-version suffix come out alike on all replicas.
+the loggers' runs, the states of all ModelCheckpoints, and which checkpoint files exist. The leader broadcasts it in
+every new quorum and every `BROADCAST_EVERY` steps, in one small collective that all members take part in at the same
+point; who adopts another's state receives it with that. `ModelCheckpoint.file_exists` is answered from this list, not
+from the disk, so names with a version suffix come out alike on all replicas.
 
 What is not one local file (other `CheckpointIO`s, `AsyncCheckpointIO`, URLs) is written in its place at once; so is a
 checkpoint that is saved because of an exception, after which there is no other step.
@@ -154,25 +153,17 @@ class LeaderFiles:
     # ------------------------------------------------------------ in a quorum
 
     def opened(self) -> None:
-        """Right after every `start_quorum` of this Trainer, on every replica: elect, make good."""
+        """Right after every `start_quorum` of this Trainer, on every replica: elect, broadcast, make good."""
+        manager: Manager = self._strategy.manager
         leadership = self._leadership
         assert leadership is not None
         leadership.elect()
         self._set(leadership.leads)
+        if manager.quorum_id != self._broadcast_in or manager.current_step() % BROADCAST_EVERY == 0:
+            self._broadcast(manager, leadership.leads)
         leadership.take_over()
         for callback in self._checkpoints():
             writers.clock(callback, runs=self.leads)
-
-    def voted(self, manager: Manager) -> None:
-        """After every vote of this Trainer, on every replica: broadcast, if it is time.
-
-        Not where the quorum is over: who leaves it is gone then, and there is another broadcast in the next one.
-        """
-        leadership = self._leadership
-        if leadership is None or manager.quorum_lost or manager.stop_agreed or manager.hooks.next_quorum:
-            return
-        if manager.quorum_id != self._broadcast_in or manager.current_step() % BROADCAST_EVERY == 0:
-            self._broadcast(manager, manager.hooks.leads)
 
     def _changed(self, leads: bool) -> None:
         """This group begins to lead, or no longer does."""
@@ -245,7 +236,7 @@ class LeaderFiles:
             self._existing = set(state.existing)
 
     def _broadcast(self, manager: Manager, sends: bool) -> None:
-        """A broadcast as a sum with zeros. An error ends the quorum, and it is sent again in the next one."""
+        """A broadcast as a sum with zeros. An error vetoes the step, and it is sent again in the next quorum."""
         if sends and self._existing is None:
             self._existing = {path for callback in self._checkpoints() for path in writers.listing(callback)}
         mine = self._state().encode() if sends else b""
