@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import time
@@ -64,6 +65,15 @@ def forged_workers(forge: Forge) -> Iterator[None]:
     """ftrun's workers come from the forge."""
     with forge.serves_ftrun():
         yield
+
+
+@pytest.fixture(autouse=True)
+def _log_levels() -> Iterator[None]:
+    """A command that a test runs in this process sets what the whole process logs; later tests count what is logged."""
+    logger = logging.getLogger("ft_core")
+    before = logger.level
+    yield
+    logger.setLevel(before)
 
 
 @pytest.fixture(autouse=True, scope="module")

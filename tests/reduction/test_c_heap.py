@@ -45,7 +45,10 @@ def faults(kept: str) -> int:
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the thresholds are glibc's")
 def test_a_step_does_not_fault_its_memory_in_again() -> None:
-    """Without the block a step faults 2 MB (480 pages) to 32 MB (8,432) in: what lies on top of the heap decides."""
+    """Without the block a step faults 2 MB (480 pages) to 32 MB (8,432) in: what lies on top of the heap decides.
+
+    That differs from process to process, and now and then something lies there that keeps it all: hence several.
+    """
     limit = 200
     assert faults("on") < limit
-    assert faults("off") > limit, "the block that is taken and freed is not needed any more"
+    assert any(faults("off") > limit for _ in range(5)), "the block that is taken and freed is not needed any more"

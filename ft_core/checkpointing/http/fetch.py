@@ -188,7 +188,7 @@ class Fetch:
                     raise HealError(self._failed("was not received: cancelled"))
                 left = (self._given_by if self.plan is None else self._end) - time.monotonic()
                 if left <= 0:
-                    what = "offered by nobody" if self.plan is None else "not complete"
+                    what = "offered by nobody" if self.plan is None and self._given_by < self._end else "not complete"
                     raise HealError(self._failed(f"was {what} after {self.elapsed_s():.1f} s"))
                 self.changed.wait(left if self._cancel is None else min(left, CANCEL_POLL_S))
 
