@@ -26,7 +26,6 @@ from ft_core.network import is_loopback
 from ft_core.protocol.group import events as ev
 from ft_core.protocol.group.follower import Broken, Follower, FollowerSettings, Unreachable
 from ft_core.protocol.group.ranks import Join
-from ft_core.protocol.lighthouse.replica_table import CLOSED_BEFORE
 from ft_core.protocol.pushes import Answer, Order, Reason
 from ft_core.protocol.types import Ask, Verdict, Version
 from ft_core.rpc import codec
@@ -299,8 +298,7 @@ class RankControl(ReportingStream[codec.RankAsk, "Verdict | Order"]):
     def _on_down(self) -> None:
         with self._changed:
             now = time.monotonic()
-            silent = now - self.heard_at > CLOSED_BEFORE * self.settings.budget.liveness_s
-            self._follower.ended(now, silent=silent)
+            self._follower.ended(now, now - self.heard_at)
             self._set_timer()
 
     def _set_timer(self) -> None:

@@ -241,19 +241,25 @@ class LoopServer:
             return False
         return True
 
-    def call(self, work: Callable[[], _T], timeout_s: float) -> _T:
-        """Run `work` on the loop and return its result. Raises TimeoutError, or RuntimeError if not running."""
+    def submit(self, work: Callable[[], _T]) -> concurrent.futures.Future[_T]:
+        """Run `work` on the loop soon, unless the future is cancelled first; RuntimeError in it: not running."""
         done: concurrent.futures.Future[_T] = concurrent.futures.Future()
 
         def run() -> None:
+            if not done.set_running_or_notify_cancel():
+                return  # nobody waits for it any more
             try:
                 done.set_result(work())
             except BaseException as error:  # noqa: BLE001 - handed to the caller
                 done.set_exception(error)
 
         if not self.post(run):
-            raise RuntimeError(f"{self._name} is not running")
-        return done.result(timeout_s)
+            done.set_exception(RuntimeError(f"{self._name} is not running"))
+        return done
+
+    def call(self, work: Callable[[], _T], timeout_s: float) -> _T:
+        """Run `work` on the loop and return its result. Raises TimeoutError, or RuntimeError if not running."""
+        return self.submit(work).result(timeout_s)
 
     def on_loop(self) -> bool:
         """Whether this is the loop's own thread."""

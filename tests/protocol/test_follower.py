@@ -39,7 +39,7 @@ def test_a_leader_that_never_comes_is_given_up() -> None:
 
 def test_past_the_grace_it_is_broken_then_has_to_end_then_gives_up() -> None:
     one = follower()
-    one.ended(200.0, silent=False)
+    one.ended(200.0, 0.0)
     assert one.due(200.4) is None
     broken = one.due(200.5)
     assert broken == Broken(7, "group rank 0 of g:1 is gone (the connection to it ended)")
@@ -57,16 +57,16 @@ def test_past_the_grace_it_is_broken_then_has_to_end_then_gives_up() -> None:
 
 def test_a_stream_that_is_open_again_ends_that() -> None:
     one = follower()
-    one.ended(200.0, silent=False)
+    one.ended(200.0, 0.0)
     one.opened()
     assert one.due(1e9) is None
-    one.ended(300.0, silent=False)
+    one.ended(300.0, 0.0)
     assert one.next_at == 300.0 + GRACE_S, "each absence has its own grace"
 
 
 def test_who_has_asked_waits_for_a_quorum_and_not_inside_the_group() -> None:
     one = follower()
-    one.ended(200.0, silent=False)
+    one.ended(200.0, 0.0)
     assert isinstance(one.due(200.5), Broken)
     one.asks(2, moves=False)
     assert one.due(206.0) is None
@@ -76,20 +76,20 @@ def test_who_has_asked_waits_for_a_quorum_and_not_inside_the_group() -> None:
 def test_who_has_asked_in_the_middle_of_a_step_may_wait_inside_the_group() -> None:
     one = follower()
     one.asks(2, moves=True)
-    one.ended(200.0, silent=False)
+    one.ended(200.0, 0.0)
     assert isinstance(one.due(200.5), Broken)
     ends = one.due(205.5)
     assert isinstance(ends, Order)
     assert "has not come to the next step: it waits inside the group" in ends.reason
     one.asks(3, moves=False)
-    one.ended(300.0, silent=False)
+    one.ended(300.0, 0.0)
     assert [type(one.due(305.5)), one.due(305.5)] == [Broken, None]
 
 
 def test_who_has_asked_has_to_end_if_the_leader_fell_silent() -> None:
     """A leader that waits for a quorum itself answers: this one is frozen or cut off, and there is none without it."""
     one = follower()
-    one.ended(200.0, silent=True)
+    one.ended(200.0, LIVENESS_S)
     assert isinstance(one.due(200.5), Broken)
     one.asks(2, moves=False)
     assert one.due(205.4) is None
@@ -102,26 +102,26 @@ def test_who_has_asked_has_to_end_if_the_leader_fell_silent() -> None:
 
 def test_a_leader_that_answers_again_ends_nothing() -> None:
     one = follower()
-    one.ended(200.0, silent=True)
+    one.ended(200.0, LIVENESS_S)
     assert isinstance(one.due(200.5), Broken)
     one.asks(2, moves=False)
     one.opened()
     assert one.due(1e9) is None
-    one.ended(300.0, silent=False)
+    one.ended(300.0, 0.0)
     assert [type(one.due(306.0)), one.due(306.0)] == [Broken, None], "each absence is judged by itself"
 
 
 def test_without_the_rule_it_waits_for_connect_s() -> None:
     one = Follower(FollowerSettings(ME, 1, GRACE_S, LIVENESS_S, CONNECT_S, GroupRules(r12_silent=False)))
     one.asks(1, moves=False)
-    one.ended(200.0, silent=True)
+    one.ended(200.0, LIVENESS_S)
     assert [type(one.due(206.0)), one.due(206.0)] == [Broken, None]
     assert one.due(260.5) == Unreachable(CONNECT_S)
 
 
 def test_who_looks_late_is_told_one_thing_after_the_other() -> None:
     one = follower()
-    one.ended(200.0, silent=False)
+    one.ended(200.0, 0.0)
     said = [type(one.due(1e9)) for _ in range(4)]
     assert said == [Broken, Order, Unreachable, type(None)]
 

@@ -143,13 +143,13 @@ class RankLink:
     def leader_silent(self, stream: RankStream) -> None:
         """The leader has not answered the rank's keepalives for a liveness timeout."""
         if self.rank.group.frozen and stream.client_open:
-            self.down(stream, silent=True)
+            self.down(stream, self.world.config.liveness_s)
 
-    def down(self, stream: RankStream, *, silent: bool = False) -> None:
+    def down(self, stream: RankStream, silence_s: float = 0.0) -> None:
         """The rank sees its stream end."""
         if stream is self.stream:
             stream.client_open = stream.ready = False
-            self.machine.ended(self.world.now, silent=silent)
+            self.machine.ended(self.world.now, silence_s)
             self._wake()
             self.world.at(self.world.between(0.0, 0.03), self.rank, self.open)
 

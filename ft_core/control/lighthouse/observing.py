@@ -10,10 +10,9 @@ any thread may call and which return at once.
 
 from __future__ import annotations
 
-import concurrent.futures
 import time
 from collections import deque
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from ft_core.control.lighthouse.orders import send_order
 from ft_core.dashboard.sample import Note, ReplicaSample, RoomSample, Sample
@@ -21,7 +20,7 @@ from ft_core.protocol.lighthouse.view import Life
 from ft_core.rpc.channel import release
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    import concurrent.futures
 
     from ft_core.control.lighthouse.room_host import Rooms, RoomShell
     from ft_core.events.event_log import Events
@@ -42,8 +41,6 @@ SHOWN = (
     "stood_still",
 )
 """Kinds of events that the dashboard shows."""
-
-T = TypeVar("T")
 
 
 class Tee:
@@ -91,11 +88,11 @@ class RoomsSource:
 
     def sample(self) -> concurrent.futures.Future[Sample]:
         """As `dashboard.server.Source.sample`."""
-        return self._soon(lambda: take_sample(self._rooms, self._tee))
+        return self._server.submit(lambda: take_sample(self._rooms, self._tee))
 
     def order(self, *, kill: bool, room: str, replica: str, reason: str) -> concurrent.futures.Future[list[str]]:
         """As `dashboard.server.Source.order`."""
-        return self._soon(lambda: self._order(kill, room, replica, reason))
+        return self._server.submit(lambda: self._order(kill, room, replica, reason))
 
     def _order(self, kill: bool, room: str, replica: str, reason: str) -> list[str]:
         told = send_order(self._rooms, room, replica, reason, kill=kill)
@@ -103,22 +100,6 @@ class RoomsSource:
             what = "exit at once" if kill else "drain"
             self._tee.note("order", {"room": room, "replica_id": replica_id, "what": what, "reason": reason})
         return told
-
-    def _soon(self, work: Callable[[], T]) -> concurrent.futures.Future[T]:
-        """Run `work` on the lighthouse's loop."""
-        done: concurrent.futures.Future[T] = concurrent.futures.Future()
-
-        def run() -> None:
-            if not done.set_running_or_notify_cancel():
-                return  # nobody waits for it any more
-            try:
-                done.set_result(work())
-            except BaseException as error:  # noqa: BLE001 - handed to who asked
-                done.set_exception(error)
-
-        if not self._server.post(run):
-            done.set_exception(RuntimeError("the lighthouse has ended"))
-        return done
 
 
 def take_sample(rooms: Rooms, tee: Tee) -> Sample:

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING
 
 from ft_core.protocol.group.ranks import ends, leaderless
 from ft_core.protocol.group.settings import GroupRules
+from ft_core.protocol.lighthouse.replica_table import CLOSED_BEFORE
 from ft_core.protocol.pushes import Answer, Lost, Order
 from ft_core.protocol.types import Verdict
 
@@ -105,14 +106,16 @@ class Follower:
         """The leader has welcomed this rank."""
         self._next = None
 
-    def ended(self, now: float, *, silent: bool) -> None:
+    def ended(self, now: float, silence_s: float) -> None:
         """The stream was open and is not any more; the leader may only have blinked.
 
         Args:
             now: the time.
-            silent: the leader had not answered for most of a liveness timeout; else the connection was closed.
+            silence_s: how long nothing had arrived on it. For most of a liveness timeout: the leader did not answer any
+                more; less: the connection was closed.
         """
-        self._next, self._silent = (now + self.settings.grace_s, _Next.BREAK), silent
+        self._next = now + self.settings.grace_s, _Next.BREAK
+        self._silent = silence_s >= CLOSED_BEFORE * self.settings.liveness_s
 
     def due(self, now: float) -> Broken | Order | Unreachable | None:
         """What has to be concluded by now from the leader's absence. Call again until it is None."""
