@@ -333,7 +333,7 @@ def test_who_ends_waits_for_no_quorum(event: on.Event, told: list[str], failure:
     assert (rank.phase, failed(rank), rank.asks) == (Phase.OUTSIDE, failure, int(not prefetch)), "nor for the next"
 
 
-@pytest.mark.parametrize("event", [on.Refused(REFUSED), on.ShutDown(), on.DrainOrdered("")])
+@pytest.mark.parametrize("event", [on.Refused(REFUSED), on.DrainOrdered("")])
 def test_who_ends_while_its_groups_are_built_asks_no_more(event: on.Event) -> None:
     rank = new_rank("a", exits_on_drain=True)
     rank.handle(on.QuorumWanted(wish()), 0.0)
@@ -342,6 +342,21 @@ def test_who_ends_while_its_groups_are_built_asks_no_more(event: on.Event) -> No
     rank.handle(on.GroupsFailed(7, "aborted", here=False), 0.0)
     assert (rank.phase, rank.forming, rank.next_at) == (Phase.BROKEN, False, float("inf"))
     assert isinstance(rank.failure, (RefusedError, LighthouseError, DrainedError))
+
+
+def test_a_shutdown_ends_every_wait_for_what_the_worker_was_to_bring() -> None:
+    """The thread that builds process groups and receives state ends with the Manager: nobody would wake the script."""
+    forms = forming()
+    assert kinds(forms.handle(on.ShutDown(), 0.0)) == ["Abort", "TellGroup"]
+    assert (forms.phase, forms.forming, forms.next_at) == (Phase.BROKEN, False, float("inf"))
+    assert isinstance(forms.failure, LighthouseError)
+    assert forms.handle(on.GroupsUp(forms.quorum_id), 0.0) == ()
+    assert forms.phase is Phase.BROKEN
+    rig = Rig("ab")
+    rig.form(heal=False)
+    assert rig["b"].receiving
+    assert kinds(rig.handle("b", on.ShutDown())) == ["Abort", "TellGroup"]
+    assert (rig["b"].phase, rig["b"].receiving) == (Phase.BROKEN, False)
 
 
 def test_work_that_raises_what_nobody_expected_ends_the_wait_for_it() -> None:

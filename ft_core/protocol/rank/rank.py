@@ -324,9 +324,10 @@ class Rank(Membership):
         return ()
 
     def _on_shut_down(self, event: on.ShutDown, now: float) -> Actions:
+        """Whatever blocks is done by a thread that ends now: process groups or state that it was to bring never come."""
         self.closed = True
-        error = self._nothing_to_wait_for() if self.phase is Phase.ASKING else None
-        return self._no_quorum(error) if error is not None else ()
+        error = self._nothing_to_wait_for()
+        return self._on_work_failed(on.WorkFailed(error), now) if error is not None else ()
 
 
 HANDLERS: Mapping[type[on.Event], Callable[[Rank, Any, float], Actions]] = {
