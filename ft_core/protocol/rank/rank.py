@@ -324,7 +324,7 @@ class Rank(Membership):
         return ()
 
     def _on_shut_down(self, event: on.ShutDown, now: float) -> Actions:
-        """Whatever blocks is done by a thread that ends now: process groups or state that it was to bring never come."""
+        """What blocks is done by a thread that ends now: process groups or state that it was to bring never come."""
         self.closed = True
         error = self._nothing_to_wait_for()
         return self._on_work_failed(on.WorkFailed(error), now) if error is not None else ()
