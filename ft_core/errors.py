@@ -44,6 +44,8 @@ class HealError(PeerError):
 class StateRefusedError(HealError):
     """A state that cannot be carried: every donor refused to send its own, or it holds a class unknown here.
 
+    Every donor refuses also where the token or the certificates of the two sides do not fit.
+
     Unlike other heal errors this one is raised by the Manager: asking again would not change it.
     """
 

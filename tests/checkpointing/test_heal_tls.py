@@ -16,7 +16,7 @@ from ft_core.certificates import Tls
 from ft_core.checkpointing import HTTPTransport, StateServer, fetch, get_blob, prefetch
 from ft_core.checkpointing.http import places
 from ft_core.checkpointing.http.connection import DonorConnection
-from ft_core.errors import ConfigError, HealError
+from ft_core.errors import ConfigError, HealError, StateRefusedError
 from tests.certificates import Authority
 from tests.checkpointing.conftest import MIB, Gate, Trainer, assert_same_state, make_state
 
@@ -128,15 +128,15 @@ def test_who_has_no_certificate_of_the_job_gets_nothing(
 ) -> None:
     server = start(tls)
     server.offer("t", {"x": 1})
-    with pytest.raises(HealError, match="it uses TLS, and no certificates are set here"):
+    with pytest.raises(StateRefusedError, match="it uses TLS, and no certificates are set here"):
         fetch([server.address], "t", deadline_s=5)
-    with pytest.raises(HealError, match="its certificate is none that FT_TLS_CA="):
+    with pytest.raises(StateRefusedError, match="its certificate is none that FT_TLS_CA="):
         fetch([server.address], "t", tls=other, deadline_s=5)
     both = tmp_path / "both.pem"
     both.write_bytes(Path(tls.ca).read_bytes() + Path(other.ca).read_bytes())
-    with pytest.raises(HealError, match="does not accept this replica's certificate"):
+    with pytest.raises(StateRefusedError, match="does not accept this replica's certificate"):
         fetch([server.address], "t", tls=Tls(other.cert, other.key, str(both)), deadline_s=5)
-    with pytest.raises(HealError, match="does not accept this replica's certificate"):
+    with pytest.raises(StateRefusedError, match="does not accept this replica's certificate"):
         fetch([server.address], "t", tls=Tls(ca=tls.ca), deadline_s=5)
 
     send, end = DonorConnection.request, threading.Event()
@@ -149,7 +149,7 @@ def test_who_has_no_certificate_of_the_job_gets_nothing(
         send(connection, target)
 
     monkeypatch.setattr(DonorConnection, "request", late)
-    with pytest.raises(HealError, match="does not accept this replica's certificate"):
+    with pytest.raises(StateRefusedError, match="does not accept this replica's certificate"):
         fetch([server.address], "t", tls=Tls(ca=tls.ca), deadline_s=20)
     monkeypatch.undo()
     clear = socket.create_connection(("127.0.0.1", int(server.address.rpartition(":")[2])))
@@ -172,9 +172,9 @@ def receive(sock: socket.socket) -> bytes:
 def test_nothing_is_received_from_who_does_not_encrypt(start: Start, tls: Tls) -> None:
     server = start(None)
     server.offer("t", {"x": 1})
-    with pytest.raises(HealError, match="it does not use TLS, and FT_TLS_"):
+    with pytest.raises(StateRefusedError, match="it does not use TLS, and FT_TLS_"):
         fetch([server.address], "t", tls=tls, deadline_s=5)
-    with pytest.raises(HealError, match="it does not use TLS, and FT_TLS_"):
+    with pytest.raises(StateRefusedError, match="it does not use TLS, and FT_TLS_"):
         fetch([server.address.replace("http:", "https:")], "t", tls=tls, deadline_s=5)
 
 
@@ -185,9 +185,20 @@ def test_a_certificate_for_another_address_is_refused(start: Start, tmp_path: Pa
         start(elsewhere)
     server = StateServer(bind="127.0.0.1", hostname="10.9.8.7", tls=elsewhere).start()
     server.offer("t", {"x": 1})
-    with pytest.raises(HealError, match=r"not made for this address \(IP address mismatch"):
+    with pytest.raises(StateRefusedError, match=r"not made for this address \(IP address mismatch"):
         fetch([server.address.replace("10.9.8.7", "127.0.0.1")], "t", tls=elsewhere, deadline_s=5)
     server.shutdown()
+
+
+def test_a_donor_that_is_not_trusted_keeps_no_other_from_sending(start: Start, tls: Tls, other: Tls) -> None:
+    strange, own = start(other), start(tls)
+    for server in (strange, own):
+        server.offer("t", {"x": 1})
+    assert fetch([strange.address, own.address], "t", tls=tls, deadline_s=10).state == {"x": 1}
+    own.shutdown()
+    with pytest.raises(HealError, match="is none that FT_TLS_CA=") as caught:
+        fetch([strange.address, own.address], "t", tls=tls, deadline_s=10)
+    assert not isinstance(caught.value, StateRefusedError), "who cannot be reached now may be there the next time"
 
 
 def test_a_server_without_its_own_certificate_does_not_start(tls: Tls) -> None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Final
 from urllib.parse import parse_qs, quote, unquote, urlsplit
 
 from ft_core.checkpointing.http import auth
-from ft_core.checkpointing.http.wire import TRAILER, TRAILER_OK, Cut, NotYet, Refusal, Request, head
+from ft_core.checkpointing.http.wire import FORBIDDEN, TRAILER, TRAILER_OK, Cut, NotYet, Refusal, Request, head
 from ft_core.checkpointing.tensor_bytes import checksum
 from ft_core.errors import UsageError
 
@@ -57,7 +57,7 @@ class Answers:
         if self._token is not None and not auth.verify(
             self._token, request.method, request.target, request.authorization
         ):
-            raise Refusal(403, "token missing or wrong: FT_TOKEN must be the same for all replicas of a job")
+            raise Refusal(FORBIDDEN, "token missing or wrong: FT_TOKEN must be the same for all replicas of a job")
 
     def answer(self, stream: ByteStream, request: Request, waited: NotYet | None = None) -> None:
         """Answer a request that passed `check`. Raises `Refusal`, and `NotYet`, which it is passed the second time."""

@@ -20,7 +20,7 @@ from urllib.parse import urlsplit
 from ft_core.checkpointing.http import auth
 from ft_core.checkpointing.http.byte_stream import HEAD_BYTES_MAX, ByteStream
 from ft_core.checkpointing.http.sockets import cut, track
-from ft_core.checkpointing.http.wire import BUSY, TRAILER, TRAILER_OK, parse_fields
+from ft_core.checkpointing.http.wire import BUSY, FORBIDDEN, TRAILER, TRAILER_OK, parse_fields
 from ft_core.checkpointing.tensor_bytes import checksum
 from ft_core.errors import ConfigError, HealError
 from ft_core.tls_diagnosis import Diagnosis
@@ -60,6 +60,20 @@ class Refused(HealError):
         self.status = status
 
 
+class Untrusted(HealError):
+    """The certificates or tokens of the two sides do not fit: no other attempt of this process would fare better."""
+
+    @classmethod
+    def alert(cls, error: ssl.SSLError) -> Exception:
+        """What the donor's TLS said before it hung up."""
+        if "ALERT" not in (error.reason or ""):
+            return error
+        return cls(
+            f"it does not accept this replica's certificate ({error.reason}): FT_TLS_CERT and FT_TLS_KEY have to be "
+            "set, and signed by its FT_TLS_CA"
+        )
+
+
 class Busy(HealError):
     """The donor has no room for one more; it may have after `retry_s`."""
 
@@ -90,12 +104,12 @@ class DonorConnection:
     def open(self, connect_s: float, idle_s: float) -> None:
         """Connect; tries every address the host name has.
 
-        With certificates on one of the two sides only, nothing is sent: `HealError`.
+        With certificates on one of the two sides only, nothing is sent: `Untrusted`.
         """
         if self._encrypted and self._tls is None:
-            raise HealError("it uses TLS, and no certificates are set here: set FT_TLS_CA, FT_TLS_CERT and FT_TLS_KEY")
+            raise Untrusted("it uses TLS, and no certificates are set here: set FT_TLS_CA, FT_TLS_CERT and FT_TLS_KEY")
         if self._tls is not None and not self._encrypted:
-            raise HealError("it does not use TLS, and FT_TLS_* are set here: set them there too, or unset them here")
+            raise Untrusted("it does not use TLS, and FT_TLS_* are set here: set them there too, or unset them here")
         error: OSError = OSError(f"{self._host} has no address")
         end = time.monotonic() + connect_s
         for family, kind, proto, _, where in socket.getaddrinfo(self._host, self._port, type=socket.SOCK_STREAM):
@@ -134,7 +148,9 @@ class DonorConnection:
         except ssl.SSLError as e:
             assert self._tls is not None
             advice = Diagnosis(self._tls.files, self._host, self._port).advice(str(e))
-            raise HealError(advice or f"no TLS connection: {e.reason or e}") from e
+            if advice:
+                raise Untrusted(advice) from e
+            raise HealError(f"no TLS connection: {e.reason or e}") from e
 
     def set_idle(self, idle_s: float) -> None:
         """From now on, give up after `idle_s` without a byte."""
@@ -174,14 +190,17 @@ class DonorConnection:
             try:
                 stream.receive(memoryview(bytearray(1)))
             except ssl.SSLError as reason:
-                raise reason from None
+                raise Untrusted.alert(reason) from None
             except OSError:
                 raise error from None
             raise
 
     def head(self) -> tuple[int, dict[str, str]]:
         """Read a response head: body length and headers. Any status but 200 is raised as `Refused`."""
-        text = self._open_stream().head()
+        try:
+            text = self._open_stream().head()
+        except ssl.SSLError as error:
+            raise Untrusted.alert(error) from error
         if text == b"":
             raise OSError("the donor closed the connection")
         try:
@@ -195,7 +214,8 @@ class DonorConnection:
             self.receive(memoryview(reason))
             if status == BUSY:
                 raise Busy(_seconds(fields.get("retry-after", "")))
-            raise Refused(status, f"{status}: {reason.decode('utf-8', 'replace').strip()}")
+            why = f"{status}: {reason.decode('utf-8', 'replace').strip()}"
+            raise Untrusted(why) if status == FORBIDDEN else Refused(status, why)
         if length < TRAILER.size:
             raise HealError("the answer is too short")
         return length - TRAILER.size, fields
@@ -235,11 +255,6 @@ def explain(error: Exception) -> str:
         return "sent nothing for longer than idle_s"
     if isinstance(error, TimeoutError):
         return "could not be connected to in time"
-    if isinstance(error, ssl.SSLError) and "ALERT" in (error.reason or ""):
-        return (
-            f"it does not accept this replica's certificate ({error.reason}): FT_TLS_CERT and FT_TLS_KEY have to be "
-            "set, and signed by its FT_TLS_CA"
-        )
     if isinstance(error, OSError):
         return error.strerror or str(error) or repr(error)
     return str(error) or repr(error)

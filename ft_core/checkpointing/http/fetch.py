@@ -27,7 +27,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import quote, unquote
 
-from ft_core.checkpointing.http.connection import Busy, ClientTls, DonorConnection, Refused, explain
+from ft_core.checkpointing.http.connection import Busy, ClientTls, DonorConnection, Refused, Untrusted, explain
 from ft_core.checkpointing.http.wire import UNSENDABLE
 from ft_core.checkpointing.own_state import limit_for
 from ft_core.checkpointing.ranges import parse_manifest
@@ -218,11 +218,11 @@ class Fetch:
                     failures = 1 if progress[0] else failures + 1
                     total += 1
                     with self.changed:
-                        donor.refused = donor.refused or (isinstance(e, Refused) and e.status == UNSENDABLE)
+                        donor.refused |= isinstance(e, Untrusted) or (isinstance(e, Refused) and e.status == UNSENDABLE)
                         if not self._stopped:
                             donor.failures.append(explain(e))
                             del donor.failures[: -2 * FAILURES_MAX]
-                    if isinstance(e, Refused):
+                    if isinstance(e, Refused | Untrusted):
                         return
                     if not isinstance(e, (OSError, HealError)):
                         logger.exception("healing from %s failed unexpectedly", donor.address)

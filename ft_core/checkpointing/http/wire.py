@@ -22,6 +22,8 @@ TRAILER: Final = struct.Struct("<4sQ")
 TRAILER_OK: Final = b"FTOK"
 UNSENDABLE: Final = 422
 """Status of an offer that was to be made and could not be: the donor's state holds what cannot be sent."""
+FORBIDDEN: Final = 403
+"""Status for who has no token, or another one."""
 BUSY: Final = 503
 """Status of a server that has no room even for one more that waits; `Retry-After` says when to come again."""
 _REASONS: Final = {status.value: status.phrase for status in http.HTTPStatus}
