@@ -156,12 +156,12 @@ def kills(effect: ev.TellAll) -> bool:
     return isinstance(effect.push, Order) and effect.push.kill
 
 
-FROZEN = ev.RankGone(2, silent=True)
+FROZEN = ev.RankGone(2, silence_s=10.0)
 
 
 def test_a_group_ends_whose_ranks_wait_inside_it_for_one_that_is_gone() -> None:
     assert told_to_end((5.0, FROZEN)) == [6.0]
-    assert told_to_end((5.0, ev.RankGone(2, silent=False))) == [6.1]
+    assert told_to_end((5.0, ev.RankGone(2, silence_s=0.0))) == [6.1]
     assert told_to_end((5.0, FROZEN), (5.5, ev.RankAsked(0, ask(), None))) == [6.0], "rank 1 still waits"
 
 

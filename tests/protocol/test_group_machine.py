@@ -14,6 +14,7 @@ from ft_core.protocol.group.group import LATE_S, Group
 from ft_core.protocol.group.ranks import ANY_GROUP, Join
 from ft_core.protocol.group.settings import GroupRules, GroupSettings
 from ft_core.protocol.group.votes import MAX_BROKEN
+from ft_core.protocol.lighthouse.replica_table import CLOSED_BEFORE
 from ft_core.protocol.pushes import Busy, Change, Lost, Order, Reason, Refusal, Welcome
 from ft_core.protocol.types import Ask, Outcome, Quorum, Verdict
 
@@ -246,7 +247,7 @@ def test_a_group_that_lacks_a_rank_does_not_go_on() -> None:
     group = Driven()
     group.form()
     group.ask(0, **MOVES)
-    out = group.do(ev.RankGone(1, silent=True))
+    out = group.do(ev.RankGone(1, silence_s=10.0))
     assert told(out, 0) == [GONE]
     assert [e.quorum_id for e in out if isinstance(e, ev.ReportIncomplete)] == [7]
 
@@ -254,10 +255,18 @@ def test_a_group_that_lacks_a_rank_does_not_go_on() -> None:
 # ---------------------------------------------------------------- streams
 
 
+@pytest.mark.parametrize(("share", "waits"), [(0.5, True), (CLOSED_BEFORE - 0.01, True), (CLOSED_BEFORE, False)])
+def test_a_rank_that_was_silent_for_long_is_given_no_time_to_come_back(share: float, waits: bool) -> None:
+    group = Driven()
+    group.form()
+    out = group.do(ev.RankGone(1, silence_s=share * LIVENESS_S))
+    assert [e.quorum_id for e in out if isinstance(e, ev.ReportIncomplete)] == ([] if waits else [7])
+
+
 def test_a_stream_that_is_back_within_the_grace_costs_nothing() -> None:
     group = Driven()
     group.form()
-    assert group.do(ev.RankGone(1, silent=False)) == []
+    assert group.do(ev.RankGone(1, silence_s=0.0)) == []
     assert group.group.next_at == group.now + GRACE_S
     assert told(group.do(ev.RankJoined(1, 12), after=GRACE_S / 2), 1) == [Welcome(LIVENESS_S)]
     assert group.group.next_at is None
@@ -267,7 +276,7 @@ def test_a_stream_that_is_back_within_the_grace_costs_nothing() -> None:
 def test_there_is_no_grace_in_a_quorum_that_has_broken_for_another_group(first: str) -> None:
     group = Driven(3)
     group.form()
-    events = ev.RankGone(2, silent=False), ev.Pushed(Lost(7, ("h:1",), failed=True))
+    events = ev.RankGone(2, silence_s=0.0), ev.Pushed(Lost(7, ("h:1",), failed=True))
     before, after = events if first == "the stream ends" else events[::-1]
     assert not [e for e in group.do(before) if isinstance(e, ev.ReportIncomplete)]
     assert [e.quorum_id for e in group.do(after) if isinstance(e, ev.ReportIncomplete)] == [7]
@@ -277,19 +286,19 @@ def test_there_is_no_grace_in_a_quorum_that_has_broken_for_another_group(first: 
 def test_a_group_that_leaves_a_quorum_unbroken_accuses_nobody(said: Lost) -> None:
     group = Driven()
     group.form()
-    assert group.do(ev.RankGone(1, silent=False), ev.Pushed(said)) == [ev.TellAll(said)]
+    assert group.do(ev.RankGone(1, silence_s=0.0), ev.Pushed(said)) == [ev.TellAll(said)]
     assert group.group.next_at == group.now + GRACE_S
 
 
 def test_there_is_no_grace_in_a_quorum_that_has_broken_for_the_group() -> None:
     group = Driven(3)
     group.form()
-    group.do(ev.RankGone(2, silent=False))
+    group.do(ev.RankGone(2, silence_s=0.0))
     broke = group.do(ev.RankBroke(0, 7, "its ring broke"))
     assert [e.quorum_id for e in broke if isinstance(e, ev.ReportIncomplete)] == [7]
     off = Driven(3, rules=GroupRules(r12_accused=False))
     off.form()
-    off.do(ev.RankGone(2, silent=False), ev.RankBroke(0, 7, "its ring broke"))
+    off.do(ev.RankGone(2, silence_s=0.0), ev.RankBroke(0, 7, "its ring broke"))
     assert off.group.next_at == off.now + GRACE_S
 
 
@@ -297,7 +306,7 @@ def test_a_rank_that_does_not_come_back_is_reported_and_asked_for() -> None:
     group = Driven(3)
     group.form()
     group.vote(0)
-    group.do(ev.RankGone(2, silent=False))
+    group.do(ev.RankGone(2, silence_s=0.0))
     out = group.do(ev.Tick(), after=GRACE_S)
     assert told(out, 0) == [BROKEN, GONE]
     assert [e.quorum_id for e in out if isinstance(e, ev.ReportIncomplete)] == [7]
@@ -311,17 +320,17 @@ def test_a_rank_that_does_not_come_back_is_reported_and_asked_for() -> None:
 def test_a_silent_rank_has_no_grace() -> None:
     group = Driven()
     group.form()
-    assert any(isinstance(effect, ev.ReportIncomplete) for effect in group.do(ev.RankGone(1, silent=True)))
+    assert any(isinstance(effect, ev.ReportIncomplete) for effect in group.do(ev.RankGone(1, silence_s=10.0)))
 
 
 def test_an_ask_that_lost_a_rank_is_made_again_when_it_is_back() -> None:
     group = Driven()
     group.ask(0, 1)
-    group.do(ev.RankGone(1, silent=True))
+    group.do(ev.RankGone(1, silence_s=10.0))
     (again,) = [e for e in group.do(ev.RankJoined(1, 12)) + group.ask(1) if isinstance(e, ev.AskLighthouse)]
     assert again.ask.seq == 2, "the answer to the first one is on its way, perhaps, and that quorum is over"
     assert group.do(ev.Answered(1, Quorum(6, ()))) == []
-    assert group.do(ev.RankGone(1, silent=True))[-1] == ev.ReportIncomplete(0, str_of_loss(1))
+    assert group.do(ev.RankGone(1, silence_s=10.0))[-1] == ev.ReportIncomplete(0, str_of_loss(1))
     answered = group.do(ev.Answered(2, Quorum(7, ())))
     gone = ev.ReportIncomplete(7, "a rank of g:1 went while the quorum formed")
     assert answered == [gone], "rank 0 would be a step further in its script than the one that asks again"
@@ -362,12 +371,12 @@ def test_what_a_rank_missed_is_told_when_its_stream_is_open_again() -> None:
     group = Driven()
     group.form()
     group.vote(0), group.vote(1)
-    group.do(ev.RankGone(1, silent=False), ev.RankBroke(0, 7, "its ring broke"), ev.Pushed(Busy(7, "h:1", 9.0)))
+    group.do(ev.RankGone(1, silence_s=0.0), ev.RankBroke(0, 7, "its ring broke"), ev.Pushed(Busy(7, "h:1", 9.0)))
     back = told(group.do(ev.RankJoined(1, 12)), 1)
     verdict = Verdict(7, 0, COMMIT, "commit")
     assert back == [Welcome(LIVENESS_S), verdict, GONE, Busy(7, "h:1", 9.0)], "a verdict comes before the break"
     group.ask(0, 1, seq=2)
-    group.do(ev.RankGone(1, silent=False), ev.Pushed(Reason("waiting for h:1", 9.0)), ev.DrainOrdered("SIGTERM"))
+    group.do(ev.RankGone(1, silence_s=0.0), ev.Pushed(Reason("waiting for h:1", 9.0)), ev.DrainOrdered("SIGTERM"))
     back = told(group.do(ev.RankJoined(1, 12)), 1)
     assert back[-2:] == [Order(kill=False, reason="SIGTERM"), Reason("waiting for h:1", 9.0)]
 
@@ -393,8 +402,8 @@ def test_who_has_yet_to_hear_that_the_group_is_refused() -> None:
     """A rank that has not come, and one whose stream is away; not one that is lost."""
     group = Driven(4, up=False)
     group.do(*(ev.RankJoined(rank, 11 + rank) for rank in range(3)), ev.Started(4711), ev.Welcomed())
-    group.do(ev.RankGone(1, silent=True))
-    group.do(ev.RankGone(2, silent=False))
+    group.do(ev.RankGone(1, silence_s=10.0))
+    group.do(ev.RankGone(2, silence_s=0.0))
     assert not group.group.untold, "nothing is refused"
     error = JobFinishedError("done")
     assert group.do(ev.RefusedByLighthouse(error)) == [ev.Refuse(error)]
@@ -427,13 +436,13 @@ def test_pushes_go_to_every_rank() -> None:
     assert group.do(ev.Pushed(change)) == [ev.TellAll(change)]
     error = JobFinishedError("done")
     assert group.do(ev.RefusedByLighthouse(error)) == [ev.Refuse(error)]
-    assert group.do(ev.RankGone(1, silent=True)) == [], "it is over"
+    assert group.do(ev.RankGone(1, silence_s=10.0)) == [], "it is over"
 
 
 def test_a_verdict_of_the_quorum_in_force_is_told_again_before_that_breaks() -> None:
     group = Driven()
     group.form()
-    group.do(ev.RankGone(1, False))
+    group.do(ev.RankGone(1, silence_s=0.0))
     group.vote(1)
     group.vote(0)  # the verdict is on its way to a stream that is gone
     again = group.do(ev.RankJoined(1, 12))

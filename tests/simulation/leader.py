@@ -335,5 +335,4 @@ class RankStream:
             return
         self.server_open, self.link.served = False, None
         if not self.link.rank.group.done:
-            silent = self.world.now - self._heard_at > 0.75 * self.world.config.liveness_s
-            self.link.leader.handle(ev.RankGone(self.link.index, silent))
+            self.link.leader.handle(ev.RankGone(self.link.index, self.world.now - self._heard_at))

@@ -297,8 +297,7 @@ class GroupServer(StreamHost[RankCaller]):
 
     def _ended(self, caller: RankCaller) -> None:
         if not (caller.left or self._stopping):
-            silent = caller.stream.silence_s > 0.75 * self.settings.budget.liveness_s
-            self._feed(ev.RankGone(caller.rank, silent))
+            self._feed(ev.RankGone(caller.rank, caller.stream.silence_s))
             self._look_for_goodbyes()
 
     # ------------------------------------------------------------ the end (loop)

@@ -35,10 +35,11 @@ class RankJoined:
 
 @dataclass(frozen=True, slots=True)
 class RankGone:
-    """A rank's stream ended without a goodbye. `silent`: nothing had been received on it for long."""
+    """A rank's stream ended without a goodbye."""
 
     rank: int
-    silent: bool
+    silence_s: float
+    """How long nothing had been received on it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,6 +31,7 @@ from ft_core.protocol.group.merge import Mismatch, merge_asks
 from ft_core.protocol.group.moving import moving_from, why_it_stays
 from ft_core.protocol.group.ranks import ANY_GROUP, Join, RankRecord, never_came, not_asked, stuck, unwanted
 from ft_core.protocol.group.votes import Verdicts, Votes
+from ft_core.protocol.lighthouse.replica_table import CLOSED_BEFORE
 from ft_core.protocol.pauses import GroupPauses
 from ft_core.protocol.pushes import Busy, Lost, Order, Reason, Refusal, Welcome
 from ft_core.protocol.types import Ask, Outcome, Verdict
@@ -160,7 +161,8 @@ class Group:
                 rank = self._ranks[event.rank]
                 rank.here = False
                 if not rank.left and self.fatal is None:
-                    rank.lost_at = now if event.silent else now + self.settings.grace_s
+                    silent = event.silence_s >= CLOSED_BEFORE * self.settings.liveness_s
+                    rank.lost_at = now if silent else now + self.settings.grace_s
             case ev.RankLeft():
                 rank = self._ranks[event.rank]
                 rank.here, rank.left, rank.lost_at = False, True, None
