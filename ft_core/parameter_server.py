@@ -8,7 +8,8 @@ the client's collectives fail instead of waiting, and it opens a new session. No
 With FT_TOKEN set, a session is given only to those who know it, and with FT_TLS_* it is asked for over TLS; other
 machines are listened to only with one of them. The group's own connections know neither, and Gloo
 ends the process that receives more bytes than its tensor has: clients are trusted, as the ranks of a job are.
-Threads: one accepts, one per session. Invariant: at most MAX_SESSIONS at a time.
+Threads: one accepts, one per connection, which also serves its session. Invariant: at most MAX_SESSIONS sessions at a
+time, and MAX_ASKING connections that have none.
 """
 
 from __future__ import annotations
@@ -40,6 +41,8 @@ __all__ = ["ParameterServer"]
 log = logging.getLogger("ft_core")
 MAX_SESSIONS = 256
 """Clients at a time; the next one is told to come back."""
+MAX_ASKING = 64
+"""Connections at a time that have no session yet; the next one is closed."""
 ASK_S = 60.0
 """How long a client waits for the server's answer."""
 REQUEST_S = 10.0
@@ -207,6 +210,9 @@ class _Server(ThreadingHTTPServer):
     def __init__(self, address: tuple[str, int], owner: ParameterServer, files: CertificateFiles | None) -> None:
         self.owner = owner
         self._files = files
+        self._lock = threading.Lock()
+        self._asking: set[Any] = set()
+        """Connections that have no session yet."""
         self.address_family = socket.getaddrinfo(*address, type=socket.SOCK_STREAM)[0][0]
         super().__init__(address, _Handler)
         if files is not None:
@@ -222,6 +228,27 @@ class _Server(ThreadingHTTPServer):
         except OSError:
             plain.close()
             raise
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Begin a thread that answers, if there is a place."""
+        with self._lock:
+            place = len(self._asking) < MAX_ASKING
+            if place:
+                self._asking.add(request)
+        if place:
+            super().process_request(request, client_address)
+        else:
+            self.shutdown_request(request)
+
+    def answered(self, request: Any) -> None:
+        """It has its session, or has gone."""
+        with self._lock:
+            self._asking.discard(request)
+
+    def shutdown_request(self, request: Any) -> None:
+        """Hang up."""
+        self.answered(request)
+        super().shutdown_request(request)
 
     def server_close(self) -> None:
         """Stop listening."""
@@ -264,6 +291,7 @@ class _Handler(BaseHTTPRequestHandler):
         except OSError as error:  # it has gone: the group will not form, and says so
             log.info("session %s: the client went before it was answered: %s", session_id, error)
         self.close_connection = True
+        self.server.answered(self.request)
         owner._serve(session_id, group)
 
     def log_message(self, format: str, *args: object) -> None:

@@ -239,6 +239,27 @@ def test_who_is_silent_is_sent_away(encrypted: Tls, monkeypatch: pytest.MonkeyPa
         server.shutdown()
 
 
+def test_silent_strangers_take_a_bounded_number_of_places_and_sessions_none(
+    server: Adding, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(parameter_server, "MAX_ASKING", 2)
+    groups = [Adding.new_session(server.address()) for _ in range(3)]
+    where = ("127.0.0.1", server._server.server_address[1])
+    held = [socket.create_connection(where, timeout=WAIT_S) for _ in range(2)]
+    with socket.create_connection(where, timeout=WAIT_S) as third:
+        assert third.recv(1) == b"", "it is closed at once"
+    assert [ask(pg, 1.0) for pg in groups] == [24.0] * 3
+    for stranger in held:
+        stranger.sendall(b"GET / HTTP/1.0\r\n\r\n")
+        while stranger.recv(1 << 12):
+            pass
+        stranger.close()
+    again = Adding.new_session(server.address())
+    assert ask(again, 2.0) == 25.0
+    for pg in (*groups, again):
+        pg.shutdown()
+
+
 def test_for_other_machines_it_needs_a_token(monkeypatch: pytest.MonkeyPatch) -> None:
     class Public(Adding):
         def __init__(self, hostname: str | None) -> None:
