@@ -89,7 +89,7 @@ def test_certificates_are_replaced_while_a_job_trains(forge: Forge, tmp_path: Pa
         newcomer = cluster.start("c", **environment(fresh))
         newcomer.wait_step(1)
         assert newcomer.commits()[0][2] == 3
-        assert says(newcomer, "healed"), newcomer.errors
+        newcomer.wait_for(lambda: says(newcomer, "healed"), "said that it was healed")
         a.wait_step(a.step() + 20)
 
         # What was open before goes on: no lease was opened again, no step was lost.
@@ -101,7 +101,7 @@ def test_certificates_are_replaced_while_a_job_trains(forge: Forge, tmp_path: Pa
         cluster.kill("b")  # and who returns heals from a, whose own connections are of both kinds
         back = cluster.start("b")
         back.wait_step(1)
-        assert says(back, "healed")
+        back.wait_for(lambda: says(back, "healed"), "said that it was healed")
         assert len(cluster.wait_ends()) == 1
 
 
