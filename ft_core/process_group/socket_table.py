@@ -41,6 +41,8 @@ _SO_ATTACH_FILTER = 26
 _BPF_RETURN = 0x06
 PATIENCE_S = 60
 """How long a connection that has sent nothing may wait in the kernel where `wait_for_data` was asked for."""
+EVERYWHERE = frozenset({"0.0.0.0", "::"})
+"""Hosts of a listening socket that accepts at every address of this machine."""
 _V4_MAPPED = b"\0" * 10 + b"\xff\xff"
 
 # PyDLL keeps the GIL: each call is well under a microsecond of system call, less than handing the GIL over would cost.
@@ -121,9 +123,15 @@ def listeners() -> Iterator[tuple[int, Endpoint]]:
 
 
 def fds_on_port(port: int) -> list[int]:
-    """Return the listening socket on `port` and the connections it accepted: what a server in this process holds."""
-    accepted = connections(lambda connection: connection.local.port == port)
-    return [fd for fd, local in listeners() if local.port == port] + list(accepted)
+    """Return the listening socket on `port` and the connections it accepted: what a server in this process holds.
+
+    A connection that this process has opened may have the same port at another of its addresses.
+    """
+    servers = [(fd, local.host) for fd, local in listeners() if local.port == port]
+    hosts = {host for _, host in servers}
+    everywhere = not hosts.isdisjoint(EVERYWHERE)
+    accepted = connections(lambda found: found.local.port == port and (everywhere or found.local.host in hosts))
+    return [fd for fd, _ in servers] + list(accepted)
 
 
 def shut_down(matches: Callable[[Connection], bool]) -> int:

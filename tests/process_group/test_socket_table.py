@@ -128,6 +128,23 @@ def test_addresses_are_read_right(host: str, family: socket.AddressFamily) -> No
     assert str(Endpoint("10.0.0.1", 5)) == "10.0.0.1:5"
 
 
+def test_a_server_holds_no_connection_that_only_has_its_port() -> None:
+    """At another address: the kernel may give one that this process opens the number of a server of its own."""
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.create_server(("127.0.0.1", 0)) as other:
+        port = server.getsockname()[1]
+        same_port = socket.create_connection(other.getsockname(), source_address=("127.0.0.2", port))
+        with same_port, socket.create_connection(server.getsockname()):
+            accepted, _ = server.accept()
+            with accepted:
+                assert sorted(socket_table.fds_on_port(port)) == sorted([server.fileno(), accepted.fileno()])
+    with socket.create_server(("0.0.0.0", 0)) as server:
+        port = server.getsockname()[1]
+        with socket.create_connection(("127.0.0.1", port)):
+            accepted, _ = server.accept()
+            with accepted:
+                assert accepted.fileno() in socket_table.fds_on_port(port)
+
+
 def test_a_default_timeout_of_the_user_does_not_change_anyones_blocking_mode(store: Store) -> None:
     socket.setdefaulttimeout(5)
     try:

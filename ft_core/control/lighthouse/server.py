@@ -136,6 +136,8 @@ class LighthouseServer:
             one_job=one_job,
         )
         settings.check()
+        if tls is not None:
+            tls.files().look()  # that they do not work is said before anything listens
         tokens = Tokens(settings.token, settings.admin_token).check()
         liveness_s, liveness = _liveness(liveness_ms)
         if settings.grace_s > liveness_s:
