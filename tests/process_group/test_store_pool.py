@@ -179,14 +179,16 @@ def test_records_of_ended_groups_are_deleted(store: Store) -> None:
         in_threads(size, lambda rank: groups[rank].configure(address, f"replica{rank}", rank, size))
         return int(store.server.num_keys())
 
+    nothing = store.server.num_keys()
     first = quorum(3)
+    assert first == nothing, "who reads them last deletes them"
     assert quorum(3) == first
     assert [quorum(3) for _ in range(10)] == [first] * 10
     # One that did not form: rank 0 and 1 wrote their records, rank 2 never came.
     address = store.fresh()
     with ThreadPoolExecutor(2) as threads:
         forming = [threads.submit(groups[rank].configure, address, "r", rank, 3) for rank in range(2)]
-        assert wait_until(lambda: store.server.check([f"{parse_store_addr(address)[1]}/{rank}" for rank in range(2)]))
+        assert wait_until(lambda: store.server.add(f"{parse_store_addr(address)[1]}/count", 0) == 2)
         groups[0].abort()
         groups[1].abort()
         for one in forming:
@@ -205,11 +207,11 @@ def test_what_waits_to_be_deleted_is_bounded() -> None:
     left = rendezvous.LeftRecords()
     here, elsewhere = Endpoint("127.0.0.1", 1), Endpoint("127.0.0.1", 2)
     for number in range(2 * rendezvous.MAX_LEFT):
-        left.add(elsewhere, str(number), 2)
-    left.add(here, "mine", 2)
+        left.add(elsewhere, str(number))
+    left.add(here, "mine")
     assert repr(left) == f"LeftRecords({rendezvous.MAX_LEFT} groups)"
     held = HashStore()
-    for key in ("mine/0", "mine/1", "other"):
+    for key in ("mine/records", "mine/count", "other"):
         held.set(key, "x")
     left.delete(here, held)
     assert held.num_keys() == 1

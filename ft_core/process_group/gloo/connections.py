@@ -87,9 +87,8 @@ class GroupConnections:
         """What a group that is still forming lacks."""
         if self.rendezvous is None:
             return "no connection to the store"
-        ranks = [key.rsplit("/", 1)[-1] for key in self.rendezvous.missing]
-        if ranks:
-            return f"rank {', '.join(ranks)} did not come"
+        if self.rendezvous.missing:
+            return f"{self.rendezvous.missing} did not come"
         return "all ranks are there, but connecting to them did not finish"
 
     def any_lost(self) -> bool:

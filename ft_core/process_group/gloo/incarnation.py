@@ -164,7 +164,7 @@ class Incarnation:
         except Exception as error:
             self._let_go(client, good=not isinstance(error, DistError))
             raise
-        self._let_go(client, good=True)
+        self._let_go(client, good=True, formed=True)
         self._held = backend
         self.connections.settle()
         backend.set_timeout(spec.timeout)
@@ -186,10 +186,13 @@ class Incarnation:
         finally:
             del options  # an error's traceback must not keep the device and its port alive
 
-    def _let_go(self, client: StoreClient | None, good: bool) -> None:
+    def _let_go(self, client: StoreClient | None, good: bool, *, formed: bool = False) -> None:
         """Stop using the store client: what it was last asked has been answered, unless the store itself failed."""
+        exchange = self.connections.rendezvous
         if client is not None and good:
             try:
+                if formed and exchange is not None and not self.aborted:
+                    exchange.done(client.store)
                 rendezvous.left_records.delete(client.address, client.store)
             except RuntimeError:  # the store has just died, and the records with it
                 good = False
@@ -343,7 +346,7 @@ class Incarnation:
         self.connections.end()
         spec = self.spec
         if spec.rank == 0 and spec.world_size > 1 and self.connections.rendezvous is not None:
-            rendezvous.left_records.add(*parse_store_addr(spec.store_addr), spec.world_size)
+            rendezvous.left_records.add(*parse_store_addr(spec.store_addr))
         if has_futures:
             reaping.reaper.retire(_Settling(self))
         self._settled.set()
