@@ -10,6 +10,7 @@ Threads: `Streams` is used by one thread; `turn` reads and writes for a while.
 
 from __future__ import annotations
 
+import contextlib
 import selectors
 import socket
 import struct
@@ -98,10 +99,8 @@ class Stream:
         if self._socket is None:
             return
         if not self._out:
-            try:
+            with contextlib.suppress(BlockingIOError):
                 data = data[self._socket.send(data) :]
-            except BlockingIOError:
-                pass
         if data:
             self._out += data
             self._streams.selector.modify(self._socket, selectors.EVENT_READ | selectors.EVENT_WRITE, self)

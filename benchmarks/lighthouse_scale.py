@@ -67,7 +67,7 @@ class Job:
     def __init__(self, address: str, groups: int) -> None:
         self._streams = Streams(address, f"/{LIGHTHOUSE}/Lease", self._took)
         self.groups = [Group(Stream(n, self._streams), n) for n in range(groups)]
-        self.renew_s = 0.0
+        self.renew_s = self._usual_s = 0.0
         self.acks_ms: list[float] = []
         self.reasons = self.others = 0
         """Explanations, and other pushes, that arrived."""
@@ -84,11 +84,13 @@ class Job:
         kind = found.WhichOneof("body")
         if kind == "ack":
             self.acks_ms.append(1e3 * (time.monotonic() - found.ack.clock_us / 1e6))
+            self.renew_s = max(self._usual_s, found.ack.renew_ms / 1e3)
         elif kind == "welcome":
             group.welcomed = True
             welcome = codec.decode_push(bytes(push))
             assert isinstance(welcome, Welcome)
-            self.renew_s = min(TimeBudget.derive(60.0).progress_s, welcome.liveness_s / 4)
+            self._usual_s = min(TimeBudget.derive(60.0).progress_s, welcome.liveness_s / 4)
+            self.renew_s = self.renew_s or self._usual_s
         elif kind == "refused":
             raise RuntimeError(found.refused.reason)
         else:
@@ -98,7 +100,7 @@ class Job:
     def _answered(self, group: Group, push: memoryview) -> None:
         # The head only: decoding as many quorums as there are groups would measure this process.
         seq, at = _varint(push, 1)
-        assert push[at] == 0x1A, "an answer carries a quorum"
+        assert push[at] in (0x1A, 0x6A), "an answer carries a quorum, as it is or packed"
         _, at = _varint(push, at + 1)
         assert push[at] == 0x08, "a quorum begins with its id"
         if seq == group.seq and not group.answered_at:
@@ -144,8 +146,9 @@ class Job:
             group.answered_at = 0.0
             host = f"10.0.{group.number // 250}.{group.number % 250}"
             state = version if group.quorum_id else Version(0, 0)
+            reason = "a peer failed" if failed else ""
             ask = Ask(
-                group.replica_id, group.seq, state, 1, group.quorum_id, failed, reason="a peer failed" if failed else "",
+                group.replica_id, group.seq, state, 1, group.quorum_id, failed, reason=reason,
                 heal_addresses=(f"http://{host}:34567",), store_address=f"{host}:12345", address=f"{host}:23456",
             )  # fmt: skip
             group.stream.send(codec.encode_lease(ask))
@@ -222,6 +225,7 @@ def measure(job: Job, pid: int, rounds: int, seconds: float) -> dict[str, float]
     rows["CPU while all train, share of a core (target 0.3)"] = (cpu_s(pid) - used) / took
     rows["- and of the process that simulates them"] = (time.process_time() - own) / took
     rows["- renewals per second"] = len(job.acks_ms) / took
+    rows["- pings per second"] = job.pings / took
     rows["renewal to acknowledgement, p50 ms"] = percentile(job.acks_ms, 0.5)
     rows["renewal to acknowledgement, p99 ms (target 100)"] = percentile(job.acks_ms, 0.99)
     losses: list[float] = []

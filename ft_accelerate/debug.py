@@ -73,7 +73,7 @@ def ft_debug_launcher(
     Args:
         function: what each process runs; may be a closure. It makes its own `FaultTolerantAccelerator`.
         args: its arguments.
-        groups: replica groups, 1 to 256.
+        groups: replica groups, 1 to 1024.
         num_processes: processes of each group.
 
     Raises:

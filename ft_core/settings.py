@@ -22,9 +22,9 @@ from ft_core.errors import ConfigError
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-PROTOCOL_VERSION = 1
-MAX_REPLICAS = 256
-"""Members per quorum: fence slots carry 16-bit pieces in float32, so 256 * 65535 < 2^24 keeps every sum exact."""
+PROTOCOL_VERSION = 2
+MAX_REPLICAS = 1024
+"""Members per quorum: a ballot's slots are below 2^14, so that the sum of 1024 of them is exact in float32 (2^24)."""
 MAX_STEP = 1 << 48
 """No job makes so many steps (at one per microsecond it takes nine years): a larger number is a mistake."""
 DEFAULT_ROOM = "default"

@@ -233,12 +233,14 @@ class Order(_message.Message):
     def __init__(self, kind: _Optional[_Union[Order.Kind, str]] = ..., reason: _Optional[str] = ...) -> None: ...
 
 class Ack(_message.Message):
-    __slots__ = ("clock_us", "lease_age_ms")
+    __slots__ = ("clock_us", "lease_age_ms", "renew_ms")
     CLOCK_US_FIELD_NUMBER: _ClassVar[int]
     LEASE_AGE_MS_FIELD_NUMBER: _ClassVar[int]
+    RENEW_MS_FIELD_NUMBER: _ClassVar[int]
     clock_us: int
     lease_age_ms: int
-    def __init__(self, clock_us: _Optional[int] = ..., lease_age_ms: _Optional[int] = ...) -> None: ...
+    renew_ms: int
+    def __init__(self, clock_us: _Optional[int] = ..., lease_age_ms: _Optional[int] = ..., renew_ms: _Optional[int] = ...) -> None: ...
 
 class Hello(_message.Message):
     __slots__ = ("protocol_version", "release", "room", "replica_id", "name", "incarnation", "version", "stable", "highest_id", "quorum_id", "members", "signature", "signature_lines", "expected", "min_replicas", "group_world_size", "join_ms", "liveness_ms", "orphan_ms", "heal_addresses", "paused_ms")
@@ -312,6 +314,14 @@ class Welcome(_message.Message):
     boot: int
     def __init__(self, protocol_version: _Optional[int] = ..., liveness_ms: _Optional[int] = ..., peers: _Optional[_Iterable[_Union[Peer, _Mapping]]] = ..., boot: _Optional[int] = ...) -> None: ...
 
+class PackedQuorum(_message.Message):
+    __slots__ = ("quorum_id", "info")
+    QUORUM_ID_FIELD_NUMBER: _ClassVar[int]
+    INFO_FIELD_NUMBER: _ClassVar[int]
+    quorum_id: int
+    info: bytes
+    def __init__(self, quorum_id: _Optional[int] = ..., info: _Optional[bytes] = ...) -> None: ...
+
 class Peer(_message.Message):
     __slots__ = ("replica_id", "heal_addresses")
     REPLICA_ID_FIELD_NUMBER: _ClassVar[int]
@@ -321,7 +331,7 @@ class Peer(_message.Message):
     def __init__(self, replica_id: _Optional[str] = ..., heal_addresses: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class Push(_message.Message):
-    __slots__ = ("seq", "welcome", "quorum", "reason", "change_pending", "member_lost", "paused", "superseded", "refused", "order", "ack", "verdict", "paused_ms")
+    __slots__ = ("seq", "welcome", "quorum", "reason", "change_pending", "member_lost", "paused", "superseded", "refused", "order", "ack", "verdict", "packed", "paused_ms")
     SEQ_FIELD_NUMBER: _ClassVar[int]
     WELCOME_FIELD_NUMBER: _ClassVar[int]
     QUORUM_FIELD_NUMBER: _ClassVar[int]
@@ -334,6 +344,7 @@ class Push(_message.Message):
     ORDER_FIELD_NUMBER: _ClassVar[int]
     ACK_FIELD_NUMBER: _ClassVar[int]
     VERDICT_FIELD_NUMBER: _ClassVar[int]
+    PACKED_FIELD_NUMBER: _ClassVar[int]
     PAUSED_MS_FIELD_NUMBER: _ClassVar[int]
     seq: int
     welcome: Welcome
@@ -347,8 +358,9 @@ class Push(_message.Message):
     order: Order
     ack: Ack
     verdict: Verdict
+    packed: PackedQuorum
     paused_ms: int
-    def __init__(self, seq: _Optional[int] = ..., welcome: _Optional[_Union[Welcome, _Mapping]] = ..., quorum: _Optional[_Union[QuorumInfo, _Mapping]] = ..., reason: _Optional[str] = ..., change_pending: _Optional[_Union[ChangePending, _Mapping]] = ..., member_lost: _Optional[_Union[MemberLost, _Mapping]] = ..., paused: _Optional[_Union[Paused, _Mapping]] = ..., superseded: _Optional[_Union[Superseded, _Mapping]] = ..., refused: _Optional[_Union[Refused, _Mapping]] = ..., order: _Optional[_Union[Order, _Mapping]] = ..., ack: _Optional[_Union[Ack, _Mapping]] = ..., verdict: _Optional[_Union[Verdict, _Mapping]] = ..., paused_ms: _Optional[int] = ...) -> None: ...
+    def __init__(self, seq: _Optional[int] = ..., welcome: _Optional[_Union[Welcome, _Mapping]] = ..., quorum: _Optional[_Union[QuorumInfo, _Mapping]] = ..., reason: _Optional[str] = ..., change_pending: _Optional[_Union[ChangePending, _Mapping]] = ..., member_lost: _Optional[_Union[MemberLost, _Mapping]] = ..., paused: _Optional[_Union[Paused, _Mapping]] = ..., superseded: _Optional[_Union[Superseded, _Mapping]] = ..., refused: _Optional[_Union[Refused, _Mapping]] = ..., order: _Optional[_Union[Order, _Mapping]] = ..., ack: _Optional[_Union[Ack, _Mapping]] = ..., verdict: _Optional[_Union[Verdict, _Mapping]] = ..., packed: _Optional[_Union[PackedQuorum, _Mapping]] = ..., paused_ms: _Optional[int] = ...) -> None: ...
 
 class QuorumRequest(_message.Message):
     __slots__ = ("protocol_version", "room", "replica_id", "address", "store_address", "step", "world_size", "shrink_only", "data", "commit_failures")

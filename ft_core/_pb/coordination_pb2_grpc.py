@@ -37,6 +37,11 @@ class LighthouseStub(object):
                 request_serializer=ft__core_dot___pb_dot_coordination__pb2.StatusRequest.SerializeToString,
                 response_deserializer=ft__core_dot___pb_dot_coordination__pb2.StatusResponse.FromString,
                 )
+        self.Watch = channel.unary_stream(
+                '/ft_training.v1.Lighthouse/Watch',
+                request_serializer=ft__core_dot___pb_dot_coordination__pb2.StatusRequest.SerializeToString,
+                response_deserializer=ft__core_dot___pb_dot_coordination__pb2.StatusResponse.FromString,
+                )
         self.Report = channel.unary_unary(
                 '/ft_training.v1.Lighthouse/Report',
                 request_serializer=ft__core_dot___pb_dot_coordination__pb2.ReportRequest.SerializeToString,
@@ -94,6 +99,13 @@ class LighthouseServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Watch(self, request, context):
+        """The same when it has changed, and a few times per second at most, for as long as the call is open: for supervisors.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Report(self, request, context):
         """A supervisor's word that processes have ended: counts as death at once.
         """
@@ -142,6 +154,11 @@ def add_LighthouseServicer_to_server(servicer, server):
             ),
             'Status': grpc.unary_unary_rpc_method_handler(
                     servicer.Status,
+                    request_deserializer=ft__core_dot___pb_dot_coordination__pb2.StatusRequest.FromString,
+                    response_serializer=ft__core_dot___pb_dot_coordination__pb2.StatusResponse.SerializeToString,
+            ),
+            'Watch': grpc.unary_stream_rpc_method_handler(
+                    servicer.Watch,
                     request_deserializer=ft__core_dot___pb_dot_coordination__pb2.StatusRequest.FromString,
                     response_serializer=ft__core_dot___pb_dot_coordination__pb2.StatusResponse.SerializeToString,
             ),
@@ -241,6 +258,23 @@ class Lighthouse(object):
             timeout=None,
             metadata=None):
         return grpc.experimental.unary_unary(request, target, '/ft_training.v1.Lighthouse/Status',
+            ft__core_dot___pb_dot_coordination__pb2.StatusRequest.SerializeToString,
+            ft__core_dot___pb_dot_coordination__pb2.StatusResponse.FromString,
+            options, channel_credentials,
+            insecure, call_credentials, compression, wait_for_ready, timeout, metadata)
+
+    @staticmethod
+    def Watch(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(request, target, '/ft_training.v1.Lighthouse/Watch',
             ft__core_dot___pb_dot_coordination__pb2.StatusRequest.SerializeToString,
             ft__core_dot___pb_dot_coordination__pb2.StatusResponse.FromString,
             options, channel_credentials,

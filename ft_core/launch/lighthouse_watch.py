@@ -1,10 +1,11 @@
 """ftrun's line to the lighthouse: what it knows of our groups, the word that a process ended, and drain orders.
 
-How it works. One thread owns the client. It asks for the status every `POLL_S`, and at once when somebody waits for
-facts; words and orders go out in the order in which they were given. The lighthouse may be away at any time: nothing
-here fails because of it, the last picture is kept, and only `facts` says that it does not know.
+How it works. One thread reads what the lighthouse sends when something has changed for our groups (`watch`), and opens
+that stream again when it ends. Another asks for the status when somebody waits for facts, and sends words and orders in
+the order in which they were given. The lighthouse may be away at any time: nothing here fails because of it, the last
+picture is kept, and only `facts` says that it does not know.
 
-Threads: "ftrun-watch" does all calls; `ended`, `drain`, `look`, `facts` from any.
+Threads: "ftrun-watch" asks and sends, "ftrun-follow" reads; `ended`, `drain`, `look`, `facts` from any.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
-from ft_core.control.lighthouse.client import LighthouseClient
+from ft_core.control.lighthouse.client import LighthouseClient, StatusStream
 from ft_core.errors import FaultToleranceError, RefusedError
 from ft_core.settings import DEFAULT_ROOM, run_of_room
 
@@ -26,7 +27,11 @@ if TYPE_CHECKING:
 
     from ft_core._pb import coordination_pb2 as pb
 
-POLL_S = 0.5
+AGAIN_S = 0.5
+"""After so long a stream that ended is opened again."""
+STALE_S = 2.0
+"""Of two pictures of one lighthouse the one that it made later counts, also if the other arrives last; it arrives
+within so long."""
 CALL_S = timedelta(seconds=2)
 MAX_OVER = 64
 BETWEEN_S = 10.0
@@ -121,7 +126,16 @@ class Watch:
         self._job_committed = False
         self._given_up: dict[str, str] = {}
         """Groups that are not started again, and why; as many as ftrun has groups."""
+        self._known: set[str] = set()
+        """Those of them of whom the lighthouse knows it."""
+        self._telling = False
+        """An order to report the others is under way."""
+        self._made_s = 0.0
+        """How long the lighthouse had been running when it made the picture."""
+        self._stream: StatusStream | None = None
+        self._closing = False
         self._thread = threading.Thread(target=self._run, name="ftrun-watch", daemon=True)
+        self._reader = threading.Thread(target=self._follow, name="ftrun-follow", daemon=True)
 
     def __repr__(self) -> str:
         return f"Watch({self.address})"
@@ -131,8 +145,9 @@ class Watch:
         self._client = LighthouseClient(self.address, timeout, token=self._token, admin_token=self._admin_token)
 
     def start(self) -> None:
-        """Start the thread; `connect` comes first."""
+        """Start the threads; `connect` comes first."""
         self._thread.start()
+        self._reader.start()
 
     def look(self) -> Picture:
         """The last picture."""
@@ -162,7 +177,9 @@ class Watch:
         """This group is started (again) after all; from now on the pictures are of the groups that were."""
         with self._condition:
             self._given_up.pop(name, None)
-            self._names = self._names | {name}
+            if name not in self._names:
+                self._names = self._names | {name}
+                self._end_stream()
 
     def drain(self, name: str, reason: str) -> None:
         """Ask the group to finish its step and leave. `undrained(name)` is called if nobody could be told."""
@@ -209,26 +226,59 @@ class Watch:
         while not alone() and time.monotonic() < deadline:
             if not self._picture.closed:
                 return True
-            if stop.wait(POLL_S):
+            if stop.wait(AGAIN_S):
                 break
         return False
 
     def close(self) -> None:
-        """End the thread and the connection, after what was ordered before."""
+        """End the threads and the connection, after what was ordered before."""
         self._orders.put(("close", "", ""))
-        if self._thread.ident is not None:
-            self._thread.join(5.0)
+        with self._condition:
+            self._closing = True
+            self._end_stream()
+            self._condition.notify_all()
+        for thread in (self._thread, self._reader):
+            if thread.ident is not None:
+                thread.join(5.0)
         with contextlib.suppress(FaultToleranceError):
             self._client.close()
 
-    # ------------------------------------------------------------ the thread
+    # ------------------------------------------------------------ what the lighthouse sends
+
+    def _follow(self) -> None:
+        while True:
+            if self._closing:
+                return
+            names = self._names
+            with contextlib.suppress(FaultToleranceError):
+                self._read(self._client.watch(names), names)
+            with self._condition:
+                if self._names is names and not self._closing:
+                    self._condition.wait(AGAIN_S)
+
+    def _read(self, stream: StatusStream, names: frozenset[str]) -> None:
+        with self._condition:
+            self._stream = stream
+            if self._closing or self._names is not names:
+                stream.cancel()
+        try:
+            for status in stream:
+                self._take(status, time.monotonic())
+                self._changed()
+        finally:
+            with self._condition:
+                self._stream = None
+
+    def _end_stream(self) -> None:
+        if self._stream is not None:
+            self._stream.cancel()
+        self._condition.notify_all()
+
+    # ------------------------------------------------------------ what is asked and ordered
 
     def _run(self) -> None:
         while True:
-            try:
-                kind, name, text = self._orders.get(timeout=POLL_S)
-            except queue.Empty:
-                kind, name, text = "look", "", ""
+            kind, name, text = self._orders.get()
             if kind == "close":
                 return
             try:
@@ -236,11 +286,22 @@ class Watch:
                     self._client.report_ended(name, CALL_S)
                 elif kind == "drain":
                     self._drain(name, text)
+                elif kind == "given up":
+                    self._report_given_up()
                 else:
                     self._look()
             except FaultToleranceError:
                 if kind == "drain":
                     self._undrained(name)
+
+    def _report_given_up(self) -> None:
+        """Report those of whom the last picture does not say it."""
+        with self._condition:
+            self._telling = False
+            untold = {name: why for name, why in self._given_up.items() if name not in self._known}
+            self._known |= untold.keys()
+        for name, why in untold.items():
+            self._client.report_given_up(name, why, CALL_S)
 
     def _drain(self, name: str, reason: str) -> None:
         try:
@@ -253,18 +314,17 @@ class Watch:
     def _look(self) -> None:
         at = time.monotonic()
         try:
-            self._poll(at)
+            self._take(self._client.status(CALL_S, self._names), at)
         finally:
             with self._condition:
                 self._tried_at = at
                 self._condition.notify_all()
         self._changed()
 
-    def _poll(self, at: float) -> None:
-        status = self._client.status(CALL_S, self._names)
+    def _take(self, status: pb.StatusResponse, at: float) -> None:
+        """The picture that was asked for at `at`, or arrived then."""
         room = max(status.rooms, key=lambda room: run_of_room(room.room), default=None)
         room = room if room is not None and run_of_room(room.room) >= 0 else None
-        self._client.room = room.room if room is not None else DEFAULT_ROOM
         picture = Picture(at)
         if room is not None:
             groups: dict[str, list[Seen]] = {}
@@ -277,11 +337,17 @@ class Watch:
         with self._condition:
             everybody = {r.replica_id.rpartition(":")[0] for one in status.rooms for r in one.replicas}
             self._came |= self._names & everybody  # in whatever room: a Manager may name its own
-            self._picture = picture
+            made_s = status.uptime_ms / 1000
+            if self._made_s - STALE_S < made_s < self._made_s:
+                return
+            self._made_s, self._picture = made_s, picture
+            self._client.room = room.room if room is not None else DEFAULT_ROOM
             self._job_committed |= any(seen.committed for _, runs in picture.groups for seen in runs)
-            untold = {n: why for n, why in self._given_up.items() if room is None or n not in room.given_up}
-        for name, reason in untold.items():
-            self._client.report_given_up(name, reason, CALL_S)
+            self._known = set(room.given_up) if room is not None else set()
+            untold = bool(self._given_up.keys() - self._known) and not self._telling
+            self._telling |= untold
+        if untold:
+            self._orders.put(("given up", "", ""))
 
 
 def _seen(replica: pb.ReplicaStatus, at: float) -> Seen:

@@ -98,6 +98,8 @@ class Acked:
 
     clock_s: float
     lease_age_s: float = 0.0
+    renew_s: float = 0.0
+    """How often to renew the stream from now on; 0: four times per liveness timeout."""
 
 
 Push = Welcome | Answer | Reason | Change | Lost | Busy | Over | Refusal | Order | Acked | Verdict

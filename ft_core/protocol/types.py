@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 
 
@@ -111,15 +111,15 @@ class Quorum:
     quorum_id: int
     members: tuple[Member, ...]
     created_ms: int = 0
+    ids: tuple[str, ...] = field(init=False, repr=False, compare=False)
+    """replica_ids in rank order; one tuple, which a room keeps for every member."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "ids", tuple(member.replica_id for member in self.members))
 
     def rank_of(self, replica_id: str) -> int:
         """replica_rank of a member. Raises ValueError if it is not in this quorum."""
         return next(rank for rank, member in enumerate(self.members) if member.replica_id == replica_id)
-
-    @property
-    def ids(self) -> tuple[str, ...]:
-        """replica_ids in rank order."""
-        return tuple(member.replica_id for member in self.members)
 
 
 class Outcome(Enum):

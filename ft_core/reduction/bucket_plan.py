@@ -37,8 +37,8 @@ STAGING_ALIGNMENT_BYTES = 16
 TAIL_DTYPE = "float32"
 SHARD_ALIGNMENT = 16
 """Elements: a shard's length is a multiple of it."""
-WEIGHT_DIGITS, WEIGHT_DIGIT = 3, 1 << 12
-"""How a weight is written into the sum: so that the sums of some thousand of these digits are exact in float32."""
+WEIGHT_DIGITS, WEIGHT_DIGIT = 5, 1 << 7
+"""How a weight is written into the sum: so that the sums of 100,000 of these digits are exact in float32."""
 
 _REAL_OF = {"complex32": "float16", "complex64": "float32", "complex128": "float64"}
 

@@ -55,7 +55,7 @@ CLIENT_KEEPALIVE_TIMEOUT_S = 9.0
 QUORUM_ANSWER_S = 1.0
 """A Quorum call ends this long before its gRPC deadline, so that the reason for not answering still gets there."""
 WINDOW_BYTES = 1 << 20
-"""How much of a message may be under way unread: a quorum of 256 groups at once, also over a slow line."""
+"""How much of a message may be under way unread: a quorum of 1,000 groups at once, also over a slow line."""
 CONNECT_ATTEMPT_S = 1.0
 """One attempt to connect gives up after this long; the next one starts afresh (a packet lost on the way costs no
 more)."""

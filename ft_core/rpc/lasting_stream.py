@@ -6,9 +6,9 @@ and what arrivals mean: `lease_client.LeaseClient` towards the lighthouse, `link
 (what these have in common is in `reporting_stream`).
 
 The stream is renewed every `progress_s`, or four times per liveness timeout if that is more often, because silence is
-what tells a frozen process from a closed one. `last_ack` (R3) is when the newest *acknowledged* message was sent, not
-when its acknowledgement was read: a process that was frozen for an hour finds an old acknowledgement in its socket
-buffer, and must not take it for a lease.
+what tells a frozen process from a closed one; less often where the other side has so many that it asks for that.
+`last_ack` (R3) is when the newest *acknowledged* message was sent, not when its acknowledgement was read: a process
+that was frozen for an hour finds an old acknowledgement in its socket buffer, and must not take it for a lease.
 
 Threads: `ft-lease` connects, reads and calls the handler, one call at a time; gRPC's own thread runs `_Outgoing`, which
 takes messages from the outbox or makes renewals. Public methods may be called from any thread; they take one lock for a
@@ -172,7 +172,7 @@ class StreamClient(ABC):
         self.heard_at = float("-inf")
         """time.monotonic() at which something arrived last. An open stream brings an answer to each renewal."""
         self._certificates = Diagnosis(self._tls, *parse_address(settings.address, settings.setting))
-        self._renew_s = settings.budget.progress_s
+        self._renew_s = self._usual_s = settings.budget.progress_s
 
     def __repr__(self) -> str:
         state = "connected" if self.connected else ("refused" if self._fatal else "not connected")
@@ -204,6 +204,7 @@ class StreamClient(ABC):
         """Something was acknowledged."""
         if acked.clock_s > 0:
             self.last_ack = max(self.last_ack, acked.clock_s - acked.lease_age_s)
+            self._renew_s = max(self._usual_s, min(acked.renew_s, self.settings.budget.progress_s))
 
     def _on_down(self) -> None:  # noqa: B027 - optional
         """The stream ended and will be re-opened."""
@@ -373,7 +374,7 @@ class StreamClient(ABC):
 
     def _opened(self, outgoing: _Outgoing, welcome: Welcome) -> None:
         with self._changed:
-            self._renew_s = min(self.settings.budget.progress_s, max(0.02, welcome.liveness_s / 4))
+            self._renew_s = self._usual_s = min(self.settings.budget.progress_s, max(0.02, welcome.liveness_s / 4))
             self._outbox.clear()
             self._outbox.extend(self._resend())
             outgoing.parting = self._parting

@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 
 POLL_S = 0.25
 """How often members look whether one of them has a lease again."""
-MARK = 0x5EA5
-"""In the second slot: what a fence has there in such a sum is a digit of its weight, and a tag that fits none."""
+MARK = 0x1EA5
+"""In the second slot, where a fence has a flag; below 2^14, so that its sum over a whole quorum is exact."""
 log = logging.getLogger("ft_core")
 
 

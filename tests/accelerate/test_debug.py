@@ -258,7 +258,7 @@ def alive(pid: int) -> bool:
 
 
 @pytest.mark.parametrize(
-    ("groups", "processes", "words"), [(0, 1, "groups=0 must be 1 to 256"), (1, 0, "num_processes=0 must be 1 to")]
+    ("groups", "processes", "words"), [(0, 1, "groups=0 must be 1 to 1024"), (1, 0, "num_processes=0 must be 1 to")]
 )
 def test_out_of_range(groups: int, processes: int, words: str) -> None:
     with pytest.raises(ConfigError, match=words):

@@ -74,7 +74,7 @@ def test_each_field_of_the_plugin_is_an_option_but_for_those_the_launcher_sets()
         (f"{SECTION}: {{standby: -1}}", "standby in .*='-1' must be a whole number, 0 or more"),
         (f"{SECTION}: {{gpus: some}}", "gpus in .*='some' must be one of auto, share, all, none"),
         (f"{SECTION}: {{replicas: x}}", "fault_tolerance_config.replicas in .*='x' must be a number of replica groups"),
-        (f"{SECTION}: {{replicas: 3:2}}", "replicas in .*='3:2' must be 1 to 256 replica groups, the first number not"),
+        (f"{SECTION}: {{replicas: 3:2}}", "replicas in .*='3:2' must be 1 to 1024 replica groups, the first"),
         (f"{SECTION}: {{chaos: explode=1s}}", "explode"),
         (f"{SECTION}: {{name: [a]}}", "name in .* must be a text"),
         (f"{SECTION}: [replicas]", "must be followed by indented lines such as `replicas: 2`; leave out the dashes"),

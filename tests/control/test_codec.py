@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import zlib
 from dataclasses import replace
 from typing import Any
 
@@ -16,7 +17,9 @@ from ft_core.protocol.lighthouse.events import Hello, Left, Progress
 from ft_core.protocol.pushes import Acked, Answer, Busy, Change, Lost, Order, Over, Push, Reason, Refusal
 from ft_core.protocol.types import VOID, Ask, Member, Outcome, Quorum, Verdict, Version
 from ft_core.rpc import codec
-from ft_core.rpc.codec import pb
+from ft_core.rpc.codec import pb, pushes
+from ft_core.rpc.codec.pushes import PACKED_FROM
+from ft_core.rpc.codec.state import pb_quorum
 from ft_core.settings import MAX_REPLICAS, MAX_STEP, PROTOCOL_VERSION
 
 INT64 = st.integers(0, 2**63 - 1)
@@ -31,7 +34,7 @@ FLAGS = {
     name: st.booleans() for name in ("init_sync", "allow_heal", "shrink_only", "heals_before_forward", "heals_late")
 }
 ASKS = st.builds(
-    Ask, NAMES, INT64, VERSIONS, U64, INT64, st.booleans(), TEXTS, min_replicas=st.integers(1, 256),
+    Ask, NAMES, INT64, VERSIONS, U64, INT64, st.booleans(), TEXTS, min_replicas=st.integers(1, MAX_REPLICAS),
     group_world_size=st.integers(1, 4096), heal_addresses=ADDRESSES, store_address=TEXTS, address=TEXTS, signature=U64,
     commit_failures=st.integers(0, 99), data=TEXTS, position=INT64, **FLAGS,
 )  # fmt: skip
@@ -45,12 +48,12 @@ QUORUMS = st.builds(
 HELLOS = st.builds(
     Hello, NAMES, NAMES, st.just(0), INT64, version=VERSIONS, stable=VERSIONS, highest_id=INT64, quorum_id=INT64,
     members=st.lists(NAMES, max_size=4).map(tuple), signature=U64, signature_lines=ADDRESSES,
-    expected=st.integers(0, 256), min_replicas=st.integers(1, 256),
+    expected=st.integers(0, MAX_REPLICAS), min_replicas=st.integers(1, MAX_REPLICAS),
     group_world_size=st.integers(1, 4096), join_s=MILLIS, liveness_s=MILLIS,
     orphan_s=MILLIS | st.just(math.inf), heal_addresses=ADDRESSES,
 )  # fmt: skip
 VERDICTS = st.builds(
-    Verdict, INT64, st.integers(0, 2**40), st.sampled_from(Outcome), TEXTS, U64, st.integers(0, 256),
+    Verdict, INT64, st.integers(0, 2**40), st.sampled_from(Outcome), TEXTS, U64, st.integers(0, MAX_REPLICAS),
     st.sets(st.integers(0, 255), max_size=4).map(lambda places: tuple(sorted(places))), st.booleans(),
     st.booleans(), st.booleans(), st.booleans(), st.booleans(), st.booleans(),
 )  # fmt: skip
@@ -65,7 +68,7 @@ PUSHES = (
     | st.builds(Busy, INT64, NAMES, MILLIS)
     | st.builds(Over, INT64)
     | st.builds(Order, st.booleans(), TEXTS)
-    | st.builds(Acked, st.integers(0, 10**9).map(float), MILLIS)
+    | st.builds(Acked, st.integers(0, 10**9).map(float), MILLIS, MILLIS)
 )
 FAST = settings(max_examples=60, deadline=None)
 
@@ -112,6 +115,59 @@ def test_a_shared_quorum_answers_each_member(quorum: Quorum, seq: int) -> None:
     assert codec.decode_quorum_info(codec.encode_quorum_info(quorum)) == quorum
 
 
+def of_many(members: int) -> Quorum:
+    """A quorum whose members are as alike as those of a job."""
+    state = Version(10**6, 1 << 62)
+    return Quorum(
+        1 << 62,
+        tuple(
+            Member(
+                f"trainer-{number:04d}:{number * 2654435761 % 2**32:08x}", state, 7, previous_quorum_id=1 << 61,
+                heal_addresses=(f"http://10.0.{number // 250}.{number % 250}:34567",),
+                store_address=f"10.0.{number // 250}.{number % 250}:12345",
+            )
+            for number in range(members)
+        ),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("members", [PACKED_FROM - 1, PACKED_FROM, MAX_REPLICAS])
+def test_a_quorum_of_many_is_packed_and_says_its_id(members: int) -> None:
+    quorum = of_many(members)
+    shared = codec.encode_quorum(quorum)
+    assert codec.decode_push(codec.answer(3, shared)) == Answer(3, quorum)
+    assert codec.decode_push(codec.encode_push(Answer(3, quorum))) == Answer(3, quorum)
+    plain = len(pb.Push(quorum=pb_quorum(quorum)).SerializeToString())
+    if members < PACKED_FROM:
+        assert len(shared) == plain
+    else:
+        assert pb.Push.FromString(shared).packed.quorum_id == quorum.quorum_id
+        assert len(shared) < plain / 2
+    if members == MAX_REPLICAS:
+        assert len(shared) < plain / 4
+
+
+@pytest.mark.parametrize(
+    ("info", "words"),
+    [
+        (b"no zlib", "cannot be unpacked"),
+        (zlib.compress(bytes(10**6))[:-9], "cut off"),
+        (zlib.compress(b"\xff" * 9), "not a QuorumInfo"),
+    ],
+)
+def test_a_packed_quorum_that_is_none_is_refused(info: bytes, words: str) -> None:
+    push = pb.Push(seq=1, packed=pb.PackedQuorum(quorum_id=7, info=info)).SerializeToString()
+    with pytest.raises(ProtocolError, match=words):
+        codec.decode_push(push)
+
+
+def test_a_packed_quorum_that_unpacks_to_too_much_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pushes, "MAX_PUSH_BYTES", 10**6)
+    push = pb.Push(seq=1, packed=pb.PackedQuorum(quorum_id=7, info=zlib.compress(bytes(10**7)))).SerializeToString()
+    with pytest.raises(ProtocolError, match="larger than 1000000 bytes"):
+        codec.decode_push(push)
+
+
 @settings(max_examples=200, deadline=None)
 @given(st.binary(max_size=200))
 def test_garbage_is_a_protocol_error_or_nothing(data: bytes) -> None:
@@ -154,7 +210,7 @@ ASK = Ask("a:1", 1)
         ({"replica_id": ""}, "replica_id"),
         ({"replica_id": "x" * 257}, "replica_id"),
         ({"min_replicas": 0}, "min_replicas"),
-        ({"min_replicas": 257}, "min_replicas"),
+        ({"min_replicas": MAX_REPLICAS + 1}, "min_replicas"),
         ({"heal_addresses": ("x",) * 5000}, "heal_addresses"),
         ({"data": "x" * 20_000}, "data"),
         ({"seq": -1}, "Ask"),

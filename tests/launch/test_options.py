@@ -210,8 +210,8 @@ def test_gpus_are_those_of_the_environment(script: str) -> None:
 
 REFUSED = [
     # which groups
-    ("--replicas 0", ["--replicas 0", "1 to 256"]),
-    ("--replicas 300", ["--replicas 300", "1 to 256"]),
+    ("--replicas 0", ["--replicas 0", "1 to 1024"]),
+    ("--replicas 3000", ["--replicas 3000", "1 to 1024"]),
     ("--replicas 3:2", ["--replicas 3:2", "2:3"]),
     ("--replicas abc", ["--replicas abc", "N:MAX"]),
     ("--replicas ²", ["--replicas ²", "N:MAX"]),
@@ -219,13 +219,13 @@ REFUSED = [
     ("--replicas 2 --replica 1", ["--replica 1", "leave out --replicas"]),
     ("--replica 1 --replica-offset 1", ["--replica 1", "leave out", "--replica-offset"]),
     ("--replica -1", ["--replica -1", "must be 0"]),
-    ("--replica 256", ["--replica 256", "256 groups"]),
+    ("--replica 1024", ["--replica 1024", "1024 groups"]),
     ("--replica x", ["--replica x", "whole number"]),
     ("--replica-offset -1", ["--replica-offset -1", "must be 0"]),
     (f"--replica 4 --num-replicas 4 {REMOTE}", ["--replica 4", "out of range", "0 to 3", "--num-replicas 4"]),
     (f"--replicas 2 --replica-offset 3 --num-replicas 4 {REMOTE}", ["groups 3 to 4", "0 to 3", "--num-replicas 4"]),
     (f"--replicas 2:4 --num-replicas 3 {REMOTE}", ["groups 0 to 3", "--replicas 2:4", "--num-replicas 3"]),
-    ("--num-replicas 0", ["--num-replicas 0", "1 to 256"]),
+    ("--num-replicas 0", ["--num-replicas 0", "1 to 1024"]),
     ("--min-replicas 0", ["--min-replicas 0", "1 to 1"]),
     ("--min-replicas 4 --replicas 3", ["--min-replicas 4", "1 to 3"]),
     (f"--min-replicas 9 --replica 1 --num-replicas 8 {REMOTE}", ["--min-replicas 9", "1 to 8"]),
@@ -291,8 +291,8 @@ REFUSED = [
     ("--max-restarts -1", ["--max-restarts -1"]),
     ("--max-restarts many", ["--max-restarts many", "whole number"]),
     ("--crash-loop 0", ["--crash-loop 0"]),
-    ("--standby -1", ["--standby -1", "0 to 256"]),
-    ("--standby 1000", ["--standby 1000", "0 to 256"]),
+    ("--standby -1", ["--standby -1", "0 to 1024"]),
+    ("--standby 2000", ["--standby 2000", "0 to 1024"]),
     ("--chaos kil=3s", ["--chaos", "did you mean kill?"]),
     ("--chaos=", ["--chaos ''", "for example"]),
     ("--chaos kill=3s --max-restarts 0", ["--chaos", "--max-restarts 0"]),
@@ -353,7 +353,7 @@ def test_torchruns_other_options_are_known_by_name(script: str) -> None:
 
 ENVIRONMENT = [
     ("", {"FT_NUM_REPLICA_GROUPS": "three"}, ["FT_NUM_REPLICA_GROUPS='three'", "whole number"]),
-    ("", {"FT_NUM_REPLICA_GROUPS": "0"}, ["FT_NUM_REPLICA_GROUPS=0", "1 to 256"]),
+    ("", {"FT_NUM_REPLICA_GROUPS": "0"}, ["FT_NUM_REPLICA_GROUPS=0", "1 to 1024"]),
     ("", {"FT_NUM_REPLICA_GROUPS": "²"}, ["FT_NUM_REPLICA_GROUPS='²'"]),
     (f"--replica 5 {REMOTE}", {"FT_NUM_REPLICA_GROUPS": "4"}, ["--replica 5", "FT_NUM_REPLICA_GROUPS=4"]),
     ("", {"FT_NUM_REPLICA_GROUPS": "4"}, ["part of a job", "FT_NUM_REPLICA_GROUPS"]),

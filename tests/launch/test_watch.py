@@ -13,9 +13,23 @@ from ft_core.errors import LighthouseError
 from ft_core.launch.lighthouse_watch import CALL_S, FACTS_S, MAX_OVER, Watch
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
+    from collections.abc import Collection, Iterator
 
 ROOM = "default"
+
+
+class Stream:
+    """Nothing changes, so nothing arrives."""
+
+    def __init__(self) -> None:
+        self._ended = threading.Event()
+
+    def __iter__(self) -> Iterator[pb.StatusResponse]:
+        self._ended.wait(30)
+        return iter(())
+
+    def cancel(self) -> None:
+        self._ended.set()
 
 
 class Lighthouse:
@@ -38,6 +52,9 @@ class Lighthouse:
         replicas = [pb.ReplicaStatus(replica_id=key, life=life) for key, life in sorted(self.lives.items())]
         rooms = [pb.RoomStatus(room=ROOM, replicas=replicas, given_up=names) for names in self.given_up.values()]
         return pb.StatusResponse(rooms=rooms)
+
+    def watch(self, _names: Collection[str] = ()) -> Stream:
+        return Stream()
 
     def report_given_up(self, name: str, _reason: str, _timeout: object) -> None:
         self.given_up.setdefault(self.room, []).append(name)

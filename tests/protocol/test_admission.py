@@ -12,15 +12,24 @@ from ft_core.protocol.lighthouse.rules import Rules
 from ft_core.protocol.lighthouse.view import Current, Formed, Life, NotReady, Seen, View
 from ft_core.protocol.types import VOID, Ask, Version
 from ft_core.rpc import codec
-from ft_core.settings import MAX_REPLICAS
 from tests.protocol.test_room import LIVENESS, Script
 
 # ---------------------------------------------------------------- places in a quorum
 
 
+PLACES = 64
+
+
+@pytest.fixture(autouse=True)
+def _few_places(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A quorum of fewer than a thousand: each message here is decided about."""
+    for module in ("admission", "candidates"):
+        monkeypatch.setattr(f"ft_core.protocol.lighthouse.{module}.MAX_REPLICAS", PLACES)
+
+
 def full(script: Script) -> tuple[str, ...]:
     """As many groups as a quorum can hold, all in one."""
-    names = tuple(f"g{number:03}" for number in range(MAX_REPLICAS))
+    names = tuple(f"g{number:03}" for number in range(PLACES))
     script.train(*names)
     return names
 
@@ -29,7 +38,7 @@ def test_one_group_more_than_a_quorum_holds_is_refused_at_its_hello() -> None:
     script = Script()
     names = full(script)
     assert script.hello("one more") == [
-        "refuse one more: 256 replica groups are here, and a quorum holds at most 256: there is no place for one more. "
+        "refuse one more: 64 replica groups are here, and a quorum holds at most 64: there is no place for one more. "
         "Run fewer groups with more ranks each, or another job at another lighthouse or room"
     ]
     assert script.ask("one more") == [], "it has no lease"
@@ -58,7 +67,7 @@ def test_members_that_return_to_a_restarted_lighthouse_find_a_place() -> None:
     for name in names:
         assert not [text for text in new.hello(name) if text.startswith("refuse")]
     new.later(6.0)
-    assert new.room.held == {"newcomer": "newcomer waits for a place: a quorum holds at most 256 groups"}
+    assert new.room.held == {"newcomer": "newcomer waits for a place: a quorum holds at most 64 groups"}
     asks = [Asked(Ask(name, 2, Version(3, 1), quorum_id=new.quorum[name]), 1) for name in names]
     effects = new.room.handle_all(asks, new.now)
     (formed,) = (effect.quorum for effect in effects if isinstance(effect, Announce))

@@ -18,14 +18,15 @@ from ft_core.protocol.rank.ballot import (
     FENCE_SLOTS,
     MAX_WEIGHT,
     NO_LEASE,
-    TAG0,
-    WEIGHT_HIGH,
-    WEIGHT_LOW,
+    TAG,
+    TAG_DIGITS,
+    WEIGHT,
 )
 from ft_core.protocol.rank.heal_plan import WorldSizeMode
 from ft_core.protocol.rank.phases import Go
 from ft_core.protocol.rank.rank import Settled
 from ft_core.protocol.types import Outcome, Version
+from ft_core.settings import MAX_REPLICAS
 from tests.protocol.rig import Rig, new_rank, trained
 
 NAN = on.SoftError(CollectiveError("a NaN"))
@@ -60,22 +61,23 @@ def test_a_missing_member_or_a_nan_is_broken_not_committed() -> None:
     assert rig.count("ab")["a"].outcome is Outcome.BROKEN
 
 
-def test_256_members_with_the_largest_weights_sum_exactly_in_float32() -> None:
+def test_as_many_members_as_there_may_be_with_the_largest_weights_sum_exactly_in_float32() -> None:
     def float32(x: float) -> float:
         return float(struct.unpack("<f", struct.pack("<f", x))[0])
 
-    rig = Rig(f"r{i:03}" for i in range(256))
-    members_weight = [MAX_WEIGHT if i % 2 else 65535 for i in range(256)]
+    rig = Rig(f"r{i:04}" for i in range(MAX_REPLICAS))
+    members_weight = [MAX_WEIGHT if i % 2 else 65535 for i in range(MAX_REPLICAS)]
     rig.form()
     sums = [0.0] * FENCE_SLOTS
     for rank, weight in zip(rig.ranks.values(), members_weight, strict=True):
         rank.weigh(weight)
         assert rank.may_launch(0.0)
         row = rank.ballot(0.0)
-        assert all(0 <= x < 65536 and x == int(x) for x in row)
+        assert all(0 <= x < 1 << 24 and x == int(x) for x in row)
         sums = [float32(a + b) for a, b in zip(sums, row, strict=True)]
-    verdict = rig["r000"].count(sums, 0.0).verdict
-    assert (verdict.outcome, verdict.weight, verdict.contributors) == (Outcome.COMMIT, sum(members_weight), 256)
+    verdict = rig["r0000"].count(sums, 0.0).verdict
+    weight = sum(members_weight)
+    assert (verdict.outcome, verdict.weight, verdict.contributors) == (Outcome.COMMIT, weight, MAX_REPLICAS)
 
 
 def test_soft_failure_vetoes_for_all_and_rebuilds_nothing() -> None:
@@ -147,9 +149,9 @@ def test_slots_are_what_the_header_says() -> None:
     rig.form()
     rig["a"].weigh(70000)
     row = rig["a"].ballot(0.0)
-    assert (row[WEIGHT_LOW], row[WEIGHT_HIGH]) == (70000 % 65536, 1.0)
+    assert row[WEIGHT : WEIGHT + 3] == [70000 % 2**14, 70000 // 2**14, 0.0]
     assert (row[COUNT], row[CONTRIBUTED], row[EXHAUSTED], row[NO_LEASE]) == (1.0, 1.0, 0.0, 0.0)
-    assert sum(int(row[TAG0 + i]) << (16 * i) for i in range(4)) == rig["a"].attempt.tag()
+    assert sum(int(row[TAG + i]) << (14 * i) for i in range(TAG_DIGITS)) == rig["a"].attempt.tag()
     rig["a"].weigh(0)
     assert rig["a"].ballot(0.0)[CONTRIBUTED] == 0.0
 

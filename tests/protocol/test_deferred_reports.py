@@ -30,9 +30,9 @@ class Counting(Room):
 
     settled = 0
 
-    def _settle(self, now: float, out: list[Effect]) -> None:
+    def settle(self, now: float) -> list[Effect]:
         self.settled += 1
-        super()._settle(now, out)
+        return super().settle(now)
 
 
 def training(now: float) -> tuple[Counting, int]:

@@ -10,6 +10,7 @@ from ft_core.protocol.rank import events as on
 from ft_core.protocol.rank.ballot import COUNTS, ENDS_AND_SOURCE, EXHAUSTED, LAGS_AND_PASSED
 from ft_core.protocol.rank.phases import Go, Heal, MustAsk
 from ft_core.protocol.types import Outcome, Version
+from ft_core.settings import MAX_REPLICAS
 from tests.protocol.rig import Rig, new_rank, trained
 
 CHANGE = MustAsk("a member asked for a change of membership", failed=False)
@@ -183,17 +184,17 @@ def test_the_slots() -> None:
     assert (row[EXHAUSTED], row[LAGS_AND_PASSED]) == (1, 0)
 
 
-def test_flags_of_256_members_do_not_run_into_each_other() -> None:
-    rig = Rig(f"r{i:03}" for i in range(256))
+def test_flags_of_as_many_members_as_there_may_be_do_not_run_into_each_other() -> None:
+    rig = Rig(f"r{i:04}" for i in range(MAX_REPLICAS))
     rig.form()
     for number, name in enumerate(rig.ranks):
         rig.handle(name, out(trails=number % 2 == 0))
-    verdict = rig.count()["r000"]
+    verdict = rig.count()["r0000"]
     assert (verdict.outcome, verdict.exhausted) == (Outcome.VETO, True)
-    rig = Rig(f"r{i:03}" for i in range(256))
+    rig = Rig(f"r{i:04}" for i in range(MAX_REPLICAS))
     rig.form()
     rig.all(out(trails=True), [*rig.ranks][1:])
-    verdict = rig.count()["r000"]
+    verdict = rig.count()["r0000"]
     assert (verdict.outcome, verdict.weight, verdict.exhausted) == (Outcome.COMMIT, 1, False)
 
 

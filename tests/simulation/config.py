@@ -53,6 +53,9 @@ class Config:
     orphan_s: float = 5.0
     boot_window_s: float = 0.5
     progress_s: float = 0.25
+    """Four times per liveness timeout; a lighthouse with many leases asks for half of that."""
+    settle_s: float = 0.0
+    """After so long the lighthouse decides about what it has received: in a large room together with more."""
     reconnect_s: float = 0.15
     heals_before_forward: bool = False
     fixed_with_spares: bool = False
@@ -136,4 +139,6 @@ class Config:
         if values["ranks"] > 1:
             values.setdefault("inside", rng.random() < 0.5)
         values.setdefault("drops_batches", rng.random() < 0.5)
+        if rng.random() < 0.3:
+            values = {"settle_s": rng.choice((0.01, 0.03)), "progress_s": 0.5} | values
         return Config(**values)

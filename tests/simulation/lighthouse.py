@@ -44,18 +44,35 @@ class Lighthouse:
         self.room = Room("job", settings, ids, boot_at=world.now, rules=config.room_rules, holds=holds)
         self.conns: dict[str, Conn] = {}
         self._wake_at = -1.0
+        self._settles = False
 
     def handle(self, event: room_events.Event) -> None:
-        """One event in, all effects out."""
-        world = self.world
-        effects = self.room.handle(event, world.now)
+        """One event in, all effects out: those that a decision has in a large room a moment later."""
+        settle_s = self.world.config.settle_s
+        self._perform_all(self.room.take((event,), self.world.now))
+        if self.room.unsettled and settle_s == 0.0:
+            self._settle()
+        elif self.room.unsettled and not self._settles:
+            self._settles = True
+            self.world.at(settle_s, None, self._settle)
+        self._arm()
+
+    def _settle(self) -> None:
+        if self.world.lighthouse is self:
+            self._settles = False
+            self._perform_all(self.room.settle(self.world.now))
+            self._arm()
+
+    def _arm(self) -> None:
+        wake, now = self.room.next_at, self.world.now
+        if wake is not None and not self._settles and (wake < self._wake_at or self._wake_at <= now):
+            self._wake_at = wake
+            self.world.at(max(0.0, wake - now), None, self._tick, wake)
+
+    def _perform_all(self, effects: list[room_events.Effect]) -> None:
         self.room.validate()
         for effect in effects:
             self._perform(effect)
-        wake = self.room.next_at
-        if wake is not None and (wake < self._wake_at or self._wake_at <= world.now):
-            self._wake_at = wake
-            world.at(max(0.0, wake - world.now), None, self._tick, wake)
 
     def _tick(self, wake: float) -> None:
         if self.world.lighthouse is self and wake == self._wake_at:

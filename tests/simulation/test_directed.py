@@ -302,3 +302,24 @@ def test_a_job_that_lost_everything_begins_again_only_if_it_shall(seed: int) -> 
     world = play(seed, *script, **situation)
     assert world.from_scratch
     assert [at for at in commits(world, "a") if at > told[True][0]], "it does when it is told to"
+
+
+@pytest.mark.parametrize("settle_s", [0.0, 0.03])
+def test_newcomers_that_arrive_within_a_step_join_together(settle_s: float) -> None:
+    """Three come within one step of the others, one of them with more to copy: one new quorum, else often two."""
+
+    def quorums(seed: int, rules: Rules) -> int:
+        def comes(world: World) -> None:
+            for number in (2, 3, 4):
+                world.at(0.3 * (number - 2), None, world.restart, number)
+
+        gone = [(0.0, kill(name)) for name in "cde"]
+        situation: dict[str, Any] = {"groups": 5, "expected": 2, "forward_s": 0.4, "copy_s": 0.6, "safety_s": 14.0}
+        world = play(seed, *gone, (8.0, comes), **situation, settle_s=settle_s, room_rules=rules)
+        assert commits(world, "e")
+        notes = [(at, str(args[0])) for at, text, args in world.story if text == "lighthouse: %s"]
+        return sum(at > 8.0 and note.startswith("quorum of") for at, note in notes)
+
+    together = [quorums(seed, Rules()) for seed in SEEDS]
+    apart = [quorums(seed, Rules(together=False)) for seed in SEEDS]
+    assert sum(together) < sum(apart), (together, apart)

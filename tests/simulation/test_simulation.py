@@ -101,7 +101,7 @@ def test_every_invariant_holds(start: int, record_property: Callable[[str, objec
 
 PLAIN: dict[str, Any] = {
     "ranks": 1, "fixed_with_spares": False, "finish_at": 0, "fault_every_s": 0.5, "min_replicas": 1, "expected": 0,
-    "rounds": False, "data": False,
+    "rounds": False, "data": False, "settle_s": 0.0, "progress_s": 0.25,
 }  # fmt: skip
 LOST_STREAMS: dict[str, Any] = {"ranks": 2, "faults": ("rank_stream", "late"), "fault_every_s": 0.05}
 """Ranks lose what is under way between them and their leader, again and again."""
@@ -148,7 +148,7 @@ NECESSARY: dict[str, tuple[int, str, dict[str, Any]]] = {
         60, "I3", {"groups": 3, "faults": ("lighthouse", "kill"), "room_rules": Rules(r9_boot=False)},
     ),
     "R10": (60, "I5", {"faults": ("heal", "kill"), "member_rules": RankRules(r10_divisor=False)}),
-    "R11": (20, "I7", {"faults": ("kill",), "bad_group": 0, "member_rules": RankRules(r11_no_veto=False)}),
+    "R11": (60, "I7", {"faults": ("kill",), "bad_group": 0, "member_rules": RankRules(r11_no_veto=False)}),
     "R16": (20, "I3", {"faults": ("shutdown",), "member_rules": RankRules(r16_parting=False)}),
     "links": (
         30, "I7",

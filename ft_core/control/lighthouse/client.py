@@ -43,7 +43,7 @@ from ft_core.settings import DEFAULT_ROOM, PROTOCOL_VERSION, parse_address
 from ft_core.tls_diagnosis import Diagnosis
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping
+    from collections.abc import Collection, Iterator, Mapping
 
     from ft_core.protocol.types import Quorum as PureQuorum
 
@@ -255,6 +255,15 @@ class LighthouseClient:
         """
         return self._status(timeout.total_seconds(), names)
 
+    def watch(self, names: Collection[str] = ()) -> StatusStream:
+        """The same when it has changed, and a few times per second at most, until it is cancelled."""
+        request = pb.StatusRequest(protocol_version=PROTOCOL_VERSION, names=names)
+        method: grpc.UnaryStreamMultiCallable[bytes, bytes] = self._channel.unary_stream(f"/{LIGHTHOUSE}/Watch")
+        try:
+            return StatusStream(method(codec.encode_unary(request), metadata=self._metadata))
+        except ValueError:
+            raise UsageError("this LighthouseClient has been closed") from None
+
     def report_ended(self, replica_id: str, timeout: timedelta = HEARTBEAT_S) -> bool:
         """Report that a process (replica_id), or all of a name, ended. True if the lighthouse knew one."""
         request = pb.ReportRequest(protocol_version=PROTOCOL_VERSION, room=self.room, ended=replica_id)
@@ -307,11 +316,37 @@ class LighthouseClient:
         try:
             return call(request, timeout=timeout_s, metadata=self._metadata if metadata is None else metadata)
         except grpc.RpcError as error:
-            code = status_of(error)
-            kind = _ERRORS.get(code, LighthouseError) if code is not None else LighthouseError
-            raise kind(explain(error)) from None
+            raise _error_of(error) from None
         except ValueError:
             raise UsageError("this LighthouseClient has been closed") from None
+
+
+class StatusStream:
+    """The answers of one `LighthouseClient.watch`. Iterate over it on one thread; `cancel` it on any."""
+
+    def __init__(self, call: Any) -> None:
+        self._call = call
+        self._cancelled = False
+
+    def __iter__(self) -> Iterator[pb.StatusResponse]:
+        """What arrives; ends after `cancel`. Raises what the lighthouse's refusal or absence is."""
+        try:
+            for data in self._call:
+                yield pb.StatusResponse.FromString(data)
+        except grpc.RpcError as error:
+            if not self._cancelled:
+                raise _error_of(error) from None
+
+    def cancel(self) -> None:
+        """End it. Again: no effect."""
+        self._cancelled = True
+        self._call.cancel()
+
+
+def _error_of(error: grpc.RpcError) -> FaultToleranceError:
+    code = status_of(error)
+    kind = _ERRORS.get(code, LighthouseError) if code is not None else LighthouseError
+    return kind(explain(error))
 
 
 def rooms(address: str) -> list[pb.RoomStatus] | None:

@@ -66,9 +66,9 @@ class RoomEvents:
         if max(len(self._seen), len(self._before)) > KEPT:
             for kept in (self._seen, self._lost, self._open, self._before):
                 kept.clear()
-        why = ""
+        why, among = "", frozenset(self._open.get(room.name, NOTHING)[2])
         for event in events:
-            told = self._received(room, event)
+            told = self._received(room, event, among)
             why = why or told
         formed = [effect.quorum for effect in effects if isinstance(effect, Announce)]
         before = self._quorum_over(room, why, now)
@@ -97,8 +97,8 @@ class RoomEvents:
 
     # ------------------------------------------------------------ what was received
 
-    def _received(self, room: Room, event: Event) -> str:
-        """Note an event. Returns why it could end a quorum, as a phrase; '': it could not."""
+    def _received(self, room: Room, event: Event, among: frozenset[str]) -> str:
+        """Note an event. Returns why it could end the quorum of the members `among`, as a phrase; '': it could not."""
         log, name = self._log, room.name
         match event:
             case Hello():
@@ -122,7 +122,7 @@ class RoomEvents:
                 )
                 self._seen[name, event.replica_id] = GOODBYE, f"it said goodbye: {event.reason}"
                 return f"{event.replica_id} left: {event.reason}"
-            case Asked() if event.ask.replica_id in self._open.get(name, NOTHING)[2]:
+            case Asked() if event.ask.replica_id in among:
                 return f"{event.ask.replica_id} asked for the next one: {event.ask.reason}"
             case Incomplete():
                 return event.reason

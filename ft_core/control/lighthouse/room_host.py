@@ -6,8 +6,12 @@ at `room.next_at` and is set anew after every event. Nothing is awaited between 
 
 A lease is one stream with a generation (a counter of this server); only the newest generation of a replica is
 registered. When it ends, the room is told for how long it had been silent, which tells a closed connection from missed
-keepalives. Asks that arrive in one turn of the loop are handed in together, and a reason is told once it has stood for
-REASON_S: a quorum of 256 forms with a handful of decisions and no explanations.
+keepalives.
+
+A decision looks at every replica, so what a thousand of them report within a moment is decided about together: asks
+that arrive in one turn of the loop, and in rooms of more than ALONE replicas everything that comes within
+SETTLE_S_PER_REPLICA, times their number, of the last decision. A message to all is encoded once; a reason is told once
+it has stood for REASON_S.
 
 R15, turbulence. If most leases of a room (and at least TURBULENCE_LEASES) end within TURBULENCE_S, or this process
 itself stood still for longer than the liveness timeout, suspicions prove nothing; the rooms are told before anything
@@ -24,11 +28,12 @@ import logging
 import secrets
 import time
 from collections import deque
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ft_core.access import Tokens
 from ft_core.control.lighthouse.room_events import RoomEvents
+from ft_core.control.lighthouse.room_shell import Lease, RoomShell
 from ft_core.errors import FaultToleranceError, JobFinishedError, ProtocolError, RefusedError, StateLostError
 from ft_core.events.event_log import SILENT
 from ft_core.protocol.lighthouse.events import (
@@ -45,23 +50,25 @@ from ft_core.protocol.lighthouse.events import (
     MemberLost,
     Note,
     Paused,
+    Progress,
     Refuse,
     Superseded,
     Tick,
     Turbulence,
 )
+from ft_core.protocol.lighthouse.pace import renewal_s
 from ft_core.protocol.lighthouse.room import Room
 from ft_core.protocol.lighthouse.room_keeping import MAX_ROOMS, FinishedRooms, replaceable
 from ft_core.protocol.lighthouse.room_view import peers_of
 from ft_core.protocol.pushes import Acked, Busy, Change, Lost, Over, Push, Reason, Refusal, Welcome
 from ft_core.protocol.quorum_ids import QuorumIds, boot_of
-from ft_core.protocol.types import Ask, Quorum
+from ft_core.protocol.types import Ask
 from ft_core.rpc import codec
-from ft_core.rpc.stream_host import Caller, StreamHost
+from ft_core.rpc.stream_host import StreamHost
 from ft_core.settings import DEFAULT_ROOM
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from ft_core.events.event_log import Events
     from ft_core.rpc.loop_server import Stream
@@ -71,52 +78,17 @@ MAX_SIGNATURES = 64
 HELLO_S = 5.0
 """How long an opened stream may take to send its Hello."""
 REASON_S = 0.2
-"""A reason is told once it has stood for this long: while 256 groups arrive, it changes with every one of them."""
+"""A reason is told once it has stood for this long: while many groups arrive, it changes with every one of them."""
+ALONE = 64
+"""In a room of at most so many replicas, what happens is decided about at once."""
+SETTLE_S_PER_REPLICA = 2e-5
+"""About twice what a decision costs for each replica of the room: 20 ms between two decisions about a thousand."""
+PEERS_MAX = 32
+"""As many donors are named to a newcomer: more than it can copy from at the same time."""
 TURBULENCE_S = 0.05
 TURBULENCE_LEASES = 3
 
 _log = logging.getLogger("ft_core.lighthouse")
-
-
-@dataclass
-class Waiter:
-    """A unary Quorum call."""
-
-    seq: int
-    done: asyncio.Future[Quorum]
-
-
-@dataclass
-class RoomShell:
-    """One room, and what is needed to perform what it decides."""
-
-    room: Room
-    leases: dict[str, Lease] = field(default_factory=dict)
-    waiters: dict[str, Waiter] = field(default_factory=dict)
-    timer: asyncio.TimerHandle | None = None
-    reason_timer: asyncio.TimerHandle | None = None
-    asks: list[Asked | Incomplete] = field(default_factory=list)
-    """Asks that arrived in this turn of the loop: handed to the room together, which then decides once."""
-    ends: deque[float] = field(default_factory=lambda: deque(maxlen=1024))
-    turbulent_until: float = 0.0
-    said: str = ""
-    """The last reason that was logged."""
-
-    def stop(self) -> None:
-        """Cancel its timers."""
-        for timer in (self.timer, self.reason_timer):
-            if timer is not None:
-                timer.cancel()
-
-
-@dataclass(eq=False)
-class Lease(Caller):
-    """One open lease stream; its name is the replica_id."""
-
-    shell: RoomShell = field(kw_only=True)
-    generation: int = field(kw_only=True)
-    told: tuple[str, float] = ("", 0.0)
-    """The last reason it was sent."""
 
 
 class Rooms(StreamHost[Lease]):
@@ -148,6 +120,7 @@ class Rooms(StreamHost[Lease]):
         self._boot = secrets.randbits(63)
         entropy = deque(secrets.randbits(16) for _ in range(256))
         self._ids = QuorumIds(boot_of(time.time()), secrets.randbits(16), entropy)
+        self._changed: Callable[[], None] = lambda: None
         self.started = self.now()
         self._forgot_at = self.started - unknown * settings.boot_window_s
         self._finished = FinishedRooms()
@@ -165,6 +138,10 @@ class Rooms(StreamHost[Lease]):
         if self._beat_timer is not None:
             self._beat_timer.cancel()
             self._beat_timer = None
+
+    def on_change(self, changed: Callable[[], None]) -> None:
+        """Have this called after each decision of a room."""
+        self._changed = changed
 
     # ------------------------------------------------------------ rooms
 
@@ -199,29 +176,68 @@ class Rooms(StreamHost[Lease]):
         return [shell for known, shell in self._rooms.items() if name in ("", known)]
 
     def feed(self, shell: RoomShell, *events: Event) -> list[Effect]:
-        """Hand events to a room (after the asks that came before them), perform what follows, set its timer."""
+        """Hand events to a room; decide what follows now, or soon if it has just decided. Returns what followed now."""
         now = self.now()
         self._notice_stall(now)
-        effects = self._decide(shell, events, now)
+        effects = self._take(shell, events, now)
+        if shell.decision is None or now < self._rested_at(shell):
+            return effects
+        return effects + self._settle(shell, now)
+
+    def _take(self, shell: RoomShell, events: Sequence[Event], now: float) -> list[Effect]:
+        """Hand a room events, and perform what follows at once."""
+        effects = shell.room.take(events, now)
+        shell.taken += [event for event in events if not isinstance(event, Progress)]
+        shell.effects += effects
         self._perform(shell, effects)
+        if shell.room.unsettled:
+            self._settle_soon(shell)
+        else:
+            self._arm(shell)
+        return effects
+
+    def _rested_at(self, shell: RoomShell) -> float:
+        """When the next decision may be made."""
+        replicas = len(shell.room.records)
+        return shell.decided_at + SETTLE_S_PER_REPLICA * replicas if replicas > ALONE else 0.0
+
+    def _settle_soon(self, shell: RoomShell) -> None:
+        """Decide at the end of this turn of the loop, or as soon as the room has rested."""
+        if shell.decision is None:
+            when = self._rested_at(shell)
+            loop = asyncio.get_running_loop()
+            if when <= self.now():
+                shell.decision = loop.call_soon(self._settle, shell)
+            else:
+                shell.decision = loop.call_at(when - self._offset, self._settle, shell)
+
+    def _settle(self, shell: RoomShell, now: float | None = None) -> list[Effect]:
+        """Decide what follows from all that a room has taken, perform it, set its timer."""
+        now = self.now() if now is None else now
+        if shell.decision is not None:
+            shell.decision.cancel()
+            shell.decision = None
+        effects = shell.room.settle(now) if shell.room.unsettled else []
+        taken, before = shell.taken, shell.effects
+        shell.taken, shell.effects = [], []
+        self._events.fed(shell.room, taken, before + effects, now)
+        self._perform(shell, effects)
+        self._changed()
+        shell.decided_at = self.now()
         self._arm(shell)
         return effects
 
-    def _decide(self, shell: RoomShell, events: Sequence[Event], now: float, *, first: bool = False) -> list[Effect]:
-        """Hand a room events, and the asks that came: before them, or after the `first` of them."""
-        asks, shell.asks = shell.asks, []
-        taken = (*events, *asks) if first else (*asks, *events)
-        effects = shell.room.handle_all(taken, now)
-        self._events.fed(shell.room, taken, effects, now)
-        return effects
-
     def _arm(self, shell: RoomShell) -> None:
+        """Set the timer to when the room wants to look again, if no decision is coming anyway."""
+        at = shell.room.next_at if shell.decision is None else None
         if shell.timer is not None:
+            if at == shell.timer_at:
+                return
             shell.timer.cancel()
             shell.timer = None
-        if shell.room.next_at is not None:
-            when = shell.room.next_at - self._offset
-            shell.timer = asyncio.get_running_loop().call_at(when, self._on_timer, shell)
+        if at is not None:
+            shell.timer_at = at
+            shell.timer = asyncio.get_running_loop().call_at(at - self._offset, self._on_timer, shell)
 
     def _on_timer(self, shell: RoomShell) -> None:
         shell.timer = None
@@ -295,8 +311,7 @@ class Rooms(StreamHost[Lease]):
         self._events.stood_still(stood_still_s)
         for shell in self._rooms.values():
             if shell.leases:
-                self._perform(shell, self._decide(shell, (Turbulence(),), now, first=True))
-                self._arm(shell)
+                self._take(shell, (Turbulence(),), now)
 
     def _lease_opened(self) -> None:
         if self._beat_timer is None:
@@ -315,8 +330,11 @@ class Rooms(StreamHost[Lease]):
         message = codec.decode_lease_request(data, lease.name, lease.generation)
         match message:
             case codec.Renewal():
-                self.feed(lease.shell, message.progress)
-                lease.stream.send(codec.encode_push(Acked(message.clock_s)))
+                now = self.now()
+                self._notice_stall(now)
+                self._take(lease.shell, (message.progress,), now)
+                pace_s = renewal_s(len(self._callers), self.liveness_s)
+                lease.stream.send(codec.encode_push(Acked(message.clock_s, renew_s=pace_s)))
             case Ask() | Incomplete():
                 self._asked(lease.shell, lease, message)
             case Left():
@@ -335,23 +353,23 @@ class Rooms(StreamHost[Lease]):
         )
         now = self.now()
         self._notice_stall(now)
-        self._perform(shell, self._decide(shell, (), now))
-        effects = self._decide(shell, (hello,), now)
+        effects = shell.room.take((hello,), now)
+        shell.taken.append(hello)
+        shell.effects += effects
+        self._settle_soon(shell)
         mine = (effect for effect in effects if isinstance(effect, Refuse) and effect.to == hello.replica_id)
         refusal = next(mine, None)
         if refusal is not None:
             # Meant for this stream only: another lease may be registered under the same replica_id.
             self.say(shell, f"refused {refusal.to}: {refusal.reason}")
             self._perform(shell, [effect for effect in effects if effect is not refusal])
-            self._arm(shell)
             return _refusal(refusal)
         lease = Lease(hello.replica_id, stream, shell=shell, generation=hello.generation)
         self._enter(lease, shell.leases, hello.replica_id)
         self._lease_opened()
-        peers = peers_of(shell.room.current, shell.room.last_quorum, shell.room.records, hello.replica_id)
+        peers = peers_of(shell.room.current, shell.room.last_quorum, shell.room.records, hello.replica_id, PEERS_MAX)
         stream.send(codec.encode_push(Welcome(self.liveness_s, peers, self._boot)))
         self._perform(shell, effects)
-        self._arm(shell)
         return lease
 
     def _ended(self, lease: Lease) -> None:
@@ -368,11 +386,11 @@ class Rooms(StreamHost[Lease]):
             self.feed(shell, Turbulence())
 
     def _asked(self, shell: RoomShell, lease: Lease, ask: Ask | Incomplete) -> None:
-        if not shell.asks:
-            asyncio.get_running_loop().call_soon(self.feed, shell)
         if isinstance(ask, Ask) and ask.signature_lines:
             ask = replace(ask, signature_lines=self._share_signature(ask.signature, ask.signature_lines))
-        shell.asks.append(Asked(ask, lease.generation) if isinstance(ask, Ask) else ask)
+        now = self.now()
+        self._notice_stall(now)
+        self._take(shell, (Asked(ask, lease.generation) if isinstance(ask, Ask) else ask,), now)
         lease.told = ("", 0.0)
         self._explain_soon(shell)
 

@@ -15,7 +15,9 @@ import asyncio
 from typing import TYPE_CHECKING, NoReturn
 
 from ft_core.control.lighthouse.orders import send_order
-from ft_core.control.lighthouse.room_host import Rooms, RoomShell, Waiter
+from ft_core.control.lighthouse.room_host import Rooms
+from ft_core.control.lighthouse.room_shell import RoomShell, Waiter
+from ft_core.control.lighthouse.watchers import Watchers
 from ft_core.errors import FaultToleranceError, JobFinishedError, ProtocolError, RefusedError
 from ft_core.protocol.lighthouse.events import Asked, Ended, GivenUp, Hello, LeaseEnded, Left, Progress, Refuse, Reopen
 from ft_core.protocol.lighthouse.view import Life
@@ -28,6 +30,7 @@ from ft_core.settings import DEFAULT_ROOM
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
 
+    from ft_core.control.lighthouse.room_host import Rooms
     from ft_core.protocol.lighthouse.events import Effect
     from ft_core.protocol.lighthouse.room import Room
     from ft_core.rpc.stream_host import Context
@@ -48,6 +51,8 @@ class Calls:
         self._seq = 0
         self._silences: dict[tuple[str, str], asyncio.TimerHandle] = {}
         """By room and replica_id: when a client that makes no more calls is taken to have left."""
+        self._watchers = Watchers(rooms, self._known)
+        rooms.on_change(self._watchers.changed)
 
     def __repr__(self) -> str:
         return f"Calls(waiting={sum(len(shell.waiters) for shell in self._rooms.chosen(''))})"
@@ -58,7 +63,10 @@ class Calls:
             "Quorum": self._quorum, "Heartbeat": self._heartbeat, "Status": self._status, "Report": self._report,
             "Drain": self._drain, "Kill": self._kill, "Reopen": self._reopen,
         }  # fmt: skip
-        return {name: grpc.unary_unary_rpc_method_handler(method) for name, method in methods.items()}
+        handlers: dict[str, grpc.RpcMethodHandler[bytes, bytes]] = {
+            name: grpc.unary_unary_rpc_method_handler(method) for name, method in methods.items()
+        }
+        return {**handlers, "Watch": grpc.unary_stream_rpc_method_handler(self._watchers.serve)}
 
     def close(self) -> None:
         """Cancel all timers."""
@@ -114,7 +122,7 @@ class Calls:
         current = shell.room.current
         ask = Ask(
             replica_id=replica_id, seq=self._seq, version=Version(request.step, 0),
-            quorum_id=current.quorum_id if current and replica_id in current.members else 0,
+            quorum_id=current.quorum_id if current and replica_id in current.among else 0,
             group_world_size=max(1, request.world_size), store_address=request.store_address, address=request.address,
             shrink_only=request.shrink_only, commit_failures=request.commit_failures, data=request.data,
             from_scratch=True,  # what a step is, is such a client's business
@@ -176,7 +184,7 @@ class Calls:
                 )
                 return codec.encode_unary(pb.ReportResponse(rooms=1))
             for shell in self._rooms.chosen(request.room):
-                if any(request.ended in (i, r.hello.name) for i, r in shell.room.records.items()):
+                if shell.room.called((request.ended,)):
                     known += 1
                     self._rooms.feed(shell, Ended(request.ended))
             return codec.encode_unary(pb.ReportResponse(rooms=known))
@@ -213,17 +221,18 @@ class Calls:
 
     async def _status(self, data: bytes, context: Context) -> bytes:
         def work() -> bytes:
-            request = codec.decode_unary(pb.StatusRequest, data)
-            now = self._rooms.now()
-            answer = pb.StatusResponse(
-                release=release(),
-                uptime_ms=int((now - self._rooms.started) * 1000),
-                liveness_ms=int(self._rooms.liveness_s * 1000),
-                rooms=[room_status(shell.room, now, request.names) for shell in self._rooms.chosen(request.room)],
-            )
-            return codec.encode_unary(answer)
+            return codec.encode_unary(self._known(codec.decode_unary(pb.StatusRequest, data)))
 
         return await self._unary(context, work)
+
+    def _known(self, request: pb.StatusRequest) -> pb.StatusResponse:
+        now = self._rooms.now()
+        return pb.StatusResponse(
+            release=release(),
+            uptime_ms=int((now - self._rooms.started) * 1000),
+            liveness_ms=int(self._rooms.liveness_s * 1000),
+            rooms=[room_status(shell.room, now, request.names) for shell in self._rooms.chosen(request.room)],
+        )
 
 
 def _refusal_of(replica_id: str, effects: Sequence[Effect]) -> RefusedError | JobFinishedError | None:
@@ -244,13 +253,14 @@ def room_status(room: Room, now: float, names: Collection[str] = ()) -> pb.RoomS
     """One room as it is; with `names`, only its replicas of these names."""
     current = room.current
     members = current.members if current else ()
-    shown = {i: r for i, r in room.records.items() if not names or r.hello.name in names or i in names}
+    among = current.among if current else frozenset()
+    shown = room.called(names) if names else room.records
     return pb.RoomStatus(
         room=room.name,
         quorum_id=current.quorum_id if current else 0,
         members=() if names else members,
         member_count=len(members),
-        reason=room.reason if any(r.ask is not None for r in room.records.values()) else "",
+        reason=room.reason,
         closed=room.closed,
         given_up=room.expected.given_up,
         replicas=[
@@ -261,7 +271,7 @@ def room_status(room: Room, now: float, names: Collection[str] = ()) -> pb.RoomS
                 step=max(record.step, 0),
                 phase=record.phase,
                 asking=record.ask is not None,
-                member=replica_id in members,
+                member=replica_id in among,
                 stable=pb.Version(step=record.stable.step, quorum_id=record.stable.quorum_id),
                 paused_ms=max(0, int((record.paused_until - now) * 1000)),
                 committed=record.committed,

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ft_core.protocol.lighthouse.events import Refuse
+from ft_core.protocol.lighthouse.events import Hello, Refuse
 from ft_core.protocol.lighthouse.model_signature import RoomSignature, difference
 from ft_core.protocol.lighthouse.view import ABSENT, Life
 from ft_core.settings import MAX_REPLICAS
@@ -22,7 +22,7 @@ from ft_core.settings import MAX_REPLICAS
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
 
-    from ft_core.protocol.lighthouse.events import Hello, Left
+    from ft_core.protocol.lighthouse.events import Left
     from ft_core.protocol.lighthouse.record import Record
     from ft_core.protocol.lighthouse.rules import Rules
     from ft_core.protocol.types import Ask, Version
@@ -33,6 +33,8 @@ class Refusals:
 
     def __init__(self) -> None:
         self._signature: RoomSignature | None = None
+        self._size = 0
+        """The number of ranks that each group has which asks or is in the quorum; 0: it has to be looked up."""
 
     def __repr__(self) -> str:
         return f"Refusals({self._signature.holder if self._signature else 'no signature known'})"
@@ -88,6 +90,46 @@ class Refusals:
             self._signature = RoomSignature(signature, lines, replica_id)
         return []
 
+    def of_ask(
+        self,
+        ask: Ask,
+        strange: str,
+        records: Mapping[str, Record],
+        quorum_id: int,
+        members: Collection[str],
+        rules: Rules,
+    ) -> list[Refuse]:
+        """Refuse an ask, or those who cannot stay beside who asks so; the arguments as in the other two."""
+        refused = [Refuse(ask.replica_id, strange)] if strange else self.of_signature(ask, records, quorum_id, rules)
+        if any(refusal.to == ask.replica_id for refusal in refused):
+            return refused
+        return refused + self.of_sizes(ask, records, members)
+
+    def of_sizes(self, shown: Hello | Ask, records: Mapping[str, Record], members: Collection[str]) -> list[Refuse]:
+        """Refuse groups that cannot stay in the room now that one of this size is there.
+
+        All groups of a job are of one size, and this is asked with each of their messages: the others are looked at
+        only if it is another one than the last time. What a client of the unary calls has is known when it asks.
+
+        Args:
+            shown: what the group presents of itself.
+            records: of the room.
+            members: of the quorum in force.
+        """
+        size = shown.group_world_size
+        if size == self._size:
+            return []
+        self._size = 0
+        if isinstance(shown, Hello) and shown.unary:
+            return []
+        refused, differ = _of_sizes(shown.replica_id, size, records, members)
+        self._size = 0 if differ else size
+        return refused
+
+    def forget_size(self) -> None:
+        """Somebody may be in the quorum, or ask, whose size was not compared."""
+        self._size = 0
+
 
 def _of_identity(hello: Hello, records: Mapping[str, Record], closed: str) -> Refuse | None:
     """A closed room takes nobody new, and an id is taken as long as its process may live."""
@@ -114,7 +156,7 @@ def _of_identity(hello: Hello, records: Mapping[str, Record], closed: str) -> Re
 
 def _of_places(hello: Hello, records: Mapping[str, Record]) -> Refuse | None:
     """A newcomer needs a place in a quorum. A process that takes the place of an earlier one of its name has one."""
-    if hello.quorum_id or hello.replica_id in records:
+    if hello.quorum_id or hello.replica_id in records or len(records) < MAX_REPLICAS:
         return None
     names = {r.hello.name or i for i, r in records.items() if r.life is Life.UP}
     if len(names) < MAX_REPLICAS or (hello.name or hello.replica_id) in names:
@@ -127,7 +169,7 @@ def _of_places(hello: Hello, records: Mapping[str, Record]) -> Refuse | None:
 
 
 def earlier_process(hello: Hello, records: Mapping[str, Record]) -> str:
-    """Another admitted, living replica of the same name; '' if there is none."""
+    """Another admitted, living replica of the same name; '' if there is none. `records`: all of that name."""
     for replica_id, other in records.items():
         same = other.hello.name == hello.name and replica_id != hello.replica_id
         if same and hello.name and not hello.unary and other.life is Life.UP and not other.same_name_until:
@@ -157,15 +199,10 @@ def too_late(records: Mapping[str, Record], reason: str, finished: Version) -> l
     return [Refuse(i, reason, finished=True) for i in sorted(waiting)]
 
 
-def of_sizes(replica_id: str, size: int, records: Mapping[str, Record], members: Collection[str]) -> list[Refuse]:
-    """Refuse groups that cannot stay in the room now that one of `size` ranks is there.
-
-    Args:
-        replica_id: that group.
-        size: its number of ranks.
-        records: of the room.
-        members: of the quorum in force.
-    """
+def _of_sizes(
+    replica_id: str, size: int, records: Mapping[str, Record], members: Collection[str]
+) -> tuple[list[Refuse], bool]:
+    """Who is refused, and whether there are groups of different sizes."""
     others = {
         i: r.hello.group_world_size
         for i, r in records.items()
@@ -173,10 +210,10 @@ def of_sizes(replica_id: str, size: int, records: Mapping[str, Record], members:
     }
     differing = sorted(i for i, other in others.items() if other != size)
     if not differing:
-        return []
+        return [], False
     if replica_id not in members:
-        return [Refuse(replica_id, _other_size(replica_id, size, differing[0], others[differing[0]]))]
-    return [Refuse(i, _other_size(i, others[i], replica_id, size)) for i in differing if i not in members]
+        return [Refuse(replica_id, _other_size(replica_id, size, differing[0], others[differing[0]]))], True
+    return [Refuse(i, _other_size(i, others[i], replica_id, size)) for i in differing if i not in members], True
 
 
 def _other_size(replica_id: str, size: int, other_id: str, other: int) -> str:

@@ -30,7 +30,7 @@ DELAY_MAX_S = 30.0
 COSTS = 10
 """Who is held back waits at least so many times as long as the others lost by its last attempt, up to COSTLY_MAX_S."""
 COSTLY_MAX_S = 600.0
-MAX_NAMES = 1024
+MAX_NAMES = 4096
 
 
 class BuildLog:

@@ -20,7 +20,7 @@ CRASH_FREE = 2
 """So many crashes cost a newcomer nothing; from then on its candidacy is delayed, doubling."""
 CRASH_DELAY_S = 1.0
 CRASH_DELAY_MAX_S = 30.0
-MAX_NAMES = 1024
+MAX_NAMES = 4096
 MAX_CRASHES = 16
 
 

@@ -24,6 +24,9 @@ if TYPE_CHECKING:
     from ft_core.protocol.types import Ask, Quorum
 
 
+NOBODY: frozenset[str] = frozenset()
+
+
 class CurrentQuorum:
     """The quorum in force in one room; none before the first."""
 
@@ -38,6 +41,8 @@ class CurrentQuorum:
         """The last quorum_id that was taken as ended because all connections closed before a commit was reported."""
         self.waiting: frozenset[str] = frozenset()
         """Joiners for whom its members were last asked to agree on a new one: once per set. None of its members."""
+        self._began_at = 0
+        """The newest step that a member of `formed` came with."""
         self._failed = 0
         """The quorum_id that a member last reported as broken."""
         self._told = 0
@@ -51,8 +56,13 @@ class CurrentQuorum:
         """Its members; empty: there is none."""
         return self.value.members if self.value is not None else ()
 
-    def validate(self, table: ReplicaTable) -> None:
-        """Raise AssertionError unless what the fields promise holds."""
+    @property
+    def among(self) -> frozenset[str]:
+        """Its members, to be looked up in: a list of a thousand takes as long to search as a message to decode."""
+        return self.value.among if self.value is not None else NOBODY
+
+    def validate(self, table: ReplicaTable, *, settled: bool = True) -> None:
+        """Raise AssertionError unless what the fields promise holds. `settled`: all consequences are drawn."""
         value = self.value
         if value is None:
             assert self.formed is None
@@ -61,7 +71,7 @@ class CurrentQuorum:
             return
         assert len({*value.members}) == len(value.members) > 0
         assert not self.waiting.intersection(value.members)
-        assert value.ended or all(record.life is not Life.GONE for record in table.named(value.members))
+        assert value.ended or not settled or all(record.life is not Life.GONE for record in table.named(value.members))
         if self.formed is not None and self.formed.quorum_id == value.quorum_id:
             assert self.formed.ids == value.members, "one id, two lists"
             assert all(replica_id in table.records for replica_id in value.members)
@@ -72,6 +82,7 @@ class CurrentQuorum:
         """A quorum was formed."""
         self.value, self.formed = Current(quorum.quorum_id, quorum.ids, ended=False), quorum
         self.trained, self.waiting = False, frozenset()
+        self._began_at = max(0, *(member.version.step for member in quorum.members))
 
     def adopt(self, quorum_id: int, members: tuple[str, ...], now: float, *, ended: bool) -> None:
         """A quorum that was formed by another lighthouse, or before this one was started, was presented (R9)."""
@@ -103,7 +114,7 @@ class CurrentQuorum:
     def is_left_by(self, ask: Ask, answered: tuple[int, Quorum] | None) -> bool:
         """Whether a replica that asks so leaves it. `answered`: its last ask and the quorum that answered that."""
         value = self.value
-        if value is None or ask.replica_id not in value.members:
+        if value is None or ask.replica_id not in value.among:
             return False
         if ask.quorum_id >= value.quorum_id:
             return True
@@ -124,11 +135,11 @@ class CurrentQuorum:
 
     def was_reported_failed(self, replica_id: str) -> bool:
         """Whether a member has reported that the quorum broke which this replica is in."""
-        return self.value is not None and replica_id in self.value.members and self._failed == self.value.quorum_id
+        return self.value is not None and replica_id in self.value.among and self._failed == self.value.quorum_id
 
     def report_step(self, replica_id: str, step: int) -> None:
         """A replica reports its step: perhaps one that was committed in this quorum."""
         value, formed = self.value, self.formed
         if not self.trained and formed is not None and value is not None:
-            same = formed.quorum_id == value.quorum_id and replica_id in value.members
-            self.trained = same and step > max(0, *(m.version.step for m in formed.members))
+            same = formed.quorum_id == value.quorum_id and replica_id in value.among
+            self.trained = same and step > self._began_at

@@ -14,13 +14,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from ft_core.settings import MAX_REPLICAS
+
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
     from ft_core.protocol.lighthouse.events import Hello
     from ft_core.protocol.types import Version
 
-MAX_GIVEN_UP = 256
+MAX_GIVEN_UP = MAX_REPLICAS
 
 
 class ExpectedGroups:

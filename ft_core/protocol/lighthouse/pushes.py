@@ -11,11 +11,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ft_core.protocol.lighthouse.events import ChangePending, MemberLost, Paused, Superseded
-from ft_core.protocol.lighthouse.view import Current, Life
+from ft_core.protocol.lighthouse.events import ChangePending, MemberLost, Note, Paused, Superseded
+from ft_core.protocol.lighthouse.view import Current, Formed, Life
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Collection, Mapping
 
     from ft_core.protocol.lighthouse.record import Record
     from ft_core.protocol.types import Ask, Version
@@ -25,7 +25,7 @@ def pauses_to_peers(
     current: Current | None, replica_id: str, records: Mapping[str, Record], now: float
 ) -> list[Paused]:
     """The other members learn that a member is busy, and for how long at most; or that it is back."""
-    if current is None or replica_id not in current.members:
+    if current is None or replica_id not in current.among:
         return []
     record = records[replica_id]
     record.pause_told = True
@@ -35,11 +35,27 @@ def pauses_to_peers(
     return [Paused(peers, current.quorum_id, replica_id, max(0.0, record.paused_until - now))] if peers else []
 
 
+def pauses_of_members(current: Current | None, records: Mapping[str, Record], now: float) -> list[Paused]:
+    """The members of a quorum just formed learn who asked from inside a step, and is busy now."""
+    busy = [i for i in (current.members if current is not None else ()) if records[i].paused_until > now]
+    return [paused for replica_id in busy for paused in pauses_to_peers(current, replica_id, records, now)]
+
+
+def left_out(formed: Formed, records: Mapping[str, Record]) -> list[Note | Superseded]:
+    """Members that a new quorum did not wait for learn that theirs is over."""
+    out: list[Note | Superseded] = []
+    for replica_id, why in formed.left_out.items():
+        if not records[replica_id].stalled:
+            out.append(Note(why))
+        out.append(Superseded(replica_id, records[replica_id].hello.quorum_id))
+    return out
+
+
 def pauses_to_member(
     current: Current | None, replica_id: str, records: Mapping[str, Record], now: float
 ) -> list[Paused]:
     """A member whose lease is open (again) learns what its peers announced, and they what it announced."""
-    if current is None or replica_id not in current.members:
+    if current is None or replica_id not in current.among:
         return []
     out: list[Paused] = []
     for member in current.members:
@@ -79,7 +95,7 @@ def joiners(current: Current | None, records: Mapping[str, Record], held: Mappin
     """
     return frozenset(
         i for i, r in records.items() if current is not None and r.ask is not None and r.life is Life.UP
-        and i not in current.members and not r.ask.shrink_only and i not in held
+        and i not in current.among and not r.ask.shrink_only and i not in held
     )  # fmt: skip
 
 
@@ -95,21 +111,32 @@ def change_pending(
     return [ChangePending(members, current.quorum_id, reason)] if members else []
 
 
-def departure(ask: Ask, current: Current, records: Mapping[str, Record], *, first: bool) -> list[MemberLost]:
+def departure(
+    ask: Ask, current: Current, records: Mapping[str, Record], leaseless: Collection[str], *, first: bool
+) -> list[MemberLost]:
     """A member leaves the current quorum by asking. If its data plane broke, that speaks against who has no lease.
 
     The others may wait for it where no closed connection shows it, as while a process group is built; also for one that
     asked again before it had the answer that put it into the current quorum, which it never enters. They are notified
     once per quorum (`first`): every member of a broken one asks, and a push to all for each is quadratic.
+
+    Args:
+        ask: the member's.
+        current: the quorum that it leaves.
+        records: of the room.
+        leaseless: replica_ids among which everybody is whose connection closed, or who was never seen.
+        first: of the quorum's members.
     """
-    for replica_id in current.members if ask.failed else ():
+    for replica_id in leaseless if ask.failed else ():
         peer = records.get(replica_id)
-        if peer is not None and peer.life in (Life.CLOSED, Life.UNKNOWN):
+        if replica_id in current.among and peer is not None and peer.life in (Life.CLOSED, Life.UNKNOWN):
             peer.peer_reported_failure = True
+    if not first:
+        return []
     living = {i: r for i in current.members if (r := records.get(i)) is not None and r.life is Life.UP}
     others = tuple(i for i, r in living.items() if i != ask.replica_id and r.ask is None)
     lost = MemberLost(others, current.quorum_id, (ask.replica_id,), failed=ask.failed)
-    return [lost] if first and others else []
+    return [lost] if others else []
 
 
 def superseded(quorum_id: int, records: Mapping[str, Record]) -> list[Superseded]:

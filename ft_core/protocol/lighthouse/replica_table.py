@@ -23,7 +23,7 @@ from ft_core.protocol.types import UNTRAINED
 from ft_core.settings import MAX_REPLICAS
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping
+    from collections.abc import Collection, Iterable, Mapping
 
     from ft_core.protocol.lighthouse.events import Effect, Hello, LeaseEnded
     from ft_core.protocol.lighthouse.rules import Rules
@@ -34,7 +34,7 @@ SAME_NAME_LIVENESS = 1.5
 """Liveness timeouts after which an earlier process of a newcomer's name is known to live, if it has not gone silent."""
 ENDED_HINT_GRACES = 5
 """Graces for which a supervisor's report about a name is remembered while the lease of that process still stands."""
-CLOSED_BEFORE = 0.75
+CLOSED_BEFORE = 0.9
 """A lease that ends within so many liveness timeouts of its last message was closed; any later end is silence.
 
 Keepalives go unanswered for a whole liveness timeout before they end a lease. A lease that ends sooner was closed: by
@@ -54,6 +54,10 @@ class ReplicaTable:
         """Until then replicas that were never seen are unknown, not missed (R9). It only moves ahead."""
         self._settings = settings
         self._records: dict[str, Record] = {}
+        self._called: dict[str, dict[str, Record]] = {}
+        """The same records by the replicas' names."""
+        self.leaseless: dict[str, None] = {}
+        """Everybody whose connection closed, or who was never seen, and perhaps others."""
         self._absences = Absences(settings, boot_at)
         self._crashes = CrashLog()
 
@@ -70,6 +74,10 @@ class ReplicaTable:
         assert len(self._records) <= MAX_RECORDS
         for replica_id, record in self._records.items():
             record.validate(replica_id)
+            assert self._called[record.hello.name][replica_id] is record
+            assert replica_id in self.leaseless or record.life not in (Life.CLOSED, Life.UNKNOWN)
+        assert sum(len(called) for called in self._called.values()) == len(self._records)
+        assert self.leaseless.keys() <= self._records.keys()
 
     # ------------------------------------------------------------ looking up
 
@@ -82,6 +90,15 @@ class ReplicaTable:
         """The record of a replica whose lease runs on this stream."""
         record = self.of_stream(replica_id, generation)
         return record if record is not None and record.life is Life.UP else None
+
+    def called(self, names: Iterable[str]) -> dict[str, Record]:
+        """The records of these names or replica_ids."""
+        found: dict[str, Record] = {}
+        for name in names:
+            found |= self._called.get(name, {})
+            if name in self._records:
+                found[name] = self._records[name]
+        return found
 
     def named(self, members: Collection[str]) -> list[Record]:
         """The records of those that are known."""
@@ -111,19 +128,41 @@ class ReplicaTable:
                 return None
             record = Record(hello, Life.UP, now, hello.stable, hello.generation)
             record.admitted_at = self._crashes.not_before(hello.name, now)
-            if earlier_process(hello, self._records):
+            if earlier_process(hello, self._called.get(hello.name, {})):
                 record.same_name_until = now + SAME_NAME_LIVENESS * hello.liveness_s
                 record.admitted_at = max(record.admitted_at, record.same_name_until)
-            self._records[hello.replica_id] = record
+            self._add(hello.replica_id, record)
         else:
             if record.is_other_process(hello):
                 record.succeeded()  # the predecessor closed its connection: nothing is left of that one
+            if hello.name != record.hello.name:
+                self._call(record, hello.name)
             record.hello, record.generation = hello, hello.generation
+            self.leaseless.pop(hello.replica_id, None)
             record.stable = max(record.stable, hello.stable)
             if record.life is not Life.UP:
                 self._returns(record, now, member=hello.replica_id in members)
         record.opens(hello, now)
         return record
+
+    def _add(self, replica_id: str, record: Record) -> None:
+        self._records[replica_id] = record
+        self._called.setdefault(record.hello.name, {})[replica_id] = record
+        if record.life is Life.UNKNOWN:
+            self.leaseless[replica_id] = None
+
+    def _drop(self, replica_id: str) -> None:
+        self._call(self._records.pop(replica_id), "")
+        self.leaseless.pop(replica_id, None)
+
+    def _call(self, record: Record, name: str) -> None:
+        """It has another name from now on; '': it has none, and is forgotten."""
+        called = self._called[record.hello.name]
+        del called[record.hello.replica_id]
+        if not called:
+            del self._called[record.hello.name]
+        if name:
+            self._called.setdefault(name, {})[record.hello.replica_id] = record
 
     def _returns(self, record: Record, now: float, *, member: bool) -> None:
         """A replica without a lease has one again."""
@@ -136,7 +175,7 @@ class ReplicaTable:
         """Make a record of each member of a presented quorum that was not seen under this boot (R9)."""
         for replica_id in members:
             if replica_id not in self._records and len(self._records) < MAX_RECORDS:
-                self._records[replica_id] = Record.unseen(replica_id, presenter, now)
+                self._add(replica_id, Record.unseen(replica_id, presenter, now))
 
     def lease_ended(self, event: LeaseEnded, now: float, *, broken: bool) -> list[Note]:
         """A lease stream ended without a goodbye. `broken`: a member reported that its quorum has failed."""
@@ -147,6 +186,7 @@ class ReplicaTable:
             return [self._ended(event.replica_id, record, now)]
         closed = event.silence_s < CLOSED_BEFORE * record.hello.liveness_s
         record.life, record.since = (Life.CLOSED if closed else Life.MISSED), now
+        self.leaseless[event.replica_id] = None
         # Whose collectives failed may have reported it before this stream ended: it is the second witness all the same.
         record.peer_reported_failure, record.ask = broken and record.ask is None, None
         # What a closed connection amounts to is noted when it is known (`age`).
@@ -154,7 +194,7 @@ class ReplicaTable:
 
     def reported_ended(self, name: str, now: float) -> list[Note]:
         """A supervisor saw the end of a process: of this replica_id, or of every process of this name."""
-        named = {i: r for i, r in self._records.items() if name in (i, r.hello.name)}
+        named = self.called((name,))
         # The report about a name can arrive after its next incarnation, whose lease then stands: that one is not meant.
         # But the report can also be faster than the end of the lease that it is about.
         slow = any(r.life not in (Life.UP, Life.GONE) for r in named.values())
@@ -178,9 +218,9 @@ class ReplicaTable:
         self._absences.turbulent_until = self.boot_until
         return Note("most connections dropped together: waiting for them to come back before believing any death")
 
-    def announce_losses_again(self, members: Collection[str]) -> None:
+    def announce_losses_again(self, members: Iterable[Record]) -> None:
         """Not all members may have received what was announced of the others."""
-        for record in self.named(members):
+        for record in members:
             if not record.agreed:
                 record.loss_announced = False
 
@@ -199,9 +239,11 @@ class ReplicaTable:
         looks: list[float] = []
         closed = sum(record.life is not Life.UP for record in self.named(members))
         for replica_id, record in list(self._records.items()):
+            if record.life is Life.UP and not record.same_name_until:
+                continue  # nearly all: there is nothing to find out about them
             if record.same_name_until:
                 if earlier := self._outlived_by(record, now):
-                    del self._records[replica_id]
+                    self._drop(replica_id)
                     out.append(same_name(earlier, record.hello))
                     continue
                 looks.append(record.same_name_until)
@@ -211,8 +253,12 @@ class ReplicaTable:
             looks += at
             if life is not record.life:
                 out += self._turn(replica_id, record, life, now)
+            if replica_id in self.leaseless and record.life not in (Life.CLOSED, Life.UNKNOWN):
+                del self.leaseless[replica_id]
             if replica_id not in members and forgotten(record, now):
-                del self._records[replica_id]
+                self._drop(replica_id)
+        if self._records:
+            looks.append(self._absences.doubt_until)
         return out, looks
 
     def _turn(self, replica_id: str, record: Record, life: Life, now: float) -> list[Note]:
@@ -228,11 +274,14 @@ class ReplicaTable:
 
         The newcomer is admitted as soon as there is none.
         """
-        earlier = earlier_process(record.hello, self._records)
+        earlier = earlier_process(record.hello, self._called[record.hello.name])
         if not earlier:
             record.same_name_until, record.admitted_at = 0.0, self._crashes.not_before(record.hello.name, now)
         return earlier if now >= record.same_name_until else ""
 
     def _evict(self, members: Collection[str]) -> bool:
         """Forget somebody for a newcomer. False: everybody may be needed."""
-        return self._records.pop(least_needed(self._records, members), None) is not None
+        least = least_needed(self._records, members)
+        if least:
+            self._drop(least)
+        return bool(least)

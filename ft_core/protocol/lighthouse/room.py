@@ -1,6 +1,6 @@
 """`Room`: one quorum namespace of a lighthouse, and the only mutator of what is known about it. Pure.
 
-How it works. `Room.handle(event, now)` changes the records (`replica_table`), then `_settle` draws all consequences:
+How it works. `Room.handle(event, now)` changes the records (`replica_table`), then `settle` draws all consequences:
 leases that stay closed become losses, losses are announced to the quorum they belonged to, and
 `quorum_rule.decide` is asked whether the next quorum may form. What the shell must do comes back as effects, in order;
 `Room.next_at` is the instant at which to call `handle(Tick(), now)` if nothing happens before. There is no polling.
@@ -17,7 +17,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from ft_core.protocol.lighthouse.admission import Refusals, closed_by, of_sizes, too_late
+from ft_core.protocol.lighthouse.admission import Refusals, closed_by, too_late
 from ft_core.protocol.lighthouse.build_backoff import BuildLog
 from ft_core.protocol.lighthouse.claims import Claims
 from ft_core.protocol.lighthouse.current_quorum import CurrentQuorum
@@ -44,22 +44,23 @@ from ft_core.protocol.lighthouse.events import (
     formed_note,
 )
 from ft_core.protocol.lighthouse.expected_groups import ExpectedGroups
+from ft_core.protocol.lighthouse.joining import Joining
 from ft_core.protocol.lighthouse.lost_state import not_again
 from ft_core.protocol.lighthouse.pushes import (
-    change_pending,
     departure,
-    joiners,
+    left_out,
     losses,
+    pauses_of_members,
     pauses_to_member,
     pauses_to_peers,
     superseded,
 )
-from ft_core.protocol.lighthouse.quorum_rule import decide, due
+from ft_core.protocol.lighthouse.quorum_rule import decide
 from ft_core.protocol.lighthouse.reachability import Reachability
-from ft_core.protocol.lighthouse.reasons import late
 from ft_core.protocol.lighthouse.replica_table import ReplicaTable
 from ft_core.protocol.lighthouse.room_view import view_of
 from ft_core.protocol.lighthouse.rules import Rules
+from ft_core.protocol.lighthouse.stalled import note_stalled
 from ft_core.protocol.lighthouse.unary_clients import keeps_id
 from ft_core.protocol.lighthouse.view import Current, Formed, Life, NotReady, View
 from ft_core.protocol.pauses import differs
@@ -122,6 +123,10 @@ class Room:
         self._news = News()
         """Knows whether anybody asks."""
         self._builds = BuildLog()
+        self._joining = Joining()
+        self.unsettled = False
+        """Something was taken whose consequences are not drawn yet: `settle` has to follow."""
+        self._announce_again = False
 
     def __repr__(self) -> str:
         current = f"{self.current.quorum_id:#x} of {len(self.current.members)}" if self.current else "none"
@@ -132,6 +137,10 @@ class Room:
     def records(self) -> Mapping[str, Record]:
         """The record of each replica; to be looked at only."""
         return self._table.records
+
+    def called(self, names: Iterable[str]) -> Mapping[str, Record]:
+        """The records of these names or replica_ids, likewise."""
+        return self._table.called(names)
 
     @property
     def current(self) -> Current | None:
@@ -151,10 +160,11 @@ class Room:
     def validate(self) -> None:
         """Raise AssertionError unless what the fields promise holds; tests call it after each event."""
         self._table.validate()
-        self._quorum.validate(self._table)
+        self._quorum.validate(self._table, settled=not self.unsettled)
         assert self.current is None or self._ids.knows(self.current.quorum_id)
         assert self.reason or not (self.held or self.paused_until)
-        assert self._news.asked_for == any(record.ask is not None for record in self.records.values())
+        asked_for = any(record.ask is not None for record in self.records.values())
+        assert self.unsettled or self._news.asked_for == asked_for
 
     def handle(self, event: Event, now: float) -> list[Effect]:
         """Apply one event and everything that follows from it. Returns the effects to perform, in order."""
@@ -162,12 +172,14 @@ class Room:
 
     def handle_all(self, events: Iterable[Event], now: float) -> list[Effect]:
         """Apply events that arrived together, then draw the consequences once (a decision looks at every replica)."""
+        out = self.take(events, now)
+        return out + self.settle(now) if self.unsettled else out
+
+    def take(self, events: Iterable[Event], now: float) -> list[Effect]:
+        """Apply events whose consequences `settle` draws later, with those of others: refusals come at once."""
         out: list[Effect] = []
-        settle = False
         for event in events:
-            settle = self._apply(event, now, out) or settle
-        if settle:
-            self._settle(now, out)
+            self.unsettled = self._apply(event, now, out) or self.unsettled
         return out
 
     def _apply(self, event: Event, now: float, out: list[Effect]) -> bool:
@@ -198,10 +210,10 @@ class Room:
                 pass
         return True
 
-    # ------------------------------------------------------------ events
-
     def _on_hello(self, hello: Hello, now: float, out: list[Effect]) -> None:
         replica_id = hello.replica_id
+        if self.current is not None and hello.members == self.current.members:
+            hello = replace(hello, members=self.current.members)  # one list, not one of a thousand names per member
         strange = self._ids.take(**hello.ids)
         known = self.records.get(replica_id)
         same = known is not None and known.hello.incarnation == hello.incarnation
@@ -223,11 +235,11 @@ class Room:
         self._claims.reported(record, max(hello.version, hello.stable))
         if replica_id in self._members:  # what was pushed while it had no lease is lost; pushes are idempotent
             self._quorum.waiting = frozenset()
-            self._table.announce_losses_again(self._members)
+            self._announce_again = True
         self._present(hello, record, now, out)
         if self.rules.pauses_told:
             out += pauses_to_member(self.current, replica_id, self.records, now)
-        if not hello.unary and self._refuse_sizes(replica_id, hello.group_world_size, out):
+        if self._refuse(replica_id, self._refusals.of_sizes(hello, self.records, self._members), out):
             record.goes(now)  # it gets no lease whose end could be noticed
             return
         answer = record.answered[1].quorum_id if record.answered else 0
@@ -238,14 +250,8 @@ class Room:
     def _ask_refused(self, ask: Ask, record: Record, out: list[Effect]) -> bool:
         """Whether this ask is not taken."""
         strange = self._ids.take(quorum_id=ask.quorum_id, version_quorum_id=ask.version.quorum_id)
-        refused = [Refuse(ask.replica_id, strange)] if strange else []
-        refused = refused or self._refusals.of_signature(ask, self.records, record.hello.quorum_id, self.rules)
-        size = ask.group_world_size
-        return self._refuse(ask.replica_id, refused, out) or self._refuse_sizes(ask.replica_id, size, out)
-
-    def _refuse_sizes(self, replica_id: str, size: int, out: list[Effect]) -> bool:
-        """Refuse who has a group of another size. True if that is `replica_id` itself."""
-        return self._refuse(replica_id, of_sizes(replica_id, size, self.records, self._members), out)
+        refused = self._refusals.of_ask(ask, strange, self.records, record.hello.quorum_id, self._members, self.rules)
+        return self._refuse(ask.replica_id, refused, out)
 
     def _refuse(self, replica_id: str, refused: Sequence[Refuse], out: list[Effect]) -> bool:
         """End the asks of those who are refused. True if `replica_id` is one of them."""
@@ -267,6 +273,7 @@ class Room:
                 return
             ended = any(record.life is Life.GONE for record in self._table.named(hello.members))
             self._quorum.adopt(hello.quorum_id, hello.members, now, ended=ended)
+            self._refusals.forget_size()
             self._table.expect(hello.members, hello, now)
             out.append(Note(f"adopted the running quorum of {', '.join(hello.members)} from {hello.replica_id}"))
             self._claims.adopted(hello.members, self.records)
@@ -281,6 +288,7 @@ class Room:
             return False
         newer = record.reports(event)
         self._quorum.report_step(event.replica_id, event.step)
+        self._joining.reported(self._quorum, event.replica_id, event.step, now)
         self.expected.holds(event.stable)
         self._claims.reported(record, event.stable, event.step)
         self._saw_commit(event.stable.quorum_id, record)
@@ -307,11 +315,11 @@ class Room:
         record.asks(ask, now)
         self.expected.holds(ask.version)
         self._saw_commit(ask.version.quorum_id, record)
-        unreachable = self._table.living(ask.unreachable)
-        out += [Note(text) for text in self.reachability.stated(ask, unreachable, now)]
+        out += map(Note, self.reachability.stated(ask, self._table.living(ask.unreachable), now))
         if self.current is not None and self._quorum.is_left_by(ask, record.answered):
             self._quorum.end(now)
-            out += departure(ask, self.current, self.records, first=self._quorum.report_left(ask))
+            first = self._quorum.report_left(ask)
+            out += departure(ask, self.current, self.records, self._table.leaseless, first=first)
 
     def _on_incomplete(self, event: Incomplete, now: float, out: list[Effect]) -> None:
         """A group lacks a rank: what it was in has ended for it, whatever it is in."""
@@ -343,48 +351,52 @@ class Room:
         if self.expected.give_up(event.name, event.reason):
             out.append(Note(f"{event.name} is not started again, reports its supervisor: {event.reason}"))
 
-    # ------------------------------------------------------------ consequences
-
-    def _settle(self, now: float, out: list[Effect]) -> None:
+    def settle(self, now: float) -> list[Effect]:
         """Draw every consequence of the records as they are at `now`, and set `next_at`."""
-        effects, times = self._table.age(self._members, now, self.rules)
-        out += effects
-        self._quorum.end_if_over(self._table.named(self._members), now, self.rules)
+        out, times = self._table.age(self._members, now, self.rules)
+        self.unsettled = False
+        members = self._table.named(self._members)
+        self._quorum.end_if_over(members, now, self.rules)
+        if self._announce_again:  # a member has a lease again, and may not have received what was announced
+            self._table.announce_losses_again(members)
+            self._announce_again = False
         out += losses(self.current, self.records, lambda record: self._table.suspected(record, now))
+        if any(record.ask is not None for record in self.records.values()):
+            times += self._decide(now, out)
+        else:
+            self.reason, self.paused_until, self.held = "", 0.0, {}
+        times += (self.reachability.next_at(now), *self._news.seen(self.records.values()))
+        self.next_at = min((t for t in times if t > now), default=None)
+        return out
+
+    def _decide(self, now: float, out: list[Effect]) -> list[float]:
+        """Somebody asks: form the next quorum, or explain why not yet. Returns when to look again."""
         view = self._view(now)
-        self._note_stalled(view, times, out)
+        notes, times = note_stalled(view, self.records)
+        out += notes
         outcome = decide(view)
         if isinstance(outcome, Formed) and self.rules.r15_unbuilt:
-            notes = self._builds.hold_back(self.last_quorum, outcome.asks, self.records, now)
-            outcome = decide(self._view(now)) if notes else outcome
-            out += map(Note, notes)
+            blamed = self._builds.hold_back(self.last_quorum, outcome.asks, self.records, now)
+            view = self._view(now) if blamed else view
+            outcome = decide(view) if blamed else outcome
+            out += map(Note, blamed)
         if isinstance(outcome, Formed) or outcome.void:
-            outcome, lost = not_again(outcome, self._view(now), self._claims.furthest)
+            outcome, lost = not_again(outcome, view, self._claims.furthest)
             self._refuse("", lost, out)
         if isinstance(outcome, Formed):
             self._form(outcome, now, out)
             self.reason, self.paused_until, self.held = "", 0.0, {}
             outcome = decide(self._view(now))
+        held: Mapping[str, str] = {}
         if isinstance(outcome, NotReady):
             self._explain(outcome, now, out)
-            if outcome.at is not None:
-                times.append(outcome.at)
-        self._push_pending(outcome.held if isinstance(outcome, NotReady) else {}, out)
-        times += (self.reachability.next_at(now), *self._news.seen(self.records.values()))
-        self.next_at = min((t for t in times if t > now), default=None)
-
-    def _note_stalled(self, view: View, times: list[float], out: list[Effect]) -> None:
-        """Note members of the ended quorum that live and are late for the next: logged once, known until they ask."""
-        for replica_id, at in due(view).items():
-            record = self.records[replica_id]
-            if view.now < at:
-                times.append(at)
-            elif not record.stalled:
-                record.stalled = late(view, view.seen[replica_id])
-                out.append(Note(record.stalled))
+            held, times = outcome.held, times if outcome.at is None else [*times, outcome.at]
+        pending, at = self._joining.tell(self._quorum, self.records, held, now, self.rules)
+        out += pending
+        return times if at is None else [*times, at]
 
     def _form(self, formed: Formed, now: float, out: list[Effect]) -> None:
-        before, last = self._members, self.last_quorum
+        before, last = self._quorum.members, self.last_quorum
         same = last is not None and keeps_id(last, self.current, formed.asks, self.records)
         quorum_id = last.quorum_id if same and last is not None else self._ids.next()
         quorum = Quorum(quorum_id, tuple(Member.of(ask) for ask in formed.asks), int(now * 1000))
@@ -394,15 +406,11 @@ class Room:
             self.records[ask.replica_id].enters(ask.seq, quorum)
         self.reachability.formed(quorum.ids)
         out.append(Announce(quorum, tuple((ask.replica_id, ask.seq) for ask in formed.asks)))
-        for ask in formed.asks if self.rules.pauses_told else ():
-            if self.records[ask.replica_id].paused_until > now:  # it asked from inside a step, and validates now
-                out += pauses_to_peers(self.current, ask.replica_id, self.records, now)
+        if self.rules.pauses_told:
+            out += pauses_of_members(self.current, self.records, now)
         out.append(Note(formed_note(quorum, before)))
         out += map(Note, doubted)
-        for replica_id, why in formed.left_out.items():
-            if not self.records[replica_id].stalled:
-                out.append(Note(why))
-            out.append(Superseded(replica_id, self.records[replica_id].hello.quorum_id))
+        out += left_out(formed, self.records)
 
     def _explain(self, outcome: NotReady, now: float, out: list[Effect]) -> None:
         asking = tuple(sorted(i for i, r in self.records.items() if r.ask is not None))
@@ -412,18 +420,10 @@ class Room:
         self.reason, self.paused_until, self.held = outcome.reason, outcome.paused_until, outcome.held
         out.append(Explain(asking, outcome.reason, max(0.0, outcome.paused_until - now)))
 
-    def _push_pending(self, held: Mapping[str, str], out: list[Effect]) -> None:
-        ready = joiners(self.current, self.records, held)
-        if ready - self._quorum.waiting:
-            self._quorum.waiting = ready
-            out += change_pending(self.current, self.records, ready)
-
-    # ------------------------------------------------------------ helpers
-
     @property
-    def _members(self) -> tuple[str, ...]:
+    def _members(self) -> frozenset[str]:
         """The members of the current quorum; empty: there is none."""
-        return self._quorum.members
+        return self._quorum.among
 
     def _in_force(self, quorum_id: int) -> bool:
         """An answer is repeated only while it is true: whoever slept through a whole quorum must not enter it (R14)."""

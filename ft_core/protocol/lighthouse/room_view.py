@@ -9,11 +9,13 @@ Invariant: a replica that was in no quorum changes no duration while others trai
 
 from __future__ import annotations
 
+import hashlib
 from typing import TYPE_CHECKING
 
 from ft_core.protocol.lighthouse.admission import earlier_process
 from ft_core.protocol.lighthouse.view import Current, Life, Seen, View
 from ft_core.protocol.types import UNTRAINED
+from ft_core.settings import MAX_REPLICAS
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -75,15 +77,35 @@ def view_of(
 
 
 def peers_of(
-    current: Current | None, announced: Quorum | None, records: Mapping[str, Record], me: str
+    current: Current | None,
+    announced: Quorum | None,
+    records: Mapping[str, Record],
+    me: str,
+    most: int = MAX_REPLICAS,
 ) -> tuple[tuple[str, tuple[str, ...]], ...]:
-    """(replica_id, heal addresses) of the living members of the quorum in force, without `me`: whom to copy from."""
+    """(replica_id, heal addresses) of living members of the quorum in force, without `me`: whom to copy from.
+
+    At most `most`, and each newcomer gets others of them: so the donors share the work.
+    """
     if current is None:
         return ()
-    asked = {m.replica_id: m.heal_addresses for m in announced.members} if announced else {}
-    found = []
-    for replica_id in current.members:
+    first = _place(me, len(current.members)) if most < len(current.members) else 0
+    asked: dict[str, tuple[str, ...]] | None = None
+    found: list[tuple[str, tuple[str, ...]]] = []
+    for replica_id in (*current.members[first:], *current.members[:first]):
+        if len(found) == most:
+            break
         record = records.get(replica_id)
-        if replica_id != me and record is not None and record.life is Life.UP:
-            found.append((replica_id, record.hello.heal_addresses or asked.get(replica_id, ())))
+        if replica_id == me or record is None or record.life is not Life.UP:
+            continue
+        addresses = record.hello.heal_addresses
+        if not addresses:
+            if asked is None:
+                asked = {m.replica_id: m.heal_addresses for m in announced.members} if announced else {}
+            addresses = asked.get(replica_id, ())
+        found.append((replica_id, addresses))
     return tuple(found)
+
+
+def _place(replica_id: str, places: int) -> int:
+    return int.from_bytes(hashlib.blake2s(replica_id.encode(), digest_size=4).digest(), "big") % places

@@ -29,6 +29,8 @@ class Rules:
     """A job that has committed does not begin again at step 0 unasked."""
     lazy_news: bool = True
     """No rule but a saving, whose absence must change nothing: newer stable versions alone decide nothing."""
+    together: bool = True
+    """No rule either: newcomers that arrive within a step of each other join together."""
     r4_members: bool = True
     """A member is not refused because of the model of a replica that is in no quorum."""
     places: bool = True

@@ -81,6 +81,11 @@ class Current:
     ended: bool
     """A member asked after it, left, or is certainly gone; or all of it closed before a commit was reported."""
     ended_at: float = 0.0
+    among: frozenset[str] = field(init=False, repr=False, compare=False)
+    """The same members, to be looked up in."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "among", frozenset(self.members))
 
 
 @dataclass(frozen=True, slots=True)

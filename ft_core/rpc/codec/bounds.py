@@ -39,8 +39,8 @@ MAX_SIGNATURE_BYTES = 2 << 20
 MAX_DURATION_MS = 10**12
 NEVER_MS = 2**63 - 1
 MAX_REQUEST_BYTES = 4 << 20
-MAX_PUSH_BYTES = 64 << 20
-"""gRPC's message limits: a Hello with its signature; a quorum of 256 groups of many ranks."""
+MAX_PUSH_BYTES = 256 << 20
+"""gRPC's message limits: a Hello with its signature; a quorum of MAX_REPLICAS groups of many ranks."""
 
 Msg = TypeVar("Msg", bound=Message)
 

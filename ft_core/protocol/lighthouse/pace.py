@@ -1,0 +1,20 @@
+"""How often leases are renewed: less often each, the more there are. Pure.
+
+What a renewal costs the lighthouse is the same whatever it says, and at four per liveness timeout a thousand groups
+keep half a core busy. A renewal has two uses: its absence tells a frozen process from a closed connection (`absence`),
+for which two per liveness timeout are enough, and it brings what is stable, which nobody waits for.
+"""
+
+from __future__ import annotations
+
+AS_USUAL = 256
+"""Up to so many leases renew four times per liveness timeout."""
+LEAST = 2
+"""However many there are, each renews so often per liveness timeout: one that is late must not look like a freeze."""
+
+
+def renewal_s(leases: int, liveness_s: float) -> float:
+    """How long to wait between two renewals; 0: as usual."""
+    if leases <= AS_USUAL:
+        return 0.0
+    return liveness_s * min(leases / AS_USUAL / 4, 1 / LEAST)

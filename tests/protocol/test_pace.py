@@ -1,0 +1,29 @@
+"""How often leases are renewed."""
+
+from __future__ import annotations
+
+import itertools
+
+from ft_core.protocol.lighthouse.pace import AS_USUAL, LEAST, renewal_s
+from ft_core.protocol.lighthouse.replica_table import CLOSED_BEFORE
+from ft_core.settings import MAX_REPLICAS
+
+
+def test_up_to_a_number_of_leases_nothing_is_asked_for() -> None:
+    assert {renewal_s(leases, 1.0) for leases in range(AS_USUAL + 1)} == {0.0}
+
+
+def test_more_leases_are_not_more_renewals_until_each_renews_as_seldom_as_it_may() -> None:
+    assert 1000 / renewal_s(1000, 1.0) == 1000 * LEAST
+    for liveness_s in (0.2, 1.0, 30.0):
+        times = [renewal_s(leases, liveness_s) for leases in range(AS_USUAL + 1, 4 * MAX_REPLICAS)]
+        assert all(a <= b for a, b in itertools.pairwise(times))
+        assert min(times) > liveness_s / 4
+        assert max(times) == liveness_s / LEAST
+        rates = [leases / renewal_s(leases, liveness_s) for leases in range(AS_USUAL + 1, LEAST * AS_USUAL)]
+        assert max(rates) <= 4.01 * AS_USUAL / liveness_s
+
+
+def test_a_connection_that_closes_between_two_renewals_is_not_taken_for_a_freeze() -> None:
+    """Also if the next one was a good deal late."""
+    assert 1.25 * renewal_s(MAX_REPLICAS, 1.0) < CLOSED_BEFORE
