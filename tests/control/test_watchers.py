@@ -25,11 +25,11 @@ if TYPE_CHECKING:
 class Watcher:
     """Reads what arrives on a thread."""
 
-    def __init__(self, address: str, names: Collection[str] = (), token: str = "") -> None:
+    def __init__(self, address: str, names: Collection[str] = (), token: str = "", room: str = "") -> None:
         self.client = LighthouseClient(address, timedelta(seconds=5), token=token)
         self.arrived: list[pb.StatusResponse] = []
         self.ended: Exception | None = None
-        self._stream = self.client.watch(names)
+        self._stream = self.client.watch(names, room)
         self._thread = threading.Thread(target=self._read, name="watcher")
         self._thread.start()
 
@@ -133,3 +133,18 @@ def test_a_watcher_needs_the_token(watch: Callable[..., Watcher]) -> None:
         client.close()
     finally:
         server.shutdown()
+
+
+def test_a_room_may_be_named(
+    lighthouse: LighthouseServer, watch: Callable[..., Watcher], replica: Callable[..., Replica]
+) -> None:
+    for room in ("one", "two"):
+        one = replica(f"{room}:1", room=room)
+        one.lease.wait_connected(5)
+    client = LighthouseClient(lighthouse.address(), timedelta(seconds=5))
+    status = client.status(room="two")
+    assert [(room.room, [r.replica_id for r in room.replicas]) for room in status.rooms] == [("two", ["two:1"])]
+    assert [room.room for room in client.status(names=("one",)).rooms] == ["one", "two"]
+    client.close()
+    seen = watch(lighthouse.address(), room="one")
+    wait_until(lambda: seen.lives() == {"one:1": "up"})

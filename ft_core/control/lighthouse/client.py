@@ -248,16 +248,18 @@ class LighthouseClient:
         request = pb.HeartbeatRequest(protocol_version=PROTOCOL_VERSION, room=self.room, replica_id=replica_id)
         self._call("Heartbeat", codec.encode_unary(request), timeout.total_seconds())
 
-    def status(self, timeout: timedelta = HEARTBEAT_S, names: Collection[str] = ()) -> pb.StatusResponse:
+    def status(
+        self, timeout: timedelta = HEARTBEAT_S, names: Collection[str] = (), room: str = ""
+    ) -> pb.StatusResponse:
         """The lighthouse's knowledge: rooms, their quorums, replicas, and why there is no quorum.
 
-        With `names`, only the replicas of these names, and no lists of members: for supervisors, which ask often.
+        With `names`, only the replicas of these names, and no lists of members; with `room`, only that one.
         """
-        return self._status(timeout.total_seconds(), names)
+        return self._status(timeout.total_seconds(), names, room)
 
-    def watch(self, names: Collection[str] = ()) -> StatusStream:
+    def watch(self, names: Collection[str] = (), room: str = "") -> StatusStream:
         """The same when it has changed, and a few times per second at most, until it is cancelled."""
-        request = pb.StatusRequest(protocol_version=PROTOCOL_VERSION, names=names)
+        request = pb.StatusRequest(protocol_version=PROTOCOL_VERSION, names=names, room=room)
         method: grpc.UnaryStreamMultiCallable[bytes, bytes] = self._channel.unary_stream(f"/{LIGHTHOUSE}/Watch")
         try:
             return StatusStream(method(codec.encode_unary(request), metadata=self._metadata))
@@ -305,8 +307,8 @@ class LighthouseClient:
         answer = self._call(method, codec.encode_unary(request), TOOL_S, self._order_metadata)
         return list(pb.OrderResponse.FromString(answer).told)
 
-    def _status(self, timeout_s: float, names: Collection[str] = ()) -> pb.StatusResponse:
-        request = pb.StatusRequest(protocol_version=PROTOCOL_VERSION, names=names)
+    def _status(self, timeout_s: float, names: Collection[str] = (), room: str = "") -> pb.StatusResponse:
+        request = pb.StatusRequest(protocol_version=PROTOCOL_VERSION, names=names, room=room)
         return pb.StatusResponse.FromString(self._call("Status", codec.encode_unary(request), timeout_s))
 
     def _call(
