@@ -19,7 +19,8 @@ from ft_core.metrics.tally import Change, Put
 from ft_core.protocol.lighthouse.view import Life
 
 if TYPE_CHECKING:
-    from ft_core.control.lighthouse.room_host import Rooms, RoomShell
+    from ft_core.control.lighthouse.room_host import Rooms
+    from ft_core.control.lighthouse.room_shell import RoomShell
     from ft_core.rpc.loop_server import LoopServer
 
 FRESH_S = 1.0
