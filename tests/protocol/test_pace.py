@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 
-from ft_core.protocol.lighthouse.pace import AS_USUAL, LEAST, renewal_s
+from ft_core.protocol.lighthouse.pace import AS_USUAL, LEAST, is_acknowledged, renewal_s
 from ft_core.protocol.lighthouse.replica_table import CLOSED_BEFORE
 from ft_core.settings import MAX_REPLICAS
 
@@ -27,3 +27,11 @@ def test_more_leases_are_not_more_renewals_until_each_renews_as_seldom_as_it_may
 def test_a_connection_that_closes_between_two_renewals_is_not_taken_for_a_freeze() -> None:
     """Also if the next one was a good deal late."""
     assert 1.25 * renewal_s(MAX_REPLICAS, 1.0) < CLOSED_BEFORE
+
+
+def test_at_least_one_renewal_per_liveness_timeout_is_acknowledged_and_the_first_of_a_stream_is() -> None:
+    for leases in (1, AS_USUAL, 2 * AS_USUAL - 1):
+        assert all(is_acknowledged(leases, number) for number in range(5))
+    for leases in (2 * AS_USUAL, MAX_REPLICAS, 4 * MAX_REPLICAS):
+        assert [is_acknowledged(leases, number) for number in range(5)] == [True, False, True, False, True]
+        assert LEAST * renewal_s(leases, 1.0) <= 1.0

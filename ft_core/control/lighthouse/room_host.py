@@ -56,7 +56,7 @@ from ft_core.protocol.lighthouse.events import (
     Tick,
     Turbulence,
 )
-from ft_core.protocol.lighthouse.pace import renewal_s
+from ft_core.protocol.lighthouse.pace import is_acknowledged, renewal_s
 from ft_core.protocol.lighthouse.room import Room
 from ft_core.protocol.lighthouse.room_keeping import MAX_ROOMS, FinishedRooms, replaceable
 from ft_core.protocol.lighthouse.room_view import peers_of
@@ -333,8 +333,11 @@ class Rooms(StreamHost[Lease]):
                 now = self.now()
                 self._notice_stall(now)
                 self._take(lease.shell, (message.progress,), now)
-                pace_s = renewal_s(len(self._callers), self.liveness_s)
-                lease.stream.send(codec.encode_push(Acked(message.clock_s, renew_s=pace_s)))
+                leases, number = len(self._callers), lease.renewals
+                lease.renewals = number + 1
+                if is_acknowledged(leases, number):
+                    ack = Acked(message.clock_s, renew_s=renewal_s(leases, self.liveness_s))
+                    lease.stream.send(codec.encode_push(ack))
             case Ask() | Incomplete():
                 self._asked(lease.shell, lease, message)
             case Left():

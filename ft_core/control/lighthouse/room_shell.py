@@ -64,5 +64,6 @@ class Lease(Caller):
 
     shell: RoomShell = field(kw_only=True)
     generation: int = field(kw_only=True)
+    renewals: int = 0
     told: tuple[str, float] = ("", 0.0)
     """The last reason it was sent."""

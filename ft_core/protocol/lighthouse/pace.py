@@ -2,7 +2,9 @@
 
 What a renewal costs the lighthouse is the same whatever it says, and at four per liveness timeout a thousand groups
 keep half a core busy. A renewal has two uses: its absence tells a frozen process from a closed connection (`absence`),
-for which two per liveness timeout are enough, and it brings what is stable, which nobody waits for.
+for which two per liveness timeout are enough, and it brings what is stable, which nobody waits for. Its acknowledgement
+costs as much again, and says that the lease stands (R3): once per liveness timeout is often for what is counted in
+minutes.
 """
 
 from __future__ import annotations
@@ -18,3 +20,8 @@ def renewal_s(leases: int, liveness_s: float) -> float:
     if leases <= AS_USUAL:
         return 0.0
     return liveness_s * min(leases / AS_USUAL / 4, 1 / LEAST)
+
+
+def is_acknowledged(leases: int, number: int) -> bool:
+    """Whether the renewal of this number (from 0, of one stream) is acknowledged: each, or every second one."""
+    return number % LEAST == 0 or leases < LEAST * AS_USUAL

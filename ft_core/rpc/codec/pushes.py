@@ -123,9 +123,7 @@ def pb_push(push: Push) -> pb.Push:
             kind = pb.Order.Kind.KILL if push.kill else pb.Order.Kind.DRAIN
             return pb.Push(order=pb.Order(kind=kind, reason=clip(push.reason)))
         case Acked():
-            age_ms = min(to_ms(push.lease_age_s), MAX_DURATION_MS)
-            clock_us, renew_ms = max(0, int(push.clock_s * 1e6)), to_ms(push.renew_s)
-            return pb.Push(ack=pb.Ack(clock_us=clock_us, lease_age_ms=age_ms, renew_ms=renew_ms))
+            return _pb_ack(push)
         case Verdict():
             return pb.Push(verdict=pb_verdict(push))
         case Welcome():
@@ -137,8 +135,16 @@ def pb_push(push: Push) -> pb.Push:
             )
 
 
+def _pb_ack(push: Acked) -> pb.Push:
+    age_ms = min(to_ms(push.lease_age_s), MAX_DURATION_MS)
+    clock_us, renew_ms = max(0, int(push.clock_s * 1e6)), to_ms(push.renew_s)
+    return pb.Push(ack=pb.Ack(clock_us=clock_us, lease_age_ms=age_ms, renew_ms=renew_ms))
+
+
 def encode_push(push: Push) -> bytes:
     """A push, for a lease or for a rank."""
+    if type(push) is Acked:  # the most frequent one by far, and nothing in it can be wrong
+        return _pb_ack(push).SerializeToString()
     with sending(type(push).__name__):
         return pb_push(push).SerializeToString()
 

@@ -220,12 +220,15 @@ def read_renewal(m: pb.Progress, replica_id: str, generation: int) -> Renewal:
     check = Check(ProtocolError, "Progress")
     check.text("phase", m.phase)
     check.number("step", m.step, 0, MAX_STEP)
-    check.texts("heal_addresses", m.heal_addresses, MAX_RANKS, MAX_ADDRESS)
-    check.size("heal_addresses", m.heal_addresses, MAX_ADDRESSES_BYTES)
+    addresses: tuple[str, ...] = ()
+    if m.heal_addresses:  # hardly ever, and a lighthouse reads some thousand of these per second
+        check.texts("heal_addresses", m.heal_addresses, MAX_RANKS, MAX_ADDRESS)
+        check.size("heal_addresses", m.heal_addresses, MAX_ADDRESSES_BYTES)
+        addresses = tuple(m.heal_addresses)
     paused_s = from_ms(m.paused_ms, check, "paused_ms")
     stable = read_version(m.stable, check, "stable")
     healed = min(m.healed_bytes, m.heal_bytes), m.heal_bytes
-    progress = Progress(replica_id, generation, m.step, m.phase, stable, paused_s, tuple(m.heal_addresses), healed)
+    progress = Progress(replica_id, generation, m.step, m.phase, stable, paused_s, addresses, healed)
     return Renewal(m.clock_us / 1e6, progress)
 
 
