@@ -10,7 +10,6 @@ Threads: `Streams` is used by one thread; `turn` reads and writes for a while.
 
 from __future__ import annotations
 
-import contextlib
 import selectors
 import socket
 import struct
@@ -99,8 +98,14 @@ class Stream:
         if self._socket is None:
             return
         if not self._out:
-            with contextlib.suppress(BlockingIOError):
+            try:
                 data = data[self._socket.send(data) :]
+            except BlockingIOError:
+                pass  # later
+            except ConnectionError:
+                self.close()
+                self._streams.ended(self)
+                return
         if data:
             self._out += data
             self._streams.selector.modify(self._socket, selectors.EVENT_READ | selectors.EVENT_WRITE, self)

@@ -172,7 +172,8 @@ class Job:
 
     def _check_streams(self) -> None:
         if self._streams.lost:
-            raise RuntimeError(f"the lighthouse ended {len(self._streams.lost)} streams")
+            lost = len(self._streams.lost)
+            raise RuntimeError(f"the lighthouse ended {lost} streams: is this machine too busy to answer its pings?")
 
     def train(self, seconds: float) -> None:
         """All train: renewals, spread evenly over their period."""
