@@ -262,9 +262,11 @@ class Rooms(StreamHost[Lease]):
                     self.say(shell, effect.text)
                 case Refuse():
                     self.say(shell, f"refused {effect.to}: {effect.reason}")
-                    lease = shell.leases.get(effect.to)
+                    lease, waiter = shell.leases.get(effect.to), shell.waiters.get(effect.to)
                     if lease is not None:  # its ask was refused; a refused Hello has no lease, see _open
                         lease.stream.send(codec.encode_push(Refusal(_refusal(effect))))
+                    elif waiter is not None and not waiter.done.done():
+                        waiter.done.set_exception(_refusal(effect))
 
     def _announce(self, shell: RoomShell, effect: Announce) -> None:
         shell.said = ""

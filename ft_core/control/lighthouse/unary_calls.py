@@ -89,7 +89,7 @@ class Calls:
             await _abort(context, error)
         try:
             quorum = await asyncio.wait_for(waiter.done, _patience(context))
-        except RefusedError as error:
+        except (RefusedError, JobFinishedError) as error:
             await _abort(context, error)
         except asyncio.TimeoutError:
             await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, shell.room.reason)
@@ -127,11 +127,7 @@ class Calls:
             shrink_only=request.shrink_only, commit_failures=request.commit_failures, data=request.data,
             from_scratch=True,  # what a step is, is such a client's business
         )  # fmt: skip
-        refusal = _refusal_of(replica_id, self._rooms.feed(shell, Asked(ask, 0)))
-        if refusal is not None:
-            del shell.waiters[replica_id]
-            self._await_next(shell, replica_id)
-            raise refusal
+        self._rooms.feed(shell, Asked(ask, 0))
         return shell, waiter, replica_id
 
     def _unary_alive(self, shell: RoomShell, replica_id: str, version: Version) -> None:
