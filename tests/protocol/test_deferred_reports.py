@@ -116,7 +116,7 @@ class Twice(Lighthouse):
 def test_a_room_that_looks_after_every_report_does_the_same(start: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(simulation, "Lighthouse", Twice)
     for seed in range(start, start + 20):
-        fixed: dict[str, Any] = {"progress_s": 0.05}
+        fixed: dict[str, Any] = {"progress_s": 0.05, "settle_s": 0.0}
         result = simulation.simulate(seed, Config.draw(seed, **fixed))
         assert result.violation is None, result.violation
     assert Twice.events > 5_000

@@ -10,9 +10,9 @@ from ft_core.protocol.rank import events as on
 from ft_core.protocol.rank.ballot import COUNTS, ENDS_AND_SOURCE, EXHAUSTED, LAGS_AND_PASSED
 from ft_core.protocol.rank.phases import Go, Heal, MustAsk
 from ft_core.protocol.types import Outcome, Version
-from ft_core.settings import MAX_REPLICAS
 from tests.protocol.rig import Rig, new_rank, trained
 
+MANY = 300
 CHANGE = MustAsk("a member asked for a change of membership", failed=False)
 
 
@@ -184,14 +184,15 @@ def test_the_slots() -> None:
     assert (row[EXHAUSTED], row[LAGS_AND_PASSED]) == (1, 0)
 
 
-def test_flags_of_as_many_members_as_there_may_be_do_not_run_into_each_other() -> None:
-    rig = Rig(f"r{i:04}" for i in range(MAX_REPLICAS))
+def test_flags_of_many_members_do_not_run_into_each_other() -> None:
+    """Of as many as there may be: test_ballot."""
+    rig = Rig(f"r{i:04}" for i in range(MANY))
     rig.form()
     for number, name in enumerate(rig.ranks):
         rig.handle(name, out(trails=number % 2 == 0))
     verdict = rig.count()["r0000"]
     assert (verdict.outcome, verdict.exhausted) == (Outcome.VETO, True)
-    rig = Rig(f"r{i:04}" for i in range(MAX_REPLICAS))
+    rig = Rig(f"r{i:04}" for i in range(MANY))
     rig.form()
     rig.all(out(trails=True), [*rig.ranks][1:])
     verdict = rig.count()["r0000"]

@@ -386,7 +386,8 @@ class Room:
         if isinstance(outcome, Formed):
             self._form(outcome, now, out)
             self.reason, self.paused_until, self.held = "", 0.0, {}
-            outcome = decide(self._view(now))
+            if any(record.ask is not None for record in self.records.values()):  # who was held back asks still
+                outcome = decide(self._view(now))
         held: Mapping[str, str] = {}
         if isinstance(outcome, NotReady):
             self._explain(outcome, now, out)
