@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from benchmarks.common import ROOT, Options, Row, median, spread
-from benchmarks.lighthouse_scale import Group, everybody
+from benchmarks.lighthouse_scale import STEPS_S, WARM_S, Job, percentile
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -27,8 +27,6 @@ if TYPE_CHECKING:
 GROUPS, BROWSERS = 256, 10
 TURN_S = 6.0
 TURNS = {"nobody watches": 0, "ten browsers": BROWSERS, "ten browsers, and one that reads nothing": BROWSERS + 1}
-STEPS_PER_S = 20
-"""As `Group.version` has it."""
 
 
 @contextlib.contextmanager
@@ -68,16 +66,24 @@ async def browse(where: str, lags_s: list[float], *, reads: bool) -> None:
                 came = time.monotonic()
                 if shown_s is not None:
                     lags_s.append(came - shown_s)
-                shown_s = json.loads(line[6:])["rooms"][0]["step"] / STEPS_PER_S
+                shown_s = json.loads(line[6:])["rooms"][0]["step"] / STEPS_S
     finally:
         writer.close()
 
 
+async def train(job: Job, seconds: float) -> None:
+    """All groups renew, in a thread of their own: browsers read meanwhile."""
+    await asyncio.to_thread(job.train, seconds)
+
+
 async def turns(pid: int, address: str, page: str, runs: int) -> dict[str, dict[str, list[float]]]:
     """The turns, `runs` times each."""
-    groups = [Group(number, address, 0.25) for number in range(GROUPS)]
-    await asyncio.gather(*(group.connect() for group in groups))
-    await everybody(groups)
+    job = Job(address, GROUPS)
+    for group in job.groups:
+        job.open(group)
+    job.until_welcomed(job.groups)
+    job.ask(job.groups)
+    job.until_answered(job.groups)
     found: dict[str, dict[str, list[float]]] = {name: {"lag": [], "cpu": [], "ack": []} for name in TURNS}
     for _ in range(runs):
         for name, browsers in TURNS.items():
@@ -85,22 +91,18 @@ async def turns(pid: int, address: str, page: str, runs: int) -> dict[str, dict[
             watching = [
                 asyncio.ensure_future(browse(page, lags_s, reads=number < BROWSERS)) for number in range(browsers)
             ]
-            await asyncio.sleep(1.0)
+            await train(job, WARM_S)
             lags_s.clear()
-            for group in groups:
-                group.acks_ms.clear()
+            job.acks_ms.clear()
             used, began = cpu_s(pid), time.monotonic()
-            await asyncio.sleep(TURN_S)
+            await train(job, TURN_S)
             found[name]["cpu"].append((cpu_s(pid) - used) / (time.monotonic() - began))
-            acks = sorted(ms for group in groups for ms in group.acks_ms)
-            found[name]["ack"].append(acks[int(len(acks) * 0.99)])
+            found[name]["ack"].append(percentile(job.acks_ms, 0.99))
             found[name]["lag"] += lags_s
             for one in watching:
                 one.cancel()
             await asyncio.gather(*watching, return_exceptions=True)
-    for group in groups:
-        group.cut()
-        await group.channel.close()
+    job.close()
     return found
 
 

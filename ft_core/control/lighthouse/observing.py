@@ -22,7 +22,8 @@ from ft_core.rpc.channel import release
 if TYPE_CHECKING:
     import concurrent.futures
 
-    from ft_core.control.lighthouse.room_host import Rooms, RoomShell
+    from ft_core.control.lighthouse.room_host import Rooms
+    from ft_core.control.lighthouse.room_shell import RoomShell
     from ft_core.events.event_log import Events
     from ft_core.rpc.loop_server import LoopServer
 
