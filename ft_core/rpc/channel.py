@@ -10,9 +10,8 @@ What the options are for (measured, see DESIGN):
 - Clients ping too, lazily (`CLIENT_KEEPALIVE_S`): a lighthouse that froze for a few seconds must not lose anybody, one
   whose host died must be given up some time. The ranks of a group ping their leader as it pings them: while it is
   frozen they wait for it inside the group, which has to end.
-- Every attempt to connect uses a channel of its own with its own subchannel pool: gRPC's back-off is shared through
-that
-  pool and would otherwise make a reconnect wait for up to minutes.
+- Every attempt to connect uses a channel of its own with its own subchannel pool: gRPC's back-off is shared
+  through that pool and would otherwise make a reconnect wait for up to minutes.
 - No SO_REUSEPORT (two lighthouses on one port would each get half of the trainers), no HTTP proxy (a proxy from the
   environment is never meant for a trainer's control plane).
 
@@ -57,8 +56,7 @@ QUORUM_ANSWER_S = 1.0
 WINDOW_BYTES = 1 << 20
 """How much of a message may be under way unread: a quorum of 1,000 groups at once, also over a slow line."""
 CONNECT_ATTEMPT_S = 1.0
-"""One attempt to connect gives up after this long; the next one starts afresh (a packet lost on the way costs no
-more)."""
+"""An attempt to connect gives up after this long; the next one starts afresh (a lost packet costs no more)."""
 HANDSHAKE_S = 10.0
 """How long a connection may take until keys and first settings are exchanged; who is silent is sent away then."""
 LIGHTHOUSE = "ft_training.v1.Lighthouse"
