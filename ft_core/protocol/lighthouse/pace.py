@@ -2,26 +2,30 @@
 
 What a renewal costs the lighthouse is the same whatever it says, and at four per liveness timeout a thousand groups
 keep half a core busy. A renewal has two uses: its absence tells a frozen process from a closed connection (`absence`),
-for which two per liveness timeout are enough, and it brings what is stable, which nobody waits for. Its acknowledgement
-costs as much again, and says that the lease stands (R3): once per liveness timeout is often for what is counted in
-minutes.
+for which two per liveness timeout would be enough, and it brings what is stable, which nobody waits for. Its
+acknowledgement costs as much again, and says that the lease stands (R3): once per liveness timeout is often for what is
+counted in minutes. A connection that is silent for longer is pinged, which costs as much as a renewal
+(`rpc/channel.py`): so leases are renewed more often than that, however many there are.
 """
 
 from __future__ import annotations
 
 AS_USUAL = 256
 """Up to so many leases renew four times per liveness timeout."""
-LEAST = 2
-"""However many there are, each renews so often per liveness timeout: one that is late must not look like a freeze."""
+LONGEST = 0.4
+"""However many there are, each renews after so much of the liveness timeout: one that is late must not look like a
+freeze, and none is to be pinged meanwhile."""
+ACKNOWLEDGED = 2
+"""Where leases are many, one of so many renewals is acknowledged."""
 
 
 def renewal_s(leases: int, liveness_s: float) -> float:
     """How long to wait between two renewals; 0: as usual."""
     if leases <= AS_USUAL:
         return 0.0
-    return liveness_s * min(leases / AS_USUAL / 4, 1 / LEAST)
+    return liveness_s * min(leases / AS_USUAL / 4, LONGEST)
 
 
 def is_acknowledged(leases: int, number: int) -> bool:
     """Whether the renewal of this number (from 0, of one stream) is acknowledged: each, or every second one."""
-    return number % LEAST == 0 or leases < LEAST * AS_USUAL
+    return number % ACKNOWLEDGED == 0 or leases < ACKNOWLEDGED * AS_USUAL
