@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import deque
+from dataclasses import replace
 
-from ft_core.protocol.lighthouse.events import Announce, Asked, Hello, LeaseEnded, Refuse
+from ft_core.protocol.lighthouse.events import Announce, Asked, Ended, Hello, LeaseEnded, Refuse, Tick
 from ft_core.protocol.lighthouse.room import Room
 from ft_core.protocol.quorum_ids import QuorumIds
 from ft_core.protocol.types import Ask, Version
@@ -43,3 +44,16 @@ def test_a_quorum_of_as_many_as_it_holds_forms_loses_one_and_refuses_one_more() 
     assert set(first.quorum.ids) - set(second.quorum.ids) == {"r0500:1"}
     room.validate()
     assert room.handle_all([hello(MAX_REPLICAS)], NOW + 1) == [], "there is a place now"
+
+
+def test_a_replica_that_comes_back_by_another_name_or_none_is_known_by_that() -> None:
+    room = Room("job", LighthouseSettings(), QuorumIds(500, 77, deque(range(1, 9))), boot_at=NOW)
+    room.handle_all(map(hello, range(3)), NOW)
+    for generation, name in enumerate(("other", "", "", "r0001", "", "last"), start=10):
+        room.handle(replace(hello(0), name=name, generation=generation), NOW)
+        room.validate()
+    room.handle(Ended("last"), NOW + 1)
+    room.handle(Tick(), NOW + 100)
+    room.validate()
+    assert room.handle(replace(hello(1), name="", generation=20), NOW + 101) == []
+    room.validate()

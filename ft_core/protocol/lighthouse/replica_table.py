@@ -136,7 +136,8 @@ class ReplicaTable:
             if record.is_other_process(hello):
                 record.succeeded()  # the predecessor closed its connection: nothing is left of that one
             if hello.name != record.hello.name:
-                self._call(record, hello.name)
+                self._not_called(record)
+                self._called.setdefault(hello.name, {})[hello.replica_id] = record
             record.hello, record.generation = hello, hello.generation
             self.leaseless.pop(hello.replica_id, None)
             record.stable = max(record.stable, hello.stable)
@@ -152,17 +153,15 @@ class ReplicaTable:
             self.leaseless[replica_id] = None
 
     def _drop(self, replica_id: str) -> None:
-        self._call(self._records.pop(replica_id), "")
+        self._not_called(self._records.pop(replica_id))
         self.leaseless.pop(replica_id, None)
 
-    def _call(self, record: Record, name: str) -> None:
-        """It has another name from now on; '': it has none, and is forgotten."""
+    def _not_called(self, record: Record) -> None:
+        """It is forgotten, or has another name from now on."""
         called = self._called[record.hello.name]
         del called[record.hello.replica_id]
         if not called:
             del self._called[record.hello.name]
-        if name:
-            self._called.setdefault(name, {})[record.hello.replica_id] = record
 
     def _returns(self, record: Record, now: float, *, member: bool) -> None:
         """A replica without a lease has one again."""
