@@ -4,7 +4,7 @@ How it works. Each host writes a file of its own, under another name first, into
 it. Then each reads the others' files while it goes on replacing its own: every read has to find one whole version of
 one file. A network file system may show a change late, so a missing file is looked for until SEEN_S.
 
-Invariants: only files in `.ft-doctor-NONCE` below the path are written, and they are removed. A file system that hangs
+Invariants: only files in folders `.ft-doctor-...` below the path are written, and they are removed. A file system that hangs
 takes LIMIT_S. Collects; decides nothing. Threads: "ft-doctor-storage", one at a time, which a hanging system keeps.
 """
 
@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+import tempfile
 import threading
 import time
 from typing import TYPE_CHECKING, TypeVar
@@ -28,6 +29,7 @@ LINES = 2000
 """Of a file: so long that writing it takes more than one moment."""
 SEEN_S = 5.0
 LIMIT_S = 20.0
+PREFIX = ".ft-doctor-"
 READ_MAX = 16
 """Others whose files are read while they are replaced."""
 PAUSE_S = 0.1
@@ -38,8 +40,8 @@ def alone(path: str) -> StorageFacts:
     facts = StorageFacts(path)
 
     def work() -> int:
-        folder = os.path.join(path, f".ft-doctor-{os.getpid()}")
-        os.mkdir(folder)
+        # Several hosts do this at the same time, and in containers they have the same process ids.
+        folder = tempfile.mkdtemp(prefix=PREFIX, dir=path)
         try:
             write(folder, 0, 0)
         finally:
@@ -69,7 +71,7 @@ def bounded(work: Callable[[], T], limit_s: float = LIMIT_S) -> tuple[str, T | N
 
 def folder_of(path: str, nonce: str) -> str:
     """Where the hosts of a meeting write."""
-    return os.path.join(path, f".ft-doctor-{nonce}")
+    return os.path.join(path, PREFIX + nonce)
 
 
 def write(folder: str, index: int, version: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import threading
 from typing import TYPE_CHECKING
 
@@ -67,3 +68,19 @@ def test_a_file_system_that_hangs_is_not_waited_for() -> None:
     assert (error, found) == ("no answer within 0.1 s: the file system, or its server, hangs", None)
     mended.set()
     assert storage.bounded(lambda: 5) == ("", 5)
+
+
+def test_hosts_that_try_the_same_path_at_once_do_not_meet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In containers their processes have the same number."""
+    monkeypatch.setattr("os.getpid", lambda: 1)
+    inside, wrote = threading.Barrier(2, timeout=10), storage.write
+
+    def write(folder: str, index: int, version: int) -> None:
+        inside.wait()
+        wrote(folder, index, version)
+        inside.wait()
+
+    monkeypatch.setattr(storage, "write", write)
+    with concurrent.futures.ThreadPoolExecutor(2) as threads:
+        assert [found.error for found in threads.map(storage.alone, [str(tmp_path)] * 2)] == ["", ""]
+    assert list(tmp_path.iterdir()) == []
