@@ -54,6 +54,8 @@ GPU_FILES = ("/dev/nvidiactl", "/proc/driver/nvidia/version")
 TOOL_S, TORCH_S = 5.0, 30.0
 SHM = "/dev/shm"
 PORT_MAX = 65535
+EVENTS_BYTES = 1 << 16
+"""What a folder for events has to have room for, at least."""
 TORCH = """
 import json, torch
 nccl = ""
@@ -216,9 +218,13 @@ def _events(folder: str) -> str:
     """Why events cannot be written there; '': they can, or none are wanted."""
     if not folder:
         return ""
+    there = os.path.abspath(folder)
+    while not os.path.lexists(there):
+        there = os.path.dirname(there)  # the job makes the rest; ft-doctor leaves nothing behind
     try:
-        os.makedirs(folder, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
+        with tempfile.TemporaryFile(dir=there) as file:
+            file.write(bytes(EVENTS_BYTES))  # an empty file finds room on a full disk, too
+            file.flush()
             return ""
     except OSError as error:
         return f"{error.strerror}"

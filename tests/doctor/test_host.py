@@ -25,12 +25,14 @@ from ft_core.doctor.host_checks import check
 from ft_core.doctor.text import render
 from tests import certificates
 from tests.certificates import Authority
+from tests.chaos.network import available
 from tests.doctor import servers
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
+WHY = available()
 HOME = {"PATH": os.environ["PATH"]}
 
 
@@ -186,6 +188,26 @@ def test_events_that_cannot_be_written_are_a_warning(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     found = about(look(FT_EVENTS=str(tmp_path / "file" / "events")), "events", Level.WARNING)
     assert "Not a directory" in found.text
+
+
+def test_a_folder_for_events_is_not_made(tmp_path: Path) -> None:
+    """The job makes it."""
+    assert not [f for f in look(FT_EVENTS=str(tmp_path / "new" / "events")) if f.check == "events"]
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.process
+@pytest.mark.skipif(bool(WHY), reason=WHY)
+def test_a_full_disk_for_events_is_a_warning(tmp_path: Path) -> None:
+    """An empty file can be made there all the same."""
+    full = f"mount -t tmpfs -o size=64k none {tmp_path} && ! dd if=/dev/zero of={tmp_path}/full bs=4k status=none"
+    doctor = f"FT_EVENTS={tmp_path} {sys.executable} -m ft_core.doctor.cli --json"
+    done = subprocess.run(
+        ["unshare", "--mount", "bash", "-c", f"{full} 2>/dev/null && {doctor}"], capture_output=True, text=True,
+        env=HOME, timeout=60, check=False,
+    )  # fmt: skip
+    (told,) = [f for f in json.loads(done.stdout)["findings"] if f["check"] == "events"]
+    assert (told["level"], "No space left" in told["text"]) == ("WARNING", True)
 
 
 def test_a_port_for_metrics_that_another_process_has() -> None:
