@@ -63,15 +63,20 @@ class Member:
         if "refused" in found:
             self.close()
             raise LighthouseError(f"the meeting refuses this host: {found['refused']}")
-        self.index, self.hosts, self.nonce = int(found["index"]), int(found["hosts"]), str(found["nonce"])
+        index, hosts, nonce = (found.get(name) for name in ("index", "hosts", "nonce"))
+        if not (isinstance(index, int) and isinstance(hosts, int) and isinstance(nonce, str)):
+            raise self._something_else()
+        self.index, self.hosts, self.nonce = index, hosts, nonce
 
     def offset(self) -> tuple[float, float]:
         """By how many seconds the clock here is ahead of the meeting's, and how wrong that may be."""
         found = []
         for _ in range(PINGS):
             before = self._clock()
-            there = float(self._ask({"ping": 1}, ROUND_S)["t"])
+            there = self._ask({"ping": 1}, ROUND_S).get("t")
             after = self._clock()
+            if not isinstance(there, float | int):
+                raise self._something_else()
             found.append((after - before, (before + after) / 2 - there))
         trip, offset = min(found)
         return offset, trip / 2
@@ -79,7 +84,10 @@ class Member:
     def round(self, name: str, value: Any) -> dict[int, Any]:
         """Everybody's values, by index. Raises LighthouseError if the meeting has ended."""
         found = self._ask({"round": name, "value": value}, self._wait_s + 2 * ROUND_S)
-        return {int(key): one for key, one in found["values"].items()}
+        values = found.get("values")
+        if not isinstance(values, dict) or not all(key.isdecimal() for key in values):
+            raise self._something_else()
+        return {int(key): one for key, one in values.items()}
 
     def close(self) -> None:
         """Leave. Idempotent."""
@@ -97,12 +105,16 @@ class Member:
             why = error.strerror or str(error) or "no answer"
             raise LighthouseError(f"the meeting at {host}:{port} does not go on: {why}") from None
         except ValueError:
-            raise LighthouseError(
-                f"what answers at {host}:{port} is no meeting of ft-doctor: name another port with --meet"
-            ) from None
+            raise self._something_else() from None
         if not isinstance(found, dict):
-            raise LighthouseError(f"what answers at {host}:{port} is no meeting of ft-doctor")
+            raise self._something_else()
         return found
+
+    def _something_else(self) -> LighthouseError:
+        host, port = self._where
+        return LighthouseError(
+            f"what answers at {host}:{port} is no meeting of ft-doctor: name another port with --meet"
+        )
 
     def _line(self) -> bytes:
         assert self._socket is not None

@@ -169,12 +169,34 @@ def test_nobody_holds_it() -> None:
         Member("127.0.0.1", port, 0.1).join()
 
 
-@pytest.mark.parametrize("unasked", [b"SSH-2.0-x\r\n", b"[1]\n", b"x" * 100 + b"\n"])
+@pytest.mark.parametrize(
+    "unasked",
+    [
+        b"SSH-2.0-x\r\n",
+        b"[1]\n",
+        b"x" * 100 + b"\n",
+        b'{"error":"bad request"}\n',
+        b'{"index":"x","hosts":2,"nonce":"n"}\n',
+    ],
+)
 def test_something_else_answers_there(unasked: bytes) -> None:
     with servers.server(unasked) as where:
         one = Member("127.0.0.1", int(where.rpartition(":")[2]), 1.0)
         with pytest.raises(LighthouseError, match="is no meeting of ft-doctor"):
             one.join()
+        one.close()
+
+
+@pytest.mark.parametrize("then", [b'{"error":1}\n', b'{"t":"x","values":[]}\n', b'{"t":null,"values":{"x":1}}\n'])
+def test_something_else_answers_there_later(then: bytes) -> None:
+    hello = b'{"ft-doctor":1,"index":0,"hosts":2,"nonce":"n"}\n'
+    with servers.server(hello + then + then) as where:
+        one = Member("127.0.0.1", int(where.rpartition(":")[2]), 1.0)
+        one.join()
+        with pytest.raises(LighthouseError, match="is no meeting of ft-doctor"):
+            one.offset()
+        with pytest.raises(LighthouseError, match="is no meeting of ft-doctor"):
+            one.round("facts", None)
         one.close()
 
 
