@@ -1,15 +1,19 @@
 """`ft-doctor`: the command line.
 
-Exit status: 0 if all is well, 1 with warnings, 2 with problems, and for wrong usage.
+Exit status: 0 if all is well, 1 with warnings, 2 with problems, and for wrong usage; 130 if it was ended (Ctrl-C,
+SIGTERM) before it was done.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import shutil
+import signal
 import sys
+import threading
 from typing import TYPE_CHECKING
 
 from ft_core.doctor.aftermath import explain
@@ -25,11 +29,13 @@ from ft_core.report.reader import read
 from ft_core.rpc.channel import release
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from ft_core.doctor.findings import Finding
 
 USAGE = 2
+INTERRUPTED = 130
+"""As shells say it of a program that Ctrl-C has ended."""
 WAIT_MAX_S = 3600.0
 
 
@@ -62,15 +68,32 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run it. Returns the exit status."""
     arguments = _parser().parse_args(argv)
     try:
-        findings, printed_by = _findings(arguments)
+        with _ended_in_order():
+            findings, printed_by = _findings(arguments)
     except ConfigError as error:
         print(f"ft-doctor: {error}", file=sys.stderr)
         return USAGE
+    except KeyboardInterrupt:
+        print("ft-doctor: ended before it was done; nothing is known", file=sys.stderr)
+        return INTERRUPTED
     if printed_by:
         print(f"ft-doctor: what was found is printed once for all hosts, on {printed_by}", file=sys.stderr)
     else:
         _print(findings, as_json=arguments.json)
     return status(findings)
+
+
+@contextlib.contextmanager
+def _ended_in_order() -> Iterator[None]:
+    """Inside, SIGTERM is as Ctrl-C: what was written to the storage, or announced at the lighthouse, is withdrawn."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _findings(arguments: argparse.Namespace) -> tuple[list[Finding], str]:
@@ -116,8 +139,9 @@ def _print(findings: Sequence[Finding], *, as_json: bool) -> None:
         text = json.dumps(out, indent=1) + "\n"
     else:
         text = render(findings, shutil.get_terminal_size((WIDTH, 24)).columns)
+    code = sys.stdout.encoding or "utf-8"
     try:
-        sys.stdout.write(text)
+        sys.stdout.write(text.encode(code, "backslashreplace").decode(code))  # a name may not fit into the terminal's
         sys.stdout.flush()
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

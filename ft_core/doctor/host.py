@@ -118,7 +118,8 @@ def token_digest(token: str, salt: str) -> str:
     """Tells tokens apart without telling them; '' for none. Slow, so that short ones are not guessed from it."""
     if not token:
         return ""
-    return hmac.digest(hashlib.pbkdf2_hmac("sha256", token.encode(), salt.encode(), 20_000), b"ft", "sha256").hex()
+    bare = token.encode("utf-8", "surrogatepass")  # it may be no text at all, which `_settings` tells
+    return hmac.digest(hashlib.pbkdf2_hmac("sha256", bare, salt.encode(), 20_000), b"ft", "sha256").hex()
 
 
 def _settings(facts: HostFacts, env: Mapping[str, str]) -> None:

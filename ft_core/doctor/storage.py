@@ -29,6 +29,8 @@ LINES = 2000
 """Of a file: so long that writing it takes more than one moment."""
 SEEN_S = 5.0
 LIMIT_S = 20.0
+ENDS_S = 1.0
+"""How long what is being written may take to end if ft-doctor is ended."""
 PREFIX = ".ft-doctor-"
 READ_MAX = 16
 """Others whose files are read while they are replaced."""
@@ -65,7 +67,11 @@ def bounded(work: Callable[[], T], limit_s: float = LIMIT_S) -> tuple[str, T | N
 
     thread = threading.Thread(target=run, name="ft-doctor-storage", daemon=True)
     thread.start()
-    thread.join(limit_s)
+    try:
+        thread.join(limit_s)
+    except KeyboardInterrupt:
+        thread.join(ENDS_S)  # whoever takes back what it writes does so afterwards
+        raise
     return done[0] if done else (f"no answer within {limit_s:g} s: the file system, or its server, hangs", None)
 
 

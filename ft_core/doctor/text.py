@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import textwrap
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ft_core.doctor.findings import Level, by_level
@@ -19,7 +20,7 @@ WHERE_MAX = 24
 
 def render(findings: Iterable[Finding], width: int = WIDTH) -> str:
     """The table, and a line that sums it up."""
-    ordered = by_level(findings)
+    ordered = [_plain(finding) for finding in by_level(findings)]
     if not ordered:
         return "nothing was looked at\n"
     level = max(len(finding.level.value) for finding in ordered)
@@ -38,6 +39,19 @@ def render(findings: Iterable[Finding], width: int = WIDTH) -> str:
             lines.append(f"{first[0]:<{level}}  {first[1]:<{check}}  {place:<{where}}  {cell}".rstrip())
         lines += [f"    {line}" for line in finding.evidence]
     return "\n".join([*lines, "", summary(ordered)]) + "\n"
+
+
+def _plain(finding: Finding) -> Finding:
+    """Itself, without what a terminal takes for an order: names and reasons come from other hosts, and from files."""
+    return replace(
+        finding, where=escaped(finding.where), text=escaped(finding.text), todo=escaped(finding.todo),
+        evidence=tuple(escaped(line) for line in finding.evidence),
+    )  # fmt: skip
+
+
+def escaped(text: str) -> str:
+    """A text with its control characters written out."""
+    return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)
 
 
 def summary(findings: Sequence[Finding]) -> str:

@@ -185,8 +185,8 @@ def _store(member: Member, options: Options, job: JobFacts) -> None:
     """All take part in these rounds, with a path or without one."""
     path = options.storage
     folder = storage.folder_of(path, member.nonce)
-    error = storage.begin(folder, member.index) if path else ""
     try:
+        error = storage.begin(folder, member.index) if path else ""
         wrote = {
             index for index, found in member.round("written", [path, error]).items()
             if isinstance(found, list) and found and found[0] and not found[-1]
