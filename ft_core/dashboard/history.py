@@ -153,14 +153,18 @@ class RoomHistory:
     def take(self, room: RoomSample, now: float) -> None:
         """How the room is now; `noted` comes first."""
         self._rates = {r.replica_id: self._rates.get(r.replica_id) or Rate() for r in room.replicas}
-        for replica in room.replicas:
-            if replica.life == UP:
-                self._rates[replica.replica_id].look(now, replica.step)
         living = {r.replica_id: r for r in room.replicas if r.life == UP}
         members = [living[i] for i in room.members if i in living]
-        # Who receives state, or warms up, reports a step that is not the room's.
+        known = room.formed is not None and room.formed.quorum_id == room.quorum_id
+        # Who receives state, warms up or loads a checkpoint reports a step that is not the room's, and the steps up to
+        # there were not made meanwhile. Nor were those of a quorum that another lighthouse formed: until its members
+        # have reported, they seem to be at 0.
+        for replica in members:
+            if replica.step or known:
+                self._rates[replica.replica_id].look(now, replica.step)
         self.step = max((r.step for r in members), default=self.step)
-        self.rate.look(now, self.step)
+        if members and (self.step or known):
+            self.rate.look(now, self.step)
         count = 0 if room.ended else len(members)
         if living:
             self._living_at = now

@@ -99,6 +99,25 @@ def test_the_room_is_at_its_members_newest_step() -> None:
     assert history.fine.points[-1].begin == NOW + 1, "a room that is over adds nothing"
 
 
+def test_steps_of_a_checkpoint_were_not_made_now() -> None:
+    """A job that goes on at step 50,000 has the rate of the steps that follow."""
+    history = RoomHistory()
+    history.take(room([replica("a:1", step=0)], 0, members=()), NOW)  # connected, and loads
+    for second, step in enumerate((50_000, 50_004, 50_008), 1):
+        there = room([replica("a:1", step=step)], formed=quorum(3, {"a:1": 50_000}))
+        history.take(there, NOW + second)
+    assert (history.rate.per_s(NOW + 3), history.rate_of("a:1", NOW + 3)) == (4.0, 4.0)
+    assert max(point.rate for point in history.fine.points) == 4.0
+
+
+def test_steps_before_a_lighthouse_was_started_were_not_made_now() -> None:
+    """It is told of the quorum in force first, and of its members' steps a moment later."""
+    history = RoomHistory()
+    for second, step in enumerate((0, 50_000, 50_004, 50_008)):
+        history.take(room([replica("a:1", step=step)]), NOW + second)
+    assert (history.rate.per_s(NOW + 3), history.rate_of("a:1", NOW + 3)) == (4.0, 4.0)
+
+
 def test_what_is_kept_is_bounded() -> None:
     history = RoomHistory()
     for number in range(2000):
