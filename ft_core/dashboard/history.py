@@ -173,7 +173,7 @@ class RoomHistory:
                 series.look(now, self.rate.per_s(now), count)
         self._plan_heals(room, now)
         for replica in living.values():
-            self._reported(replica, now)
+            self._reported(replica, now, member=replica.replica_id in room.members, planned=known)
         for heal in self.heals:
             if not heal.ended_at and heal.replica_id not in living:
                 heal.ended_at = now
@@ -187,7 +187,9 @@ class RoomHistory:
         since = next((q.at for q in reversed(self.quorums) if q.quorum_id == formed.quorum_id), now)
         target = max(member.version.step for member in formed.members)
         for member in formed.members:
-            if member.version.step < target:
+            if member.version.step == target:
+                self._not_needed(member.replica_id)
+            else:
                 replica_id, step = member.replica_id, max(0, member.version.step)
                 heal = self.heal_of(replica_id) or self._begin(replica_id, since, step)
                 heal.to_step = target
@@ -197,16 +199,26 @@ class RoomHistory:
         self.heals.append(heal)
         return heal
 
-    def _reported(self, replica: ReplicaSample, now: float) -> None:
+    def _not_needed(self, replica_id: str) -> None:
+        """What it copied before it joined, or began to: all have the same state now, as where the donors are gone."""
+        heal = self.heal_of(replica_id)
+        if heal is not None:
+            self.heals.remove(heal)
+
+    def _reported(self, replica: ReplicaSample, now: float, *, member: bool, planned: bool) -> None:
         done, total = replica.healed
         heal = self.heal_of(replica.replica_id)
-        if heal is None and total and done < total:
+        # What is left of a heal that failed is reported on; of a member it is known who heals (`_plan_heals`).
+        if heal is None and total and done < total and not (member and planned):
             heal = self._begin(replica.replica_id, now, replica.step)
         if heal is None:
             return
+        if not (total or heal.to_step):
+            return self._not_needed(replica.replica_id)
         if total:
             heal.bytes, heal.total = done, total
-        if replica.step >= heal.to_step > 0:
+        # Without a plan, in a quorum that another lighthouse formed, it has ended once all is there.
+        if replica.step >= heal.to_step > 0 or (member and not heal.to_step and done >= total):
             heal.ended_at, heal.ok = now, True
             rate = self._rates[replica.replica_id] = Rate()  # it did not make the steps up to here
             rate.look(now, replica.step)

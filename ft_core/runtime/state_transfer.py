@@ -172,8 +172,10 @@ class Healing:
             )
             self._into = into
         except StateRefusedError:
+            self._gauge = Gauge()
             raise
         except HealError as error:
+            self._gauge = Gauge()  # nothing is being received any more
             # No donor answered at all, so nothing was written: perhaps they are those of a job that has ended.
             log.info("prefetch of live state failed (%s); the whole state is fetched after joining", error)
             return False
@@ -212,7 +214,15 @@ class Healing:
 
     def receive(self, plan: Plan, into: Mapping[str, Any] | None, cancel: Event) -> Received:
         """Receive `plan.target` from its donors, verified. Blocks, until `cancel` is set; raises HealError."""
-        started, self._gauge = time.monotonic(), Gauge()
+        self._gauge = Gauge()
+        try:
+            return self._receive(plan, into, cancel)
+        except BaseException:
+            self._gauge = Gauge()  # nothing is being received any more
+            raise
+
+    def _receive(self, plan: Plan, into: Mapping[str, Any] | None, cancel: Event) -> Received:
+        started = time.monotonic()
         if self._live is not None:
             have, self._prefetched = self._prefetched, None
             found = self._live.fetch(

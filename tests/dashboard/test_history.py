@@ -156,3 +156,30 @@ def test_rooms_that_are_forgotten_are_forgotten() -> None:
 def test_what_happened_is_a_sentence(kind: str, fields: dict[str, object], text: str) -> None:
     assert kind in KINDS
     assert sentence(Note(NOW, kind, fields)) == text
+
+
+def test_a_heal_that_nobody_needs_any_more_is_none() -> None:
+    """A newcomer copied, its donors died, and all begin at the same checkpoint; its last report stays as it is."""
+    history = RoomHistory()
+    rest = replica("b:2", step=0, healed=(10, 100))
+    history.take(room([replica("a:1", step=40), rest], members=("a:1",)), NOW)
+    assert history.heal_of("b:2") is not None
+    for second in (1, 2):
+        history.take(room([rest], 4, formed=quorum(4, {"b:2": 0})), NOW + second)
+        assert list(history.heals) == []
+
+
+def test_a_copy_that_was_given_up_is_no_heal() -> None:
+    history = RoomHistory()
+    for healed, count in (((10, 100), 1), ((0, 0), 0)):
+        history.take(room([replica("b:2", step=0, healed=healed)], members=()), NOW)
+        assert len(history.heals) == count
+
+
+def test_a_heal_over_which_the_lighthouse_was_started_anew_ends() -> None:
+    """It knows the quorum, and not who is behind in it."""
+    history = RoomHistory()
+    for second, done in enumerate((10, 60, 100, 100)):
+        history.take(room([replica("a:1"), replica("b:2", step=7 * (done == 100), healed=(done, 100))]), NOW + second)
+    (heal,) = history.heals
+    assert (heal.ok, heal.ended_at, heal.bytes) == (True, NOW + 2, 100)

@@ -70,7 +70,7 @@ def test_why_there_is_no_quorum_is_said(here: Here) -> None:
 
 
 def test_a_replica_reports_how_far_its_heal_is(here: Here) -> None:
-    one, _ = here.quorum("a:1", "b:1")
+    one = here.replica("a:1")
     one.lease.settings = replace(one.lease.settings, healed=lambda: (30, 100))
     wait_until(lambda: any(heal["total"] == 100 for heal in here.room()["heals"]))
     (heal,) = here.room()["heals"]
