@@ -214,7 +214,8 @@ class RoomHistory:
         if heal is None:
             return
         if not (total or heal.to_step):
-            return self._not_needed(replica.replica_id)
+            self._not_needed(replica.replica_id)
+            return
         if total:
             heal.bytes, heal.total = done, total
         # Without a plan, in a quorum that another lighthouse formed, it has ended once all is there.

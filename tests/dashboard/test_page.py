@@ -192,6 +192,9 @@ def test_orders_by_keyboard_alone(here: Here, browser: Browser) -> None:
     page.key("Enter")
     page.wait("document.querySelector('#order-error').textContent.includes('the admin token is wrong')")
     assert two.recorder.of("drain") == []
+    page.js("document.querySelector('#order-token').value = 'adm\u00efn\u2014'")
+    page.js("document.querySelector('#order-yes').click()")
+    page.wait("document.querySelector('#order-error').textContent.includes('characters that no token has')")
     page.js("document.querySelector('#order-token').value = ''")
     page.js("document.querySelector('#order-token').focus()")
     page.type("admin")
@@ -252,6 +255,9 @@ def test_a_token_is_asked_for_where_one_is_needed(start: Callable[..., Here], br
     page.type("wrong")
     page.key("Enter")
     page.wait("document.querySelector('#login-error').textContent === 'This is not the token.'")
+    page.type("j\u00f6b\u2014")  # no header can carry it
+    page.key("Enter")
+    page.wait("document.querySelector('#login-error').textContent.includes('characters that no token has')")
     page.type("job")
     page.key("Enter")
     page.wait(f"{TRAINING}.length === 1")

@@ -78,6 +78,10 @@ function tell() {
 
 // ---------------------------------------------------------------- the connection
 
+// What cannot travel in a header is no token; fetch would take it for a failure of the network.
+const UNSENDABLE = "This is not the token: it has characters that no token has. Is something left of how it was copied?";
+const sendable = text => /^[\x20-\x7e]*$/.test(text);
+
 function headers() {
   return token ? { Authorization: `Bearer ${token}` } : {};
 }
@@ -129,13 +133,16 @@ function login() {
     say(at("login-error"), token ? "This is not the token." : "");
     form.hidden = false;
     at("token").focus();
-    form.addEventListener("submit", event => {
+    form.onsubmit = event => {
       event.preventDefault();
-      token = at("token").value.trim();
+      const given = at("token").value.trim();
       at("token").value = "";
+      say(at("login-error"), sendable(given) ? "" : UNSENDABLE);
+      if (!sendable(given)) return;
+      token = given;
       form.hidden = true;
       resolve();
-    }, { once: true });
+    };
   });
 }
 
@@ -175,8 +182,9 @@ function ask(kind, room, replica) {
 async function order(event) {
   event.preventDefault();
   const { kind, room, replica } = asked, given = at("order-token").value.trim(), yes = at("order-yes");
+  say(at("order-error"), sendable(given) ? "" : UNSENDABLE);
+  if (!sendable(given)) return;
   yes.disabled = true;
-  say(at("order-error"), "");
   try {
     const answer = await fetch(kind, {
       method: "POST", cache: "no-store", credentials: "omit",
