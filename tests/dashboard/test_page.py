@@ -221,6 +221,24 @@ def test_names_and_reasons_are_text(here: Here, browser: Browser) -> None:
     quiet(page, here.server.http_address())
 
 
+@pytest.mark.parametrize("width", [320, 800, 1200])
+def test_numbers_stay_whole_beside_a_long_name(here: Here, browser: Browser, width: int) -> None:
+    (one,) = here.quorum("r" * 120 + ":1")
+    page = browser.page(here.server.http_address(), width)
+    page.wait(f"{TRAINING}.length === 1")
+    one.lease.progress(1_000_003, "step", VERSION)
+    page.wait("document.body.innerText.includes('1,000,003')")
+    broken = """[...document.querySelectorAll('td.num, th')].filter(cell => {
+      const range = document.createRange();
+      let inner = cell;
+      while (inner.firstElementChild) inner = inner.firstElementChild;
+      range.selectNodeContents(inner);
+      return new Set([...range.getClientRects()].filter(r => r.width > 1).map(r => Math.round(r.top))).size > 1;
+    }).map(cell => cell.textContent)"""
+    assert page.js(broken) == []
+    assert page.js("document.documentElement.scrollWidth <= innerWidth")
+
+
 def test_a_lighthouse_that_ends_and_returns(start: Callable[..., Here], browser: Browser) -> None:
     here = start()
     here.quorum("a:1")
