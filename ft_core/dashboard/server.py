@@ -258,13 +258,14 @@ class Dashboard:
     async def _serve(self) -> None:
         from aiohttp import web  # here: it takes a while, and the lighthouse answers already
 
-        from ft_core.dashboard.web_app import WebApp
+        from ft_core.dashboard.web_app import WebApp, http_log
 
         assert self._socket is not None
         app = WebApp(self)
         runner = web.AppRunner(
-            app.application(), access_log=None, handle_signals=False, shutdown_timeout=STOP_S, keepalive_timeout=30.0
-        )
+            app.application(), access_log=None, handle_signals=False, shutdown_timeout=STOP_S, keepalive_timeout=30.0,
+            logger=http_log,
+        )  # fmt: skip
         self._stop = stop = asyncio.Event()
         self._loop = asyncio.get_running_loop()
         await runner.setup()

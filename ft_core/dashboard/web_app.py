@@ -16,6 +16,7 @@ from importlib import resources
 from typing import TYPE_CHECKING, Any, Protocol
 
 from aiohttp import web
+from aiohttp.http import HttpProcessingError
 
 from ft_core.errors import FaultToleranceError
 
@@ -53,6 +54,16 @@ HEADERS = {
 }
 
 _log = logging.getLogger("ft_core.lighthouse")
+
+
+def _is_ours(record: logging.LogRecord) -> bool:
+    """Whether aiohttp logs a mistake of ours. That somebody sent what is no HTTP is answered, and no news."""
+    return not (record.exc_info and isinstance(record.exc_info[1], HttpProcessingError))
+
+
+http_log = logging.getLogger("ft_core.lighthouse.http")
+"""What aiohttp logs."""
+http_log.addFilter(_is_ours)
 
 
 class Desk(Protocol):
@@ -190,7 +201,7 @@ class WebApp:
             return _refused(refusal)
         try:
             asked = json.loads(await request.read())
-        except ValueError:
+        except (ValueError, RecursionError):
             asked = None
         if not _is_order(asked):
             return _text('an order is {"room": ..., "replica": ..., "reason": ...}, three texts in JSON\n', 400)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import socket
 import ssl
 import subprocess
@@ -184,6 +185,18 @@ def test_a_browser_that_reads_nothing_is_cut_off_and_costs_no_lease(
     assert one.recorder.of("member_lost") == two.recorder.of("member_lost") == []
 
 
+@pytest.mark.parametrize(
+    "sent", [b"GET / HTTP/1.1\r\nHost: localhost\r\nHost: evil\r\n\r\n", b"\x00\xff\r\n\r\n",
+             b"GET / HTTP/1.1\r\nHost: localhost\r\nX: " + b"a" * 100_000 + b"\r\n\r\n"],
+)  # fmt: skip
+def test_what_is_no_http_is_no_news(here: Here, sent: bytes, caplog: pytest.LogCaptureFixture) -> None:
+    """Who looks for open ports does not fill the log of the job."""
+    with here.connect() as client:
+        client.sendall(sent)
+        assert b" 400 " in client.recv(1 << 16).partition(b"\r\n")[0]
+    assert [record.message for record in caplog.records if record.levelno >= logging.WARNING] == []
+
+
 def test_more_browsers_than_places_are_refused_in_words(here: Here) -> None:
     here.quorum("a:1")
     with contextlib.ExitStack() as stack:
@@ -270,7 +283,8 @@ def test_others_orders_are_refused(here: Here, without: str, more: dict[str, str
 
 @pytest.mark.parametrize(
     "body",
-    [b"", b"{", b"[]", b"null", b'{"room":"default"}', wish("") , {**wish("a:1"), "more": 1}, wish("a:1", "x" * 201),
+    [b"", b"{", b"[]", b"null", b"[" * 9000, b'{"room":"default"}',
+     wish(""), {**wish("a:1"), "more": 1}, wish("a:1", "x" * 201),
      {**wish("a:1"), "reason": 3}],
 )  # fmt: skip
 def test_what_is_no_order_is_refused(here: Here, body: Any) -> None:
