@@ -275,6 +275,24 @@ def test_who_heals_goes_to_where_those_are_that_hold_the_state() -> None:
     assert [rig[name].attempt.meets_at for name in "abc"] == [7, 7, 7]
 
 
+@pytest.mark.parametrize("behind", [True, False])
+def test_who_never_got_to_the_others_batch_asks_again_with_its_own(behind: bool) -> None:
+    """Its quorum ended before it stood: whoever was further is gone, and so may be the state that belongs to there."""
+    rig = computing(position=7)
+    if behind:
+        rig.fail("c")
+        rig["c"].held.version = Version(0, 0)
+    asks = [asks_at(rig, name, position) for name, position in (("a", 9), ("b", 9), ("c", 7))]
+    quorum = rig.quorum(asks)
+    assert "Configure" in kinds(rig["c"].handle(on.QuorumAnswered(rig["c"].asks, quorum), rig.now))
+    assert rig["c"].attempt.meets_at == 9
+    rig.handle("c", on.MemberLost(quorum.quorum_id, ("a", "b")))
+    rig.now += ASK_AGAIN_S
+    (sent,) = rig.handle("c", on.Tick())
+    assert isinstance(sent, do.SendAsk)
+    assert sent.ask.position == 7
+
+
 def test_who_may_not_heal_stays_where_it_is() -> None:
     rig = computing(position=7)
     rig.handle("c", on.StateTorn())

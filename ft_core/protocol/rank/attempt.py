@@ -72,7 +72,10 @@ class Attempt:
         self.expects_user_op = False
         """One was launched in this attempt, or in the one before."""
         self.position = 0
-        """The batch of the training data that the step trains on, counted from 1; 0: the script does not say."""
+        """The batch of the training data that the step trains on, counted from 1; 0: the script does not say.
+
+        The others' (`meets_at`) once the quorum stands, not before: who asks again still holds its own state.
+        """
         self.meets_at = 0
         """The batch at which all go on who entered this quorum between two steps; 0: this rank stays where it is."""
         self.opened_at = self.launched_at = self.lease_acked_at = now

@@ -201,7 +201,6 @@ class Membership(RankState):
             self.formation = None
             return (do.Entered(new), *self._fail(CollectiveError(refusal), now))
         self.attempt.meets_at = 0 if formation.moves or new.excluded else new.position
-        self.attempt.position = self.attempt.meets_at or self.attempt.position
         early, self._early = self._early, {}
         ended: Actions = ()
         for push in early.values():  # they came before the answer
@@ -237,6 +236,7 @@ class Membership(RankState):
             return ()
         self._to(Cause.BUILT)
         self.formation = None
+        self.attempt.position = self.attempt.meets_at or self.attempt.position
         if self.attempt.heal is not Heal.PENDING:
             return ()
         if self.draining:

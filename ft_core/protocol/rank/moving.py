@@ -7,8 +7,9 @@ boundaries only, so a quorum in which somebody needs any is left again, and the 
 launched something. The ranks of a group are at different places of their step when one of them learns it: they go on
 together, or lose the attempt together (R12, `protocol.group.moving`).
 
-Invariant: an attempt that moves builds on the version and lineage of the new quorum, and nobody was told who takes part
-in it (`Attempt.pinned`).
+Invariants: an attempt that moves builds on the version and lineage of the new quorum, and nobody was told who takes
+part in it (`Attempt.pinned`). The batch that is sent with an ask is this rank's own until a quorum stands in which
+others are further.
 """
 
 from __future__ import annotations
