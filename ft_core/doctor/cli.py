@@ -26,6 +26,7 @@ from ft_core.doctor.together import Options, together
 from ft_core.errors import ConfigError
 from ft_core.report.account import account
 from ft_core.report.reader import read
+from ft_core.report.text import fitting
 from ft_core.rpc.channel import release
 
 if TYPE_CHECKING:
@@ -139,9 +140,8 @@ def _print(findings: Sequence[Finding], *, as_json: bool) -> None:
         text = json.dumps(out, indent=1) + "\n"
     else:
         text = render(findings, shutil.get_terminal_size((WIDTH, 24)).columns)
-    code = sys.stdout.encoding or "utf-8"
     try:
-        sys.stdout.write(text.encode(code, "backslashreplace").decode(code))  # a name may not fit into the terminal's
+        sys.stdout.write(fitting(text, sys.stdout.encoding))
         sys.stdout.flush()
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -4,8 +4,10 @@ How it works. Each host writes a file of its own, under another name first, into
 it. Then each reads the others' files while it goes on replacing its own: every read has to find one whole version of
 one file. A network file system may show a change late, so a missing file is looked for until SEEN_S.
 
-Invariants: only files in folders `.ft-doctor-...` below the path are written, and they are removed. A file system that hangs
-takes LIMIT_S. Collects; decides nothing. Threads: "ft-doctor-storage", one at a time, which a hanging system keeps.
+Invariants: only files in folders `.ft-doctor-...` below the path are written, and they are removed. A file system that
+hangs takes LIMIT_S. Collects; decides nothing.
+
+Threads: "ft-doctor-storage", one at a time, which a hanging system keeps.
 """
 
 from __future__ import annotations

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ft_core.doctor.findings import Level, by_level
+from ft_core.report.text import escaped
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -47,11 +48,6 @@ def _plain(finding: Finding) -> Finding:
         finding, where=escaped(finding.where), text=escaped(finding.text), todo=escaped(finding.todo),
         evidence=tuple(escaped(line) for line in finding.evidence),
     )  # fmt: skip
-
-
-def escaped(text: str) -> str:
-    """A text with its control characters written out."""
-    return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)
 
 
 def summary(findings: Sequence[Finding]) -> str:

@@ -14,6 +14,7 @@ from ft_core.report.account import account
 from ft_core.report.page import render as page
 from ft_core.report.picture import draw
 from ft_core.report.reader import read
+from ft_core.report.text import escaped, fitting
 from ft_core.report.text import render as text
 from ft_core.rpc.channel import release
 
@@ -64,7 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _print(lines: str) -> None:
     """To stdout, as long as somebody reads it: `ft-report DIR | head` draws its pictures, too."""
     try:
-        sys.stdout.write(lines)
+        sys.stdout.write(fitting(escaped(lines), sys.stdout.encoding))
         sys.stdout.flush()
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -74,7 +75,7 @@ def _pictures(result: Account, problems: Sequence[str], folder: str) -> None:
     """Draw what can be drawn; say where it is, or why it is not."""
     try:
         os.makedirs(folder, exist_ok=True)
-        with open(os.path.join(folder, HTML), "w", encoding="utf-8") as file:
+        with open(os.path.join(folder, HTML), "w", encoding="utf-8", errors="backslashreplace") as file:
             file.write(page(result, problems))
         why = draw(result, os.path.join(folder, PNG))
     except OSError as error:

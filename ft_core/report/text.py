@@ -26,6 +26,17 @@ def render(account: Account, problems: Iterable[str]) -> str:
     return "\n\n".join(part for part in [*parts, "\n".join(told)] if part) + "\n"
 
 
+def escaped(text: str) -> str:
+    """A text with its control characters written out: to a terminal they are orders, and names come from anywhere."""
+    return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)
+
+
+def fitting(text: str, encoding: str | None) -> str:
+    """A text without characters that a stream of this encoding cannot carry."""
+    code = encoding or "utf-8"
+    return text.encode(code, "backslashreplace").decode(code)
+
+
 def duration(seconds: float | None) -> str:
     """A duration as people write it."""
     if seconds is None:

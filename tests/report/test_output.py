@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html.parser
+import io
 import pathlib
 import sys
 from typing import TYPE_CHECKING
@@ -134,6 +135,22 @@ def test_the_command_draws_beside_the_events(tmp_path: pathlib.Path, capsys: pyt
     assert told.err == ""
     assert main([str(tmp_path / "events"), "--out", str(tmp_path / "elsewhere" / "new")]) == 0
     assert (tmp_path / "elsewhere" / "new" / HTML).exists()
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "utf-8"])
+def test_names_are_no_orders_to_the_terminal_and_fit_into_it(
+    tmp_path: pathlib.Path, encoding: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    killed().save(tmp_path / "events")
+    for file in (tmp_path / "events").iterdir():
+        file.write_text(file.read_text().replace("was ended by", "r\\u001b[2J\\u00fc\\ud800"))
+    out = io.TextIOWrapper(io.BytesIO(), encoding)
+    monkeypatch.setattr(sys, "stdout", out)
+    assert main([str(tmp_path / "events"), "--out", str(tmp_path / "out")]) == 0
+    out.seek(0)
+    told = out.read()
+    assert "\x1b" not in told
+    assert "r\\x1b[2J" in told
 
 
 def test_without_matplotlib_there_is_a_sentence_and_the_page(
