@@ -326,10 +326,21 @@ def parse_address(text: str, setting: str) -> tuple[str, int]:
     bare = bare.rstrip("/")
     host, separator, port = bare.rpartition(":")
     good = f"{setting}={text!r}: expected host:port or http://host:port, for example trainer0:29510"
-    if not separator or not host or not port.isdigit() or "/" in host:
+    if not separator or not host or not port.isdecimal() or "/" in host:
         raise ConfigError(good)
     if ":" in host and not (host.startswith("[") and host.endswith("]")):
         raise ConfigError(good + " (IPv6 addresses in brackets: [::1]:29510)")
     if not 0 < int(port) < 65536:
         raise ConfigError(f"{setting}={text!r}: port {port} is not between 1 and 65535")
-    return host.strip("[]"), int(port)
+    return check_host(host.strip("[]"), f"{setting}={text!r}"), int(port)
+
+
+def check_host(host: str, where: str) -> str:
+    """Itself. Raises ConfigError, which begins with `where`, if nothing can have this name."""
+    try:
+        host.encode("idna")
+    except UnicodeError:
+        raise ConfigError(
+            f"{where}: {host[:80]!r} can be no host's name, whose parts between dots have 1 to 63 characters each"
+        ) from None
+    return host

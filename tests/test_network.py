@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import socket
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from ft_core import network
 from ft_core.errors import ConfigError
 from ft_core.network import advertised_host, is_here, is_loopback
+from ft_core.rpc.channel import split_bind
+from ft_core.settings import parse_address
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 
 @pytest.fixture
@@ -84,3 +89,24 @@ def test_is_here(names: dict[str, list[str]], ways: dict[str, str]) -> None:
     ]  # fmt: skip
     assert is_loopback("::1")
     assert not is_loopback("localhost.example.org")
+
+
+@pytest.mark.parametrize("host", ["trainer0..example", "a" * 64, ".example", "h\udcff"])
+@pytest.mark.parametrize("split", [parse_address, split_bind])
+def test_a_name_that_nothing_can_have_is_an_error(host: str, split: Callable[[str, str], object]) -> None:
+    """Resolving it would raise no OSError."""
+    with pytest.raises(ConfigError, match=r"FT_LIGHTHOUSE=.* can be no host's name"):
+        split(f"{host}:29510", "FT_LIGHTHOUSE")
+
+
+@pytest.mark.parametrize("address", ["host:\u00b2", "host:x"])
+@pytest.mark.parametrize("split", [parse_address, split_bind])
+def test_a_port_is_a_decimal_number(address: str, split: Callable[[str, str], object]) -> None:
+    with pytest.raises(ConfigError, match="expected host:port"):
+        split(address, "FT_LIGHTHOUSE")
+
+
+@pytest.mark.parametrize("host", ["trainer0", "trainer0.example.", "h\u00f6st", "fe80::1%eth0", "::1", "10.0.0.1"])
+def test_names_and_addresses_are_taken_as_they_are(host: str) -> None:
+    text = f"[{host}]:1" if ":" in host else f"{host}:1"
+    assert parse_address(text, "FT_LIGHTHOUSE") == split_bind(text, "FT_LIGHTHOUSE") == (host, 1)

@@ -31,7 +31,7 @@ from ft_core.access import Tokens, check_token
 from ft_core.certificates import Loaded, Tls
 from ft_core.errors import ConfigError
 from ft_core.rpc.codec import MAX_PUSH_BYTES, MAX_REQUEST_BYTES
-from ft_core.settings import parse_address
+from ft_core.settings import check_host, parse_address
 
 _quiet = "GRPC_VERBOSITY" not in os.environ
 if _quiet:
@@ -260,9 +260,9 @@ def reachable_host(bind_host: str) -> str:
 def split_bind(bind: str, setting: str) -> tuple[str, int]:
     """Split a bind address 'host:port' ('[::]:0': any interface, any port). Raises ConfigError."""
     host, separator, port = bind.removeprefix("http://").rpartition(":")
-    if not separator or not port.isdigit() or int(port) > 65535:
+    if not separator or not port.isdecimal() or int(port) > 65535:
         raise ConfigError(f"{setting}={bind!r}: expected host:port, for example [::]:29510 (port 0: any free one)")
-    return host.strip("[]"), int(port)
+    return check_host(host.strip("[]"), f"{setting}={bind!r}"), int(port)
 
 
 def join_host(host: str, port: int) -> str:
