@@ -207,6 +207,29 @@ def test_orders_by_keyboard_alone(here: Here, browser: Browser) -> None:
     page.wait("document.body.innerText.includes('b:1 was ordered to drain: new disks')")
 
 
+def test_an_order_that_is_answered_late_leaves_the_next_one_alone(here: Here, browser: Browser) -> None:
+    here.quorum("a:1", "b:1")
+    page = browser.page(here.server.http_address())
+    page.wait(f"{TRAINING}.length === 2")
+    page.js(
+        "{ const ask = window.fetch; window.fetch = (to, how) => how.method !== 'POST' ? ask(to, how)"
+        " : new Promise(done => { window.answer = () => done(ask(to, how)); }); }"
+    )
+    for name in ("a:1", "b:1"):
+        page.js(f"document.querySelector('[aria-label=\"Kill {name}\"]').click()")
+        page.js("document.querySelector('#order-token').value = 'wrong'")
+        if name == "a:1":
+            page.js("document.querySelector('#order-yes').click()")
+            page.wait("Boolean(window.answer)")
+            page.js("document.querySelector('#order-no').click()")
+            page.wait("!document.querySelector('#order').open")
+    page.js("window.answer()")
+    page.wait("document.querySelector('#result').textContent.includes('a:1 was not ordered to exit: the admin token')")
+    assert page.js("document.querySelector('#order').open")
+    assert page.js("document.querySelector('#order-title').textContent") == "Kill b:1?"
+    assert page.js("document.querySelector('#order-error').textContent") == ""
+
+
 def test_names_and_reasons_are_text(here: Here, browser: Browser) -> None:
     name = "<img src=x onerror=alert(1)>:1"
     (one,) = here.quorum(name)

@@ -181,7 +181,7 @@ function ask(kind, room, replica) {
 
 async function order(event) {
   event.preventDefault();
-  const { kind, room, replica } = asked, given = at("order-token").value.trim(), yes = at("order-yes");
+  const mine = asked, { kind, room, replica } = mine, given = at("order-token").value.trim(), yes = at("order-yes");
   say(at("order-error"), sendable(given) ? "" : UNSENDABLE);
   if (!sendable(given)) return;
   yes.disabled = true;
@@ -193,18 +193,26 @@ async function order(event) {
     });
     if (!answer.ok) throw new Error((await answer.text()).trim() || `status ${answer.status}`);
     token = given || token;   // in this tab's memory only
-    at("order").close();
-    clearTimeout(shown);
-    shown = setTimeout(() => say(at("result"), ""), SHOWN_MS);
-    say(at("result"), `${replica} was ordered to ${kind === "kill" ? "exit" : "drain"} at ${clock(Date.now() / 1000)}.`);
+    if (asked === mine) at("order").close();
+    told(`${replica} was ordered to ${kind === "kill" ? "exit" : "drain"} at ${clock(Date.now() / 1000)}.`);
   } catch (error) {
-    say(at("order-error"), error instanceof TypeError ? "The lighthouse cannot be reached." : error.message);
+    const why = error instanceof TypeError ? "The lighthouse cannot be reached." : error.message;
+    if (asked === mine) say(at("order-error"), why);
+    else told(`${replica} was not ordered to ${kind === "kill" ? "exit" : "drain"}: ${why}`);
   } finally {
-    yes.disabled = false;
+    if (asked === mine) yes.disabled = false;
   }
 }
 
+function told(text) {
+  clearTimeout(shown);
+  shown = setTimeout(() => say(at("result"), ""), SHOWN_MS);
+  say(at("result"), text);
+}
+
 at("order").querySelector("form").addEventListener("submit", order);
+// What is answered later belongs to no dialog. (This comes late, too: the next one may be open already.)
+at("order").addEventListener("close", () => { if (!at("order").open) asked = null; });
 at("order-no").addEventListener("click", () => at("order").close());
 setInterval(tell, 1000);
 tell();
