@@ -136,8 +136,6 @@ class LighthouseServer:
             one_job=one_job,
         )
         settings.check()
-        if tls is not None:
-            tls.files().look()  # that they do not work is said before anything listens
         tokens = Tokens(settings.token, settings.admin_token).check()
         liveness_s, liveness = _liveness(liveness_ms)
         if settings.grace_s > liveness_s:
@@ -209,7 +207,9 @@ class LighthouseServer:
 
 
 def _place(bind: str | None, token: str, tls: Tls | None, insecure: bool) -> tuple[str, int]:
-    """Where to listen. Raises ConfigError if anybody could come in there, and it is not meant so."""
+    """Where to listen. Raises ConfigError if anybody could come in there by mistake, or `tls` is no good."""
+    if tls is not None:
+        tls.files().look()  # that its files do not work is said before anything listens
     if bind is None:
         bind = HERE if asks_nothing(token, tls, insecure) else EVERYBODY
     host, port = split_bind(bind, "bind")
