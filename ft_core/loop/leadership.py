@@ -103,6 +103,15 @@ class Leadership:
         return self._leads
 
     @property
+    def step_moved(self) -> bool:
+        """The step that is, or was, open went on in another quorum than the one it was opened in (R19).
+
+        The leader of that may be dead, and it is not known here who leads now.
+        """
+        manager = self._window.manager
+        return manager is not None and manager.hooks.meeting[0] != self._elected_in
+
+    @property
     def _step(self) -> int:
         """The step of the state that would be written now. A heal moves it on as well as this replica's own commits."""
         manager = self._window.manager
@@ -202,14 +211,12 @@ class Leadership:
         return None
 
     def _settle(self) -> None:
-        """In an open step: it stays in its quorum from now on, and who leads there is known.
-
-        If the step went on in another quorum than the one it was opened in (R19), the leader of that may be dead.
-        """
+        """In an open step: it stays in its quorum from now on, and who leads there is known."""
         manager = self._window.manager
         if manager is None or not self._window.is_open:
             return
-        if manager.hooks.stay() != self._elected_in:
+        manager.hooks.stay()
+        if self.step_moved:
             self.opened()
 
     def _kept(self) -> None:

@@ -23,12 +23,13 @@ class StopTogether(FaultToleranceError):
     """The reason of the vetoes at the end: some replica has ended its training."""
 
 
-def stop_together(manager: Manager, opened: Callable[[], None]) -> None:
+def stop_together(manager: Manager, opened: Callable[[], None], voted: Callable[[], object] = lambda: None) -> None:
     """Take part in votes until everybody knows that training ends; at the end of training, between two steps.
 
     Args:
         manager: of this rank.
         opened: called after each `start_quorum`.
+        voted: called after each vote: a vote that a lighthouse is missed in, say, does not end the training yet.
 
     Raises:
         QuorumTimeoutError, RefusedError: there is no quorum any more.
@@ -49,3 +50,4 @@ def stop_together(manager: Manager, opened: Callable[[], None]) -> None:
         except RuntimeError:  # max_retries: these vetoes are no failures
             if not manager.stop_agreed:
                 raise
+        voted()

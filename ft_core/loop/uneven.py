@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
     from ft_core.loop.position import Position
     from ft_core.loop.window import StepWindow
+    from ft_core.manager import Manager
 
 log = logging.getLogger("ft_core")
 
@@ -55,6 +56,8 @@ class UnevenEnd:
         self.left = False
         """This replica has left the job."""
         self._applied = False
+        self._took_part = False
+        """There was a vote in the last attempt."""
 
     def __repr__(self) -> str:
         return f"UnevenEnd({self.policy}, done={self.done}, left={self.left})"
@@ -93,16 +96,25 @@ class UnevenEnd:
         manager = window.start_manager()
         if window.stopped:
             return True
-        self._applied = False
+        self._applied = self._took_part = False
         apply = None if self._apply is None else self._step
-        opened = functools.partial(window.entered, position)
+        opened = functools.partial(self._entered, position)
         window.trains_on(position)
         try:
             over = window.wait_for(lambda: manager.hooks.shadow_step(apply, ends=ends, opened=opened))
         except PassedOverError:
             return True  # the others have this run behind them
         window.concluded(manager)
+        if self._took_part:
+            self._concluded(manager)
         return over or window.stopped
+
+    def _entered(self, position: Position | None) -> None:
+        self._took_part = True
+        self._window.entered(position)
+
+    def _concluded(self, manager: Manager) -> None:
+        """After each vote that this replica took part in without data."""
 
     def _step(self) -> None:
         assert self._apply is not None

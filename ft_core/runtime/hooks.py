@@ -102,6 +102,19 @@ class Hooks:
         rank = self._rank
         return rank.quorum_id, rank.attempt.meets_at - 1 if rank.attempt.meets_at else None
 
+    @property
+    def participants(self) -> int:
+        """How many take part in the open step, unless it goes on in another quorum: the step is not pinned to this one.
+
+        Nothing of the step may depend on it; `Manager.num_participants` is for that.
+        """
+        return len(self._rank.attempt.participants)
+
+    @property
+    def next_quorum(self) -> bool:
+        """The last vote has shown that a new quorum comes next; known to all who voted, unless it has ended since."""
+        return self._steps.next_quorum
+
     def keep_steps_in_quorums(self, wanted: bool) -> None:
         """Whether a step that is opened from now on is lost if a death finds it open, and none goes on (R19).
 

@@ -77,6 +77,8 @@ class Steps:
         """The ballot rides on the last bucket of the one model there is; known from the first quorum on."""
         self.quorum_lost = False
         """The last `conclude` found the quorum broken."""
+        self.next_quorum = False
+        """It was agreed in the last one that a new quorum comes next."""
         self.pass_over = self.pass_over_told = False
         """It found the pass over the data over; a replica without data was told so."""
         self._attempts = 0
@@ -288,7 +290,7 @@ class Steps:
         self.reset_weights()
         self.pass_over, self.pass_over_told = rank.data.passes != passes, False
         shell.report_progress()
-        self.quorum_lost = verdict.outcome is Outcome.BROKEN
+        self.quorum_lost, self.next_quorum = verdict.outcome is Outcome.BROKEN, verdict.change
         if gave_up:
             raise RuntimeError(f"{gave_up}; last reason: {verdict.reason or rank.error}")
         if not commit and verdict.reason and not verdict.stop and not verdict.exhausted:

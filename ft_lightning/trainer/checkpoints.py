@@ -158,6 +158,7 @@ class Checkpoints:
 
     def _voted(self, manager: Manager, _: bool) -> None:
         """After each should_commit, before the optimizer steps."""
+        self.leader.voted(manager)
         self.uneven.voted()
         stopping.stop_as_agreed(manager, self._trainer)
 
@@ -169,7 +170,8 @@ class Checkpoints:
         assert self.window is not None
         if not self.uneven.left:
             with self._takeover.ending():
-                stop_together(self.manager, functools.partial(self.window.entered, None))
+                voted = functools.partial(self.leader.voted, self.manager)
+                stop_together(self.manager, functools.partial(self.window.entered, None), voted)
             if self.manager.stop_agreed:
                 self.leader.publish()  # before the others, which know the end as well, look for it
             RUNS.members = self.manager.num_participants() if self.manager.quorum_id else None

@@ -6,16 +6,22 @@ follow it, on the first rank of the leading group. Before the first quorum a pro
 writes at the start: the group with the lowest number, unless a quorum trains already, as the lighthouse knows.
 
 After a change the new leader goes on with what is there. For that all replicas carry the `LeaderState`: the versions of
-the loggers' runs, the states of all ModelCheckpoints, and which checkpoint files exist. The leader broadcasts it in
-every new quorum and every `BROADCAST_EVERY` steps, in one small collective that all members take part in at the same
-point; who adopts another's state receives it with that. `ModelCheckpoint.file_exists` is answered from this list, not
-from the disk, so names with a version suffix come out alike on all replicas.
+the loggers' runs, the states of all ModelCheckpoints, and which checkpoint files exist. The leader broadcasts it after
+the first vote in every new quorum and every `BROADCAST_EVERY` steps, in one small collective that all members take part
+in; not before their gradients, so that an open step can go on in the next quorum (R19), unless it follows a broadcast.
+Who adopts another's state receives it with that. `ModelCheckpoint.file_exists` is answered from this list, not from the
+disk, so names with a version suffix come out alike on all replicas.
+
+Whether a vote is followed by a broadcast is known to all who voted without a message: it depends on the quorum, its
+step, what the fence said, and which broadcasts were begun in this quorum; never on what one member has met with, such
+as an error of its own. All who vote ask: who trains, who is out of data, who has ended its training (`voted`).
 
 What is not one local file (other `CheckpointIO`s, `AsyncCheckpointIO`, URLs) is written in its place at once; so is a
 checkpoint that is saved because of an exception, after which there is no other step.
 
-Invariants: at most one process has `leads` in a quorum; it changes only in `opened`. A replica that does not lead
-never touches a file of the run. Threads: the training thread.
+Invariants: at most one process has `leads` in a quorum; it changes only in `opened`, or where a step that has
+moved writes or is voted on. A replica that does not lead never touches a file of the run.
+Threads: the training thread.
 """
 
 from __future__ import annotations
@@ -153,21 +159,35 @@ class LeaderFiles:
     # ------------------------------------------------------------ in a quorum
 
     def opened(self) -> None:
-        """Right after every `start_quorum` of this Trainer, on every replica: elect, broadcast, make good."""
-        manager: Manager = self._strategy.manager
+        """Right after every `start_quorum` of this Trainer, on every replica: elect, make good."""
         leadership = self._leadership
         assert leadership is not None
         leadership.elect()
         self._set(leadership.leads)
-        if manager.quorum_id != self._broadcast_in or manager.current_step() % BROADCAST_EVERY == 0:
-            self._broadcast(manager, leadership.leads)
         leadership.take_over()
         for callback in self._checkpoints():
             writers.clock(callback, runs=self.leads)
 
+    def voted(self, manager: Manager) -> None:
+        """After every vote of this Trainer, on every replica: elect if the step moved, broadcast if it is time.
+
+        Not where the quorum is over: who leaves it is gone then, and there is another broadcast in the next one.
+        """
+        leadership = self._leadership
+        if leadership is None or manager.quorum_lost:
+            return
+        if leadership.step_moved:
+            self.opened()
+        if manager.stop_agreed or manager.hooks.next_quorum:
+            return
+        if manager.quorum_id != self._broadcast_in or manager.current_step() % BROADCAST_EVERY == 0:
+            self._broadcast_in = manager.quorum_id  # whatever becomes of it here
+            self._broadcast(manager, leadership.leads)
+
     def _changed(self, leads: bool) -> None:
-        """This group begins to lead, or no longer does."""
+        """This group begins to lead, or no longer does; between two steps, or within one that has moved."""
         if leads:
+            self._set(True)
             if self.leads:
                 self._take_over()
         else:
@@ -236,7 +256,7 @@ class LeaderFiles:
             self._existing = set(state.existing)
 
     def _broadcast(self, manager: Manager, sends: bool) -> None:
-        """A broadcast as a sum with zeros. An error vetoes the step, and it is sent again in the next quorum."""
+        """A broadcast as a sum with zeros. An error ends the quorum, and it is sent again in the next one."""
         if sends and self._existing is None:
             self._existing = {path for callback in self._checkpoints() for path in writers.listing(callback)}
         mine = self._state().encode() if sends else b""
@@ -244,20 +264,20 @@ class LeaderFiles:
         received = self._sum(manager, head.ljust(HEAD, b"\0"), HEAD)
         length = int.from_bytes(received[:LENGTH], "little")
         if length > HEAD - LENGTH:
-            received = received[:HEAD] + self._sum(manager, mine[HEAD - LENGTH :], length - HEAD + LENGTH)
-        if manager.errored() is not None:
-            return
-        self._broadcast_in = manager.quorum_id
-        if not sends and length:
+            rest = self._sum(manager, mine[HEAD - LENGTH :], length - HEAD + LENGTH)
+            received = received[:HEAD] + rest if rest else b""
+        if received and not sends and length:
             self._receive(received[LENGTH : LENGTH + length].decode())
 
     @staticmethod
     def _sum(manager: Manager, mine: bytes, size: int) -> bytes:
+        """Of `size` bytes; none if it failed, and the quorum with it. An error of the step before is no matter."""
         buffer = torch.zeros(size, dtype=torch.uint8)
         if mine:
             buffer[: len(mine)] = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
         manager.allreduce(buffer, reduce_op=ReduceOp.SUM).wait()
-        return bytes(buffer.numpy().tobytes()) if manager.errored() is None else bytes(size)
+        attempt = manager.hooks.current_attempt()
+        return bytes(buffer.numpy().tobytes()) if attempt is not None and attempt.usable() else b""
 
     # ------------------------------------------------------------ files
 

@@ -21,7 +21,7 @@ Resuming: `fit(ckpt_path=...)` inside an epoch begins at the batch after the che
 Lightning begins the epoch's data anew.
 
 A veto in which one survivor stood inside a batch, and another between two, leaves them one batch apart. So the members
-of every new quorum agree on the furthest position (`StepWindow.go_on_at`); who is behind goes through its batches
+of every new quorum go on at the furthest position (`StepWindow.go_on_at`); who is behind goes through its batches
 without taking part in steps, hooks and all, until it is there (`OptimizerSteps.open_quorum`): the others' steps of
 those batches were vetoed.
 
@@ -75,7 +75,7 @@ class Takeover:
         self._open_quorum: Callable[[], Manager] | None = None
         self._run_out: Callable[[], None] | None = None
         self._first = False
-        """First of all ranks in the quorum of this batch."""
+        """Of all ranks it is the one that speaks for all, in the quorum of this batch."""
         self._opening = False
         """A quorum is being opened: state may arrive."""
         self._ended = False
@@ -84,7 +84,7 @@ class Takeover:
         """Our part of a state that was just loaded."""
         self._before: tuple[int, int] = (0, 0)
         self._met = 0
-        """Quorum in which the position was agreed on last."""
+        """Quorum in which the position was compared with the others' last."""
         self._place = Position()
         """What `position` returned last."""
         self._agreed: tuple[int, int] = (0, 0)
@@ -149,8 +149,9 @@ class Takeover:
 
     def opened(self, manager: Manager) -> None:
         """The window is open: in a new quorum `position` was moved to the furthest of its members."""
-        if manager.quorum_id != self._met:
-            self._met = manager.quorum_id
+        quorum_id, _ = manager.hooks.meeting
+        if quorum_id != self._met:
+            self._met = quorum_id
             self._agreed = self._place.epoch, self._place.batch
 
     def stop(self) -> None:
@@ -270,10 +271,10 @@ class Takeover:
     # ------------------------------------------------------------ what was not read
 
     def _count(self, manager: Manager) -> None:
-        """The quorum is in place, so this does not wait."""
-        self._first = self._trainer.global_rank == 0 and manager.participating_rank() == 0
+        """Should the step go on in another quorum, this batch is counted as one of the quorum it was begun in."""
+        self._first = self._trainer.global_rank == 0 and manager.hooks.leads
         if not self._elastic.active and not self._uneven:
-            self.unseen.count(manager.num_participants(), self._sharding.groups)
+            self.unseen.count(manager.hooks.participants, self._sharding.groups)
 
     def _report_unseen(self) -> None:
         text = self.unseen.epoch_ended(_position.epoch_and_batch(self._trainer)[0])

@@ -22,6 +22,7 @@ from ft_lightning import stopping
 from ft_lightning._compat import position as _position
 
 if TYPE_CHECKING:
+    from ft_core import Manager
     from ft_core.loop.position import Position
     from ft_core.loop.window import StepWindow
 
@@ -111,6 +112,9 @@ class TrainerUnevenEnd(UnevenEnd):
     def _attempt(self, position: Position | None) -> bool:
         with self._strategy._takeover.staying():
             return super()._attempt(position)
+
+    def _concluded(self, manager: Manager) -> None:
+        self._strategy.leader.voted(manager)
 
     def _apply_step(self) -> None:
         _position.count_batch(self._trainer)

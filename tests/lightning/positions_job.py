@@ -1,6 +1,8 @@
 """A Lightning script for test_positions: a replica dies while one survivor is in a batch, the other between two.
 
 `DEATH` (epoch, batch): group 2 kills itself inside that batch; group 0 stands inside it then, group 1 before it.
+PINNED: group 0 has asked who takes part, so its step stays in its quorum and is lost; else it goes on in the next one
+(R19).
 Lines: `step EPOCH BATCH GLOBAL_STEP`, `veto EPOCH BATCH`, `validated EPOCH BATCH`, `done DIGEST STEPS`.
 """
 
@@ -23,6 +25,7 @@ from tests.lightning.meeting import clock, wait_for  # noqa: E402
 
 GROUP = int(os.environ["FT_REPLICA_GROUP"])
 FOLDER = pathlib.Path(os.environ["FOLDER"])
+PINNED = bool(os.environ.get("PINNED"))
 DEATH = (1, 5)
 """The last batch of its epoch."""
 
@@ -42,7 +45,12 @@ class Model(pl.LightningModule):
         place = (self.current_epoch, batch_idx)
         clock.wait(0.02)
         if place == DEATH and GROUP == 0:
+            machine = self.trainer.strategy.manager._runtime.rank
+            before = machine.quorum_id
+            if PINNED:
+                assert self.trainer.strategy.manager.num_participants() == 3
             note("inside", place).touch()
+            wait_for(lambda: machine.broken if PINNED else machine.quorum_id != before and not machine.forming)
         if place == DEATH and GROUP == 2:
             wait_for(note("between", place).exists)
             wait_for(note("inside", place).exists)
@@ -62,7 +70,8 @@ class Model(pl.LightningModule):
         if following == DEATH and GROUP == 1:
             note("between", following).touch()
             wait_for(lambda: strategy.manager._runtime.rank.broken)
-            wait_for(note("vetoed", following).exists)
+            if PINNED:
+                wait_for(note("vetoed", following).exists)
         if place == DEATH and GROUP == 0:
             note("vetoed", place).touch()
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import inspect
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 
 import lightning as pl
@@ -175,18 +176,13 @@ class OneReplica:
     """What Takeover asks of a Manager."""
 
     members = ("replica-0:abc",)
+    hooks = SimpleNamespace(participants=1, leads=True)
 
     @contextlib.contextmanager
     def pause(self, reason: str, max_s: float) -> Iterator[None]:
         assert reason
         assert max_s > 0
         yield
-
-    def num_participants(self) -> int:
-        return 1
-
-    def participating_rank(self) -> int:
-        return 0
 
 
 class Run:
