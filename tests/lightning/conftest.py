@@ -8,6 +8,9 @@ import pytest
 
 from tests.lightning.forge import IMPORTS, Forge
 from tests.lightning.surroundings import bare
+from tests.runtime.conftest import cluster as cluster
+from tests.runtime.conftest import lighthouse as lighthouse
+from tests.runtime.conftest import store as store
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
