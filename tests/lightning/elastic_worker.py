@@ -22,6 +22,7 @@ from torch.utils.data import DataLoader, Dataset, Subset
 
 import ft_lightning
 from ft_core.data import ElasticDataLoader
+from ft_lightning.trainer import leader_files
 
 LENGTH, BATCH, EPOCHS, SEED = 47, 4, 2, 11
 RATE, MOMENTUM, CLIP = 0.1, 0.9, 0.5
@@ -184,6 +185,7 @@ def train(mode: str, devices: int) -> dict[str, Any]:
 def main(devices: int, folder: pathlib.Path, number: int, words: list[str]) -> None:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
+    leader_files.BROADCAST_EVERY = 1  # after each vote, whatever led to it: all who vote take part
     for count, word in enumerate(words):
         mode, _, places = word.partition("=")
         os.environ["FT_LIGHTHOUSE"], _, store = places.partition("#")

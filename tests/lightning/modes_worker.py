@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import ft_lightning
+from ft_lightning.trainer import leader_files
 
 FAULT = RuntimeError("injected by the test")
 
@@ -350,6 +351,7 @@ def train(mode: str, name: str, devices: int) -> dict[str, Any]:
 def main(name: str, devices: int, folder: pathlib.Path, rank: int, modes: list[str]) -> None:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
+    leader_files.BROADCAST_EVERY = 1  # after each vote, whatever led to it: all who vote take part
     for number, word in enumerate(modes):
         mode, _, places = word.partition("=")
         lighthouse, _, store = places.partition("#")
