@@ -4,7 +4,7 @@ What a renewal costs the lighthouse is the same whatever it says, and at four pe
 keep half a core busy. A renewal has two uses: its absence tells a frozen process from a closed connection (`absence`),
 for which two per liveness timeout would be enough, and it brings what is stable, which nobody waits for. Its
 acknowledgement costs as much again, and says that the lease stands (R3): once per liveness timeout is often for what is
-counted in minutes. A connection that is silent for longer is pinged, which costs as much as a renewal
+counted in minutes. A connection that is silent for longer is pinged, which costs half as much as a renewal
 (`rpc/channel.py`): so leases are renewed more often than that, however many there are.
 """
 
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 AS_USUAL = 256
 """Up to so many leases renew four times per liveness timeout."""
-LONGEST = 0.4
+LONGEST = 0.45
 """However many there are, each renews after so much of the liveness timeout: one that is late must not look like a
 freeze, and none is to be pinged meanwhile."""
 ACKNOWLEDGED = 2
