@@ -214,10 +214,16 @@ def test_connections_are_bounded(here: Here, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(dashboards, "CONNECTIONS_MAX", 3)
     wait_until(lambda: here.ask("/readyz")[0] == 200)
     with contextlib.ExitStack() as stack:
+
+        def one_more() -> bool:
+            """False while the connection of the question before has not ended over there."""
+            client = stack.enter_context(here.watch())
+            return b" 200 " in client.recv(1 << 16).partition(b"\r\n")[0]
+
         for _ in range(3):
-            stack.enter_context(here.connect())
-        wait_until(lambda: here.ask("/healthz")[0] == 503)
-        assert "3 connections are open already" in here.ask("/healthz")[1]
+            wait_until(one_more)
+        status, text, _ = here.ask("/healthz")
+        assert (status, "3 connections are open already" in text) == (503, True)
     wait_until(lambda: here.ask("/healthz")[0] == 200)
 
 
