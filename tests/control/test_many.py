@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from ft_core.control.lighthouse import room_host
+from ft_core.protocol.lighthouse import pace
 from ft_core.protocol.lighthouse.room import Room
 from tests.control.recorder import Replica, wait_until
 
@@ -30,8 +30,8 @@ def decisions(monkeypatch: pytest.MonkeyPatch) -> list[float]:
         return settle(room, now)
 
     monkeypatch.setattr(Room, "settle", counted)
-    monkeypatch.setattr(room_host, "ALONE", 0)
-    monkeypatch.setattr(room_host, "SETTLE_S_PER_REPLICA", 0.05 / MANY)
+    monkeypatch.setattr(pace, "ALONE", 0)
+    monkeypatch.setattr(pace, "SETTLE_S_PER_REPLICA", 0.05 / MANY)
     return made
 
 
@@ -71,7 +71,7 @@ def test_a_single_change_is_decided_about_at_once_after_a_rest(
 def test_a_lighthouse_with_many_leases_asks_for_fewer_renewals(
     replica: Callable[..., Replica], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(room_host, "renewal_s", lambda _leases, liveness_s: liveness_s / 2)
+    monkeypatch.setattr(pace, "renewal_s", lambda _leases, liveness_s: liveness_s / 2)
     one = replica("a:1")
     one.lease.wait_connected(5)
     wait_until(lambda: one.lease._renew_s == 0.5)  # half of the lighthouse's liveness timeout, as the budget allows

@@ -6,10 +6,10 @@ import itertools
 
 import pytest
 
-from ft_core.protocol.lighthouse.pace import ACKNOWLEDGED, AS_USUAL, LONGEST, is_acknowledged, renewal_s
+from ft_core.protocol.lighthouse.pace import ACKNOWLEDGED, ALONE, AS_USUAL, LONGEST, is_acknowledged, renewal_s, rest_s
 from ft_core.protocol.lighthouse.replica_table import CLOSED_BEFORE
 from ft_core.rpc.channel import server_options
-from ft_core.settings import MAX_REPLICAS
+from ft_core.settings import MAX_REPLICAS, LighthouseSettings
 
 
 def test_up_to_a_number_of_leases_nothing_is_asked_for() -> None:
@@ -48,3 +48,8 @@ def test_at_least_one_renewal_per_liveness_timeout_is_acknowledged_and_the_first
     for leases in (2 * AS_USUAL, MAX_REPLICAS, 4 * MAX_REPLICAS):
         assert [is_acknowledged(leases, number) for number in range(5)] == [True, False, True, False, True]
         assert ACKNOWLEDGED * renewal_s(leases, 1.0) <= 1.0
+
+
+def test_a_small_room_never_rests_and_a_full_one_no_longer_than_a_closed_connection_has_to_come_back() -> None:
+    assert {rest_s(replicas) for replicas in range(ALONE + 1)} == {0.0}
+    assert 0.0 < rest_s(ALONE + 1) < rest_s(MAX_REPLICAS) < LighthouseSettings().grace_s / 4

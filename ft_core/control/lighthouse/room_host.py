@@ -9,9 +9,8 @@ registered. When it ends, the room is told for how long it had been silent, whic
 keepalives.
 
 A decision looks at every replica, so what a thousand of them report within a moment is decided about together: asks
-that arrive in one turn of the loop, and in rooms of more than ALONE replicas everything that comes within
-SETTLE_S_PER_REPLICA, times their number, of the last decision. A message to all is encoded once; a reason is told once
-it has stood for REASON_S.
+that arrive in one turn of the loop, and in large rooms everything that comes soon after the last decision (`pace`). A
+message to all is encoded once; a reason is told once it has stood for REASON_S.
 
 R15, turbulence. If most leases of a room (and at least TURBULENCE_LEASES) end within TURBULENCE_S, or this process
 itself stood still for longer than the liveness timeout, suspicions prove nothing; the rooms are told before anything
@@ -36,6 +35,7 @@ from ft_core.control.lighthouse.room_events import RoomEvents
 from ft_core.control.lighthouse.room_shell import Lease, RoomShell
 from ft_core.errors import FaultToleranceError, JobFinishedError, ProtocolError, RefusedError, StateLostError
 from ft_core.events.event_log import SILENT
+from ft_core.protocol.lighthouse import pace
 from ft_core.protocol.lighthouse.events import (
     Announce,
     Asked,
@@ -56,7 +56,6 @@ from ft_core.protocol.lighthouse.events import (
     Tick,
     Turbulence,
 )
-from ft_core.protocol.lighthouse.pace import is_acknowledged, renewal_s
 from ft_core.protocol.lighthouse.room import Room
 from ft_core.protocol.lighthouse.room_keeping import MAX_ROOMS, FinishedRooms, replaceable
 from ft_core.protocol.lighthouse.room_view import peers_of
@@ -79,10 +78,6 @@ HELLO_S = 5.0
 """How long an opened stream may take to send its Hello."""
 REASON_S = 0.2
 """A reason is told once it has stood for this long: while many groups arrive, it changes with every one of them."""
-ALONE = 64
-"""In a room of at most so many replicas, what happens is decided about at once."""
-SETTLE_S_PER_REPLICA = 2e-5
-"""About twice what a decision costs for each replica of the room: 20 ms between two decisions about a thousand."""
 PEERS_MAX = 32
 """As many donors are named to a newcomer: more than it can copy from at the same time."""
 TURBULENCE_S = 0.05
@@ -198,8 +193,7 @@ class Rooms(StreamHost[Lease]):
 
     def _rested_at(self, shell: RoomShell) -> float:
         """When the next decision may be made."""
-        replicas = len(shell.room.records)
-        return shell.decided_at + SETTLE_S_PER_REPLICA * replicas if replicas > ALONE else 0.0
+        return shell.decided_at + pace.rest_s(len(shell.room.records))
 
     def _settle_soon(self, shell: RoomShell) -> None:
         """Decide at the end of this turn of the loop, or as soon as the room has rested."""
@@ -337,8 +331,8 @@ class Rooms(StreamHost[Lease]):
                 self._take(lease.shell, (message.progress,), now)
                 leases, number = len(self._callers), lease.renewals
                 lease.renewals = number + 1
-                if is_acknowledged(leases, number):
-                    ack = Acked(message.clock_s, renew_s=renewal_s(leases, self.liveness_s))
+                if pace.is_acknowledged(leases, number):
+                    ack = Acked(message.clock_s, renew_s=pace.renewal_s(leases, self.liveness_s))
                     lease.stream.send(codec.encode_push(ack))
             case Ask() | Incomplete():
                 self._asked(lease.shell, lease, message)

@@ -35,6 +35,7 @@ from typing import TYPE_CHECKING
 
 from torch._C._distributed_c10d import Store
 
+from ft_core.compression import inflate
 from ft_core.errors import CollectiveError, ConfigError
 from ft_core.process_group import socket_table
 from ft_core.process_group.socket_table import Endpoint
@@ -256,14 +257,10 @@ def _split(frames: bytes) -> Iterator[bytes]:
 
 
 def _unpack(packed: bytes) -> bytes:
-    inflate = zlib.decompressobj()
     try:
-        frames = inflate.decompress(packed, MAX_RECORDS_BYTES)
-    except zlib.error as error:
+        return inflate(packed, MAX_RECORDS_BYTES)
+    except ValueError as error:
         raise CollectiveError(f"what was written to the store is not our records: {error}") from error
-    if not inflate.eof:
-        raise CollectiveError(f"the records in the store are cut off, or more than {MAX_RECORDS_BYTES} bytes")
-    return frames
 
 
 left_records = LeftRecords()

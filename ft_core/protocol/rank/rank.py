@@ -327,7 +327,8 @@ class Rank(Membership):
         """What blocks is done by a thread that ends now: process groups or state that it was to bring never come."""
         self.closed = True
         error = self._nothing_to_wait_for()
-        return self._on_work_failed(on.WorkFailed(error), now) if error is not None else ()
+        assert error is not None, "it is closed"
+        return self._on_work_failed(on.WorkFailed(error), now)
 
 
 HANDLERS: Mapping[type[on.Event], Callable[[Rank, Any, float], Actions]] = {

@@ -9,6 +9,7 @@ from __future__ import annotations
 import zlib
 
 from ft_core._pb import coordination_pb2 as pb
+from ft_core.compression import inflate
 from ft_core.errors import ConfigError, JobFinishedError, ProtocolError, RefusedError, StateLostError
 from ft_core.protocol.pushes import (
     Acked,
@@ -63,14 +64,10 @@ def _pb_answer(quorum: Quorum) -> pb.Push:
 
 def _unpack(packed: bytes) -> pb.QuorumInfo:
     """Raises ProtocolError also for what would become larger than any quorum."""
-    inflate = zlib.decompressobj()
     try:
-        data = inflate.decompress(packed, MAX_PUSH_BYTES)
-    except zlib.error as error:
+        return parse(pb.QuorumInfo, inflate(packed, MAX_PUSH_BYTES))
+    except ValueError as error:
         raise ProtocolError(f"a quorum arrived that cannot be unpacked: {error}") from None
-    if not inflate.eof:
-        raise ProtocolError(f"a quorum arrived that is cut off, or larger than {MAX_PUSH_BYTES} bytes")
-    return parse(pb.QuorumInfo, data)
 
 
 def answer(seq: int, shared: bytes) -> bytes:
