@@ -18,13 +18,14 @@ SOMEWHERE = ("192.0.2.1", "2001:db8::1")
 """Addresses for documentation: nobody has them, so the way there is the default route."""
 
 
-def advertised_host(hostname: str | None, interface: str | None, towards: str = "") -> str:
+def advertised_host(hostname: str | None, interface: str | None, *towards: str) -> str:
     """The host name or address to hand to peers.
 
     An explicit `hostname` (FT_HOSTNAME) wins; then the IPv4 address of `interface` (FT_INTERFACE, Linux); then the
     address from which packets to `towards` leave. 'localhost' or a loopback address there means a job on one machine:
     127.0.0.1 or ::1. (If a tunnel or a side-car leads from there to another machine, FT_HOSTNAME has to be set.)
-    Without `towards`, or with a name that cannot be resolved: the address of the default route; without any, 127.0.0.1.
+    Of several (a lighthouse and one that stands by) the first that is on another machine and has a way to it counts.
+    Without `towards`, or with names that cannot be resolved: the address of the default route; without any, 127.0.0.1.
 
     Raises:
         ConfigError: the interface does not exist or has no IPv4 address.
@@ -33,10 +34,11 @@ def advertised_host(hostname: str | None, interface: str | None, towards: str = 
         return hostname
     if interface:
         return _interface_address(interface)
-    if is_loopback(towards):
-        return "::1" if ":" in towards else "127.0.0.1"
+    if towards and all(is_loopback(there) for there in towards):
+        return "::1" if ":" in towards[0] else "127.0.0.1"
     # A name that leads to this machine's loopback address is this machine under a name that others know.
-    ways = (_way_to(there) for there in (*_addresses(towards), *SOMEWHERE))
+    elsewhere = (address for there in towards if not is_loopback(there) for address in _addresses(there))
+    ways = (_way_to(there) for there in (*elsewhere, *SOMEWHERE))
     return next((here for here in ways if here and not is_loopback(here)), "127.0.0.1")
 
 

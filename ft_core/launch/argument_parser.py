@@ -129,7 +129,8 @@ def _which(out: argparse.ArgumentParser) -> None:
 
 def _control(out: argparse.ArgumentParser) -> None:
     add = partial(_option, out.add_argument_group("lighthouse and addresses"))
-    add("--lighthouse", metavar="HOST:PORT", help="default FT_LIGHTHOUSE, else one is embedded")
+    add("--lighthouse", metavar="HOST:PORT[,HOST:PORT]", help="one, or two of which one stands by for the other "
+        "(default FT_LIGHTHOUSE, else one is embedded)")  # fmt: skip
     add("--lighthouse-bind", metavar="HOST:PORT", help="where an embedded one listens (127.0.0.1:0)")
     add(
         "--http",

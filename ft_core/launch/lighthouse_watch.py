@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
-from ft_core.control.lighthouse.client import LighthouseClient, StatusStream
+from ft_core.control.lighthouse.client import LighthouseClient
 from ft_core.errors import FaultToleranceError, RefusedError
 from ft_core.settings import DEFAULT_ROOM, run_of_room
 
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection
 
     from ft_core._pb import coordination_pb2 as pb
+    from ft_core.control.lighthouse.lighthouse_channel import StatusStream
 
 AGAIN_S = 0.5
 """After so long a stream that ended is opened again."""

@@ -21,6 +21,7 @@ import warnings
 from typing import TYPE_CHECKING
 
 from ft_core.access import Tokens, check_listener, insecure, own_admin_token
+from ft_core.addresses import Addresses, hosts_of
 from ft_core.certificates import Tls
 from ft_core.control.lighthouse.dashboards import AUTO
 from ft_core.errors import ConfigError
@@ -33,7 +34,7 @@ from ft_core.launch.spec import JobSpec, Script, Streams
 from ft_core.metrics.admission import Admission
 from ft_core.metrics.server import checked_address
 from ft_core.network import advertised_host
-from ft_core.rpc.channel import check_scheme, split_bind
+from ft_core.rpc.channel import check_schemes, split_bind
 from ft_core.settings import MAX_REPLICAS, Environment, parse_address
 
 if TYPE_CHECKING:
@@ -71,7 +72,7 @@ def parse(argv: Sequence[str], environ: Mapping[str, str]) -> JobSpec:
     nproc = _nproc(a.nproc_per_replica)
     tee, redirects = _streams(a.tee, "--tee", nproc), _streams(a.redirects, "--redirects", nproc)
     bind, run_id = a.lighthouse_bind or "127.0.0.1:0", _run_id(a.run_id)
-    towards = parse_address(lighthouse, "--lighthouse")[0] if lighthouse else split_bind(bind, "--lighthouse-bind")[0]
+    towards = hosts_of(lighthouse, "--lighthouse") or (split_bind(bind, "--lighthouse-bind")[0],)
     host, (token, made_token) = _host(a, env, towards), _token(env, own_lighthouse=not lighthouse, whole=whole)
     admin = own_admin_token(environ, a.admin_token_file or "")
     trusts_all = a.insecure or insecure(environ)
@@ -211,7 +212,7 @@ def _check_control(
 ) -> None:
     if lighthouse:
         source = "--lighthouse" if a.lighthouse else "FT_LIGHTHOUSE"
-        parse_address(lighthouse, source)
+        Addresses.parse(lighthouse, source)
         if a.lighthouse_bind:
             raise ConfigError(f"{source} {lighthouse} names a lighthouse and --lighthouse-bind {a.lighthouse_bind} "
                               "embeds one: leave one of them out")  # fmt: skip
@@ -237,7 +238,7 @@ def _check_doors(lighthouse: str, host: str, tokens: Tokens, trusts_all: bool, e
     tokens.check()
     tls = Tls.from_env(environ)
     if lighthouse:
-        check_scheme(lighthouse, "--lighthouse (FT_LIGHTHOUSE)", tls)
+        check_schemes(Addresses.parse(lighthouse, "--lighthouse (FT_LIGHTHOUSE)"), tls)
     if tls is not None:
         tls.check_serves("the workers' ranks and state would travel").check_names(host)
     check_listener(
@@ -348,7 +349,7 @@ def _metrics(a: argparse.Namespace, env: Environment, groups: int, admission: Ad
     return {"metrics": address, "metrics_setting": setting}
 
 
-def _host(a: argparse.Namespace, env: Environment, towards: str) -> str:
+def _host(a: argparse.Namespace, env: Environment, towards: tuple[str, ...]) -> str:
     """What the workers advertise. A name that nobody can resolve would only time out, much later."""
     option, given = ("--local-addr", a.local_addr) if a.local_addr else ("FT_HOSTNAME", env.hostname)
     if given:
@@ -358,7 +359,7 @@ def _host(a: argparse.Namespace, env: Environment, towards: str) -> str:
             why = error.strerror if isinstance(error, OSError) else "no host name"
             raise ConfigError(f"{option} {given} is no address of this host: {why}; leave it out, or give one that the "
                               "other hosts can reach") from None  # fmt: skip
-    return advertised_host(given, env.interface, towards)
+    return advertised_host(given, env.interface, *towards)
 
 
 def _nproc(text: str) -> int:

@@ -26,6 +26,7 @@ import functools
 import importlib.metadata
 import os
 import socket
+from typing import TYPE_CHECKING
 
 from ft_core.access import Tokens, check_token
 from ft_core.certificates import Loaded, Tls
@@ -39,12 +40,15 @@ if _quiet:
 import grpc  # noqa: E402
 import grpc.aio  # noqa: E402
 
+if TYPE_CHECKING:
+    from ft_core.addresses import Addresses
+
 if _quiet:
     del os.environ["GRPC_VERBOSITY"]  # read once at import; the user's child processes keep their own logging
 
 __all__ = [
-    "GROUP", "LIGHTHOUSE", "QUORUM_ANSWER_S", "Options", "Tls", "channel_options", "check_scheme", "explain", "grpc",
-    "join_host", "open_channel",
+    "GROUP", "LIGHTHOUSE", "QUORUM_ANSWER_S", "Options", "Tls", "channel_options", "check_scheme", "check_schemes",
+    "explain", "grpc", "join_host", "open_channel",
     "reachable_host", "release", "server_credentials", "server_options", "split_bind", "status_of", "target",
     "order_refusal", "token_metadata", "token_refusal",
 ]  # fmt: skip
@@ -164,6 +168,12 @@ def check_scheme(address: str, setting: str, tls: Tls | None) -> None:
             f"{setting}={address!r} asks for TLS, and there are no certificates: set FT_TLS_CA, FT_TLS_CERT and "
             "FT_TLS_KEY, or write http://"
         )
+
+
+def check_schemes(addresses: Addresses, tls: Tls | None) -> None:
+    """The same of every address of a list."""
+    for address in addresses.all:
+        check_scheme(address, addresses.setting, tls)
 
 
 def open_channel(address: str, setting: str, tls: Tls | None, liveness_s: float | None = None) -> grpc.Channel:

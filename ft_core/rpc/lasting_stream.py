@@ -1,7 +1,8 @@
 """A bidirectional stream that is kept open whatever happens to the network or to the other side.
 
 How it works. `StreamClient` connects, sends an opening message, hands on what arrives, and when the stream ends it
-starts afresh with a new channel, after a pause that grows from nothing to `reconnect_s`. Subclasses say what is sent
+starts afresh with a new channel, after a pause that grows from nothing to `reconnect_s`. Of two addresses it stays with
+the one that took it until that one ends, and then goes on to the other (`addresses.Turn`). Subclasses say what is sent
 and what arrivals mean: `lease_client.LeaseClient` towards the lighthouse, `link.RankControl` towards group rank 0
 (what these have in common is in `reporting_stream`).
 
@@ -27,10 +28,12 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
+from ft_core.addresses import Addresses, Turn
 from ft_core.errors import ConfigError, LighthouseError, ProtocolError, RefusedError
 from ft_core.protocol.pushes import Acked, Refusal, Welcome
 from ft_core.rpc import codec
-from ft_core.rpc.channel import Tls, check_scheme, explain, grpc, open_channel, status_of, target, token_metadata
+from ft_core.rpc.absence import Absence
+from ft_core.rpc.channel import Tls, check_schemes, explain, grpc, open_channel, status_of, token_metadata
 from ft_core.settings import parse_address
 from ft_core.tls_diagnosis import Diagnosis
 
@@ -42,11 +45,10 @@ if TYPE_CHECKING:
     from ft_core.settings import TimeBudget
 
 BACKOFF_S = 0.02
-"""First pause between two attempts to connect; doubles up to the budget's reconnect_s."""
+"""First pause between two rounds of attempts to connect; doubles up to the budget's reconnect_s."""
 STEADY_S = 1.0
-"""A stream that lived this long was a good one: if it ends, the next attempt is made at once and the reason is news."""
-SILENT_S = 1.0
-"""An address that has not answered for so long since the first attempt is worth a warning."""
+"""A stream that lived this long was a good one: if it ends, the next attempts are made at once and the reason is
+news."""
 MAX_OUTBOX = 64
 
 _log = logging.getLogger(__name__)
@@ -58,7 +60,7 @@ class LeaseSettings:
     `budget`."""
 
     address: str
-    """host:port or http://host:port."""
+    """host:port or http://host:port; of a lighthouse and of one that stands by for it, both, with a comma between."""
     replica_id: str
     budget: TimeBudget
     room: str = "default"
@@ -140,15 +142,15 @@ class StreamClient(ABC):
     _advice: str
 
     def __init__(self, settings: LeaseSettings, handler: PushHandler) -> None:
-        target(settings.address, settings.setting)
         self.settings = settings
+        self._addresses = Addresses.parse(settings.address, settings.setting)
         self.last_ack = float("-inf")
         self.connected = False
         self.last_reason = ""
         self._handler = handler
         self._metadata = token_metadata(settings.token)
         self._tls = settings.tls or Tls.from_env(os.environ)
-        check_scheme(settings.address, settings.setting, self._tls)
+        check_schemes(self._addresses, self._tls)
         if self._tls is not None:
             self._tls.files().look()  # what cannot work is an error here, and no reason to try for ever
         self._lock = threading.Lock()
@@ -163,15 +165,15 @@ class StreamClient(ABC):
         self._stopping = False
         self._fatal: Exception | None = None
         self._ever_connected = False
-        self._lost_at: float | None = None
-        """Since when there is no stream: the first attempt to connect, later the end of the last stream."""
-        self._said = ""
-        """The last reason that was logged."""
-        self._warned = False
+        self._turn = Turn(len(self._addresses))
+        """Of the lease thread, as the next one."""
+        self._absence = Absence(self._other, self._addresses)
         self._opening_sent = 0.0
         self.heard_at = float("-inf")
         """time.monotonic() at which something arrived last. An open stream brings an answer to each renewal."""
-        self._certificates = Diagnosis(self._tls, *parse_address(settings.address, settings.setting))
+        self._certificates = {
+            one: Diagnosis(self._tls, *parse_address(one, settings.setting)) for one in self._addresses.all
+        }
         self._renew_s = self._usual_s = settings.budget.progress_s
 
     def __repr__(self) -> str:
@@ -216,7 +218,7 @@ class StreamClient(ABC):
         with self._changed:
             if self._thread is not None or self._stopping:
                 return
-            self._lost_at = time.monotonic()
+            self._absence.began(time.monotonic())
             self._thread = threading.Thread(target=self._run, name="ft-lease", daemon=True)
             self._thread.start()
 
@@ -280,32 +282,34 @@ class StreamClient(ABC):
     # ------------------------------------------------------------ the lease thread
 
     def _run(self) -> None:
-        pause_s = 0.0
         while True:
             with self._changed:
-                if pause_s > 0 and not self._stopping:
-                    self._changed.wait_for(lambda: self._stopping, pause_s)
+                if self._turn.pause_s > 0 and not self._stopping:
+                    self._changed.wait_for(lambda: self._stopping, self._turn.pause_s)
                 self._changed.wait_for(lambda: self._stopping or (self._wanted and self._fatal is None))
                 if self._stopping:
                     return
-            steady = self._converse()
-            pause_s = 0.0 if steady else min(max(BACKOFF_S, 2 * pause_s), self.settings.budget.reconnect_s)
+            steady, stay = self._converse(self._addresses.all[self._turn.index])
+            self._turn = self._turn.ended(
+                steady=steady, first_s=BACKOFF_S, most_s=self.settings.budget.reconnect_s, stay=stay
+            )
 
-    def _converse(self) -> bool:
-        """One stream from opening to end. True if it was open for a while."""
+    def _converse(self, address: str) -> tuple[bool, bool]:
+        """One stream from opening to end. Whether it was open for a while, and whether this side wanted its end, or
+        stumbled: then the other side is still there."""
         settings = self.settings
         opened_at = math.inf
         channel: grpc.Channel | None = None
         outgoing: _Outgoing | None = None
-        why = f"{self._other} closed the connection"
+        why, ours = f"{self._other} closed the connection", False
         try:
             outgoing = _Outgoing(self, self._opening())
             patience_s = None if self._waits_for_a_frozen_server else settings.budget.liveness_s
-            channel = open_channel(settings.address, settings.setting, self._tls, patience_s)
+            channel = open_channel(address, settings.setting, self._tls, patience_s)
             self._opening_sent = time.monotonic()
             with self._changed:
                 if self._stopping:
-                    return False
+                    return False, False
                 method: grpc.StreamStreamMultiCallable[bytes, bytes] = channel.stream_stream(self._method)
                 call = method(outgoing, metadata=self._metadata, wait_for_ready=False)
                 self._call, self._outgoing = call, outgoing
@@ -315,15 +319,16 @@ class StreamClient(ABC):
                 if isinstance(push, Welcome):
                     opened_at = time.monotonic()
                 self._take(outgoing, push)
+            ours = outgoing.parting
         except grpc.RpcError as error:
-            why = explain(error)
+            why, ours = explain(error), outgoing is not None and outgoing.closed
             if not self._ever_connected:
-                why = self._certificates.advice(why) or why
-            self._judge(error, why)
+                why = self._certificates[address].advice(why) or why
+            self._judge(address, error, why)
         except (ProtocolError, ConfigError) as error:
             self._refuse(error)
         except Exception:  # noqa: BLE001 - the lease outlives whatever a handler does
-            why = "a handler failed"
+            why, ours = "a handler failed", True
             _log.exception("the lease of %s stumbled and is opened again", settings.replica_id)
         finally:
             with self._changed:
@@ -337,27 +342,18 @@ class StreamClient(ABC):
                 channel.close()
         steady = time.monotonic() - opened_at > STEADY_S
         if outgoing is None or not outgoing.parting:
-            self._went_down(was_connected, steady, why)
-        return steady
+            self._went_down(address, why, was_connected=was_connected, steady=steady)
+        return steady, ours
 
-    def _went_down(self, was_connected: bool, steady: bool, why: str) -> None:
+    def _went_down(self, address: str, why: str, *, was_connected: bool, steady: bool) -> None:
         if self._stopping or not self._wanted or self._parting or self._fatal is not None:
             return
-        now = time.monotonic()
-        if was_connected or self._lost_at is None:
-            self._lost_at = now
         if was_connected:
             self._on_down()
-        reason = f"{self._other} at {self.settings.address} cannot be reached: {why}"
-        self.last_reason = reason
-        # Trainers and the lighthouse start together: at first, a warning only if it lasts. (INFO is seldom shown.)
-        warn = self._ever_connected or now - self._lost_at >= SILENT_S
-        if reason != self._said or steady or (warn and not (self._warned or self._ever_connected)):
-            self._said = reason
-            self._warned |= warn
-            where = "" if self._ever_connected else f" ({self.settings.setting})"
-            level = logging.WARNING if warn else logging.INFO
-            _log.log(level, "%s: %s%s; trying again", self.settings.replica_id, reason, where)
+        due = self._absence.failed(address, why, time.monotonic(), was_open=was_connected, steady=steady)
+        self.last_reason = self._absence.reason
+        if due is not None:
+            _log.log(due[0], "%s: %s", self.settings.replica_id, due[1])
 
     def _take(self, outgoing: _Outgoing, push: Push | None) -> None:
         match push:
@@ -379,27 +375,22 @@ class StreamClient(ABC):
             self._outbox.extend(self._resend())
             outgoing.parting = self._parting
             outgoing.open = True
-            first = not self._ever_connected
             self.connected = self._ever_connected = True
             self.last_ack = max(self.last_ack, self._opening_sent)
             self.last_reason = ""
             self._changed.notify_all()
-        warned, self._warned = self._warned, False
-        if self._lost_at is not None:
-            away_s, self._lost_at = time.monotonic() - self._lost_at, None
-            if warned:
-                what = "answers" if first else "is back"
-                _log.warning("%s: %s %s after %.1f s", self.settings.replica_id, self._other, what, away_s)
+        back = self._absence.opened(self._addresses.all[self._turn.index], time.monotonic())
+        if back:
+            _log.warning("%s: %s", self.settings.replica_id, back)
         self._on_open(welcome)
 
-    def _judge(self, error: grpc.RpcError, why: str) -> None:
+    def _judge(self, address: str, error: grpc.RpcError, why: str) -> None:
         """Some ends of a stream are final.
 
         A token that is not accepted any more is the lighthouse's mistake (it was started again with another one), and
         ends no training before autonomy does.
         """
-        code = status_of(error)
-        where = f"{self.settings.setting}={self.settings.address!r}"
+        code, where = status_of(error), self._addresses.named(address)
         accepted = time.monotonic() - self.last_ack <= self.settings.budget.autonomy_s
         if code is grpc.StatusCode.UNAUTHENTICATED and not accepted:
             self._refuse(RefusedError(f"{where}: {why}"))
@@ -418,5 +409,4 @@ class StreamClient(ABC):
 
     def _unreachable(self, when: str) -> str:
         because = f" ({self.last_reason})" if self.last_reason else ""
-        where = f"{self.settings.setting}={self.settings.address!r}"
-        return f"{where}: {self._other} did not answer {when}{because}; {self._advice}"
+        return f"{self._addresses.named()}: {self._other} did not answer {when}{because}; {self._advice}"

@@ -11,15 +11,16 @@ from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from ft_core.access import Tokens, check_listener, insecure
+from ft_core.addresses import Addresses, hosts_of
 from ft_core.certificates import Tls
 from ft_core.errors import ConfigError
 from ft_core.metrics.admission import Admission
 from ft_core.metrics.server import checked_address
 from ft_core.network import advertised_host, is_loopback
 from ft_core.protocol.rank.settings import RankSettings
-from ft_core.rpc.channel import check_scheme
+from ft_core.rpc.channel import check_schemes
 from ft_core.runtime import notices
-from ft_core.settings import MAX_REPLICAS, Environment, TimeBudget, parse_address, whole_number
+from ft_core.settings import MAX_REPLICAS, Environment, TimeBudget, whole_number
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -128,8 +129,8 @@ def resolve(arguments: Arguments, variables: Mapping[str, str]) -> Config:
         name = f"replica-{env.replica_group}" if env.replica_group is not None else f"replica-{secrets.token_hex(4)}"
     start_of_group = variables.get("FT_GROUP_ATTEMPT") or variables.get("TORCHELASTIC_RESTART_COUNT", "0")
     store = _store_place(a, variables, world_size)
-    towards = parse_address(lighthouse, "")[0] if lighthouse else store[0] if store else ""
-    host = advertised_host(a.hostname or env.hostname, env.interface, towards)
+    towards = hosts_of(lighthouse, "lighthouse_addr") or ((store[0],) if store else ())
+    host = advertised_host(a.hostname or env.hostname, env.interface, *towards)
     token, tls = a.token if a.token is not None else env.token, _certificates(variables)
     _check_doors(host, token, tls, variables)
     admission = _admission(env, "" if a.token is None and env.made_token else token, tls, variables)
@@ -174,7 +175,7 @@ def _place_in_group(a: Arguments, variables: Mapping[str, str]) -> tuple[int, in
 
 
 def _lighthouse(a: Arguments, env: Environment, rank: int, variables: Mapping[str, str]) -> str:
-    """Its address, which only rank 0 needs; empty: none was named."""
+    """Its address, or both of two, which only rank 0 needs; empty: none was named."""
     lighthouse = a.lighthouse_addr or env.lighthouse or ""
     if not lighthouse and rank == 0:
         raise ConfigError(
@@ -182,8 +183,7 @@ def _lighthouse(a: Arguments, env: Environment, rank: int, variables: Mapping[st
         )
     if lighthouse:
         setting = "lighthouse_addr" if a.lighthouse_addr else "FT_LIGHTHOUSE"
-        parse_address(lighthouse, setting)
-        check_scheme(lighthouse, setting, Tls.from_env(variables))
+        check_schemes(Addresses.parse(lighthouse, setting), Tls.from_env(variables))
     return lighthouse
 
 

@@ -14,6 +14,7 @@ from threading import Lock
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
+from ft_core.addresses import Addresses
 from ft_core.checkpointing import CheckpointTransport, HTTPTransport
 from ft_core.control.lighthouse.lease_client import LeaseSettings
 from ft_core.control.link import Control, LeaderControl, LocalControl, RankControl
@@ -24,7 +25,6 @@ from ft_core.protocol.rank.rank import Rank
 from ft_core.runtime.communicators import Communicators
 from ft_core.runtime.shell import RankShell
 from ft_core.runtime.state_transfer import Healing
-from ft_core.settings import parse_address
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -167,13 +167,14 @@ def _control(config: Config, replica_id: str, shell: RankShell, store: Store) ->
 
 
 def _ports(config: Config, control: Control) -> frozenset[int]:
-    """Of the lighthouse, and of the leader of the group: the lease, and the streams between the group's ranks."""
+    """Of the lighthouse, also of one that stands by, and of the leader of the group: the lease, and the streams between
+    the group's ranks."""
     addresses = [config.lighthouse] if config.rank == 0 else []
     if isinstance(control, LeaderControl):
         addresses.append(control.address)
     elif isinstance(control, RankControl):
         addresses.append(control.settings.address)
-    return frozenset(parse_address(address, "address")[1] for address in addresses)
+    return frozenset(port for address in addresses for port in Addresses.parse(address, "address").ports)
 
 
 def _wait_for_rank_0(config: Config, store: Store, key: str) -> None:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from ft_core.control.lighthouse.server import LighthouseServer
+from tests.control.processes import Child
 from tests.control.recorder import Replica
 
 if TYPE_CHECKING:
@@ -43,3 +44,16 @@ def trio(replica: Callable[..., Replica]) -> list[Replica]:
         one.ask()
     assert len({one.answer().quorum_id for one in replicas}) == 1
     return replicas
+
+
+@pytest.fixture
+def child() -> Iterator[Callable[..., Child]]:
+    made: list[Child] = []
+
+    def make(*arguments: str, **more: Any) -> Child:
+        made.append(Child(*arguments, **more))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.end()

@@ -8,58 +8,21 @@ import subprocess
 import sys
 import threading
 import time
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 
 from ft_core.control.lighthouse.server import LighthouseServer
+from tests.control.processes import ROOT, start_lighthouse
 from tests.control.recorder import Replica, wait_until
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    from tests.control.processes import Child
+
 pytestmark = pytest.mark.process
-ROOT = Path(__file__).resolve().parents[2]
 LIVENESS_S = 0.5
-
-
-class Child:
-    """A process whose lines are read."""
-
-    def __init__(self, *arguments: str, **more: Any) -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", *arguments], cwd=ROOT, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE, **more,
-        )  # fmt: skip
-
-    def line(self) -> str:
-        assert self.process.stdout is not None
-        return str(self.process.stdout.readline()).strip()
-
-    def say(self, text: str) -> None:
-        assert self.process.stdin is not None
-        self.process.stdin.write(text + "\n")
-        self.process.stdin.flush()
-
-    def end(self) -> tuple[str, str]:
-        if self.process.poll() is None:
-            self.process.send_signal(signal.SIGCONT)
-            self.process.kill()
-        return self.process.communicate(timeout=10)
-
-
-@pytest.fixture
-def child() -> Iterator[Callable[..., Child]]:
-    made: list[Child] = []
-
-    def make(*arguments: str, **more: Any) -> Child:
-        made.append(Child(*arguments, **more))
-        return made[-1]
-
-    yield make
-    for one in made:
-        one.end()
 
 
 @pytest.fixture
@@ -130,13 +93,6 @@ def test_a_trainer_that_ends_without_shutdown_ends(pair: tuple[Replica, Child]) 
     other.say("exit")
     assert other.process.wait(10) == 0
     assert other.end()[1] == ""
-
-
-def start_lighthouse(child: Callable[..., Child], *more: str) -> tuple[Child, str]:
-    process = child("ft_core.lighthouse", *more)
-    line = process.line()
-    assert line.startswith("ft-lighthouse listens on http://")
-    return process, line.split()[-1]
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])

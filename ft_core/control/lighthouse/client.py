@@ -17,33 +17,23 @@ from typing import TYPE_CHECKING, Any
 
 from ft_core.access import admin_token as of_admin
 from ft_core.access import job_token
+from ft_core.addresses import Addresses
+from ft_core.control.lighthouse.lighthouse_channel import LighthouseChannel, StatusStream
 from ft_core.errors import (
     ConfigError,
     FaultToleranceError,
-    JobFinishedError,
     LighthouseError,
     ProtocolError,
     QuorumTimeoutError,
     RefusedError,
-    UsageError,
 )
 from ft_core.rpc import codec
-from ft_core.rpc.channel import (
-    LIGHTHOUSE,
-    QUORUM_ANSWER_S,
-    Tls,
-    explain,
-    grpc,
-    open_channel,
-    status_of,
-    token_metadata,
-)
+from ft_core.rpc.channel import QUORUM_ANSWER_S, Tls, token_metadata
 from ft_core.rpc.codec import pb
-from ft_core.settings import DEFAULT_ROOM, PROTOCOL_VERSION, parse_address
-from ft_core.tls_diagnosis import Diagnosis
+from ft_core.settings import DEFAULT_ROOM, PROTOCOL_VERSION
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator, Mapping
+    from collections.abc import Collection, Mapping
 
     from ft_core.protocol.types import Quorum as PureQuorum
 
@@ -51,6 +41,8 @@ _log = logging.getLogger("ft_core")
 HEARTBEAT_S = timedelta(seconds=5)
 ROOMS_S = timedelta(seconds=5)
 """How long `rooms` waits to reach the lighthouse, and again for its answer."""
+ROUND_S = 0.05
+"""Pause of the constructor after each round of attempts in which no lighthouse answered."""
 CERTAIN_S = 1.0
 """A connection that has failed for so long because of certificates is given up: waiting does not make them fit."""
 TOOL_S = 5.0
@@ -141,22 +133,12 @@ def public_quorum(quorum: PureQuorum) -> Quorum:
     return Quorum(quorum.quorum_id, members, quorum.created_ms / 1000)
 
 
-_ERRORS: dict[grpc.StatusCode, type[FaultToleranceError]] = {
-    grpc.StatusCode.UNAUTHENTICATED: RefusedError,
-    grpc.StatusCode.PERMISSION_DENIED: RefusedError,
-    grpc.StatusCode.FAILED_PRECONDITION: RefusedError,
-    grpc.StatusCode.ABORTED: JobFinishedError,
-    grpc.StatusCode.INVALID_ARGUMENT: ProtocolError,
-    grpc.StatusCode.UNIMPLEMENTED: ProtocolError,
-    grpc.StatusCode.DEADLINE_EXCEEDED: QuorumTimeoutError,
-}
-
-
 class LighthouseClient:
     """A connection to a lighthouse without a lease: one call at a time, from any thread.
 
     Args:
-        addr: host:port or http://host:port.
+        addr: host:port or http://host:port; of two lighthouses, one of which stands by, both, with a comma between
+            them. Each call goes to the one that is active.
         connect_timeout: how long the constructor waits for the lighthouse.
         token: the job's secret; None: FT_TOKEN.
         admin_token: what `drain` and `kill` are sent with; None: FT_ADMIN_TOKEN, and where that is not set, `token`.
@@ -186,9 +168,8 @@ class LighthouseClient:
         # Who holds only the admin token may do everything else as well.
         self._metadata, self._order_metadata = token_metadata(token or admin), token_metadata(admin)
         self._tls = tls or Tls.from_env(os.environ)
-        self._channel = open_channel(addr, "addr", self._tls)
+        self._channel = LighthouseChannel(Addresses.parse(addr, "addr"), self._tls)
         deadline = certain = time.monotonic() + connect_timeout.total_seconds()
-        certificates = Diagnosis(self._tls, *parse_address(addr, "addr"))
         while True:
             try:
                 self._status(max(0.1, deadline - time.monotonic()))
@@ -197,7 +178,7 @@ class LighthouseClient:
                 self.close()
                 raise
             except LighthouseError as error:
-                advice = certificates.advice(str(error))
+                advice = self._channel.advice()
                 certain = min(certain, time.monotonic() + CERTAIN_S) if advice else deadline
                 if time.monotonic() >= certain:
                     self.close()
@@ -205,10 +186,8 @@ class LighthouseClient:
                     if advice:
                         raise LighthouseError(f"addr={addr!r}: {advice}") from None
                     raise LighthouseError(f"addr={addr!r}: no lighthouse answered {limit}: {error}") from None
-            # gRPC keeps the back-off of a failed channel: a fresh one tries at once.
-            self._channel.close()
-            threading.Event().wait(0.05)
-            self._channel = open_channel(addr, "addr", self._tls)
+            threading.Event().wait(ROUND_S)
+            self._channel.renew()
 
     def __repr__(self) -> str:
         return f"LighthouseClient({self._addr}, room={self.room!r})"
@@ -260,11 +239,7 @@ class LighthouseClient:
     def watch(self, names: Collection[str] = (), room: str = "") -> StatusStream:
         """The same when it has changed, and a few times per second at most, until it is cancelled."""
         request = pb.StatusRequest(protocol_version=PROTOCOL_VERSION, names=names, room=room)
-        method: grpc.UnaryStreamMultiCallable[bytes, bytes] = self._channel.unary_stream(f"/{LIGHTHOUSE}/Watch")
-        try:
-            return StatusStream(method(codec.encode_unary(request), metadata=self._metadata))
-        except ValueError:
-            raise UsageError("this LighthouseClient has been closed") from None
+        return self._channel.watch(codec.encode_unary(request), self._metadata)
 
     def report_ended(self, replica_id: str, timeout: timedelta = HEARTBEAT_S) -> bool:
         """Report that a process (replica_id), or all of a name, ended. True if the lighthouse knew one."""
@@ -314,45 +289,11 @@ class LighthouseClient:
     def _call(
         self, method: str, request: bytes, timeout_s: float, metadata: tuple[tuple[str, str], ...] | None = None
     ) -> bytes:
-        call: grpc.UnaryUnaryMultiCallable[bytes, bytes] = self._channel.unary_unary(f"/{LIGHTHOUSE}/{method}")
-        try:
-            return call(request, timeout=timeout_s, metadata=self._metadata if metadata is None else metadata)
-        except grpc.RpcError as error:
-            raise _error_of(error) from None
-        except ValueError:
-            raise UsageError("this LighthouseClient has been closed") from None
-
-
-class StatusStream:
-    """The answers of one `LighthouseClient.watch`. Iterate over it on one thread; `cancel` it on any."""
-
-    def __init__(self, call: Any) -> None:
-        self._call = call
-        self._cancelled = False
-
-    def __iter__(self) -> Iterator[pb.StatusResponse]:
-        """What arrives; ends after `cancel`. Raises what the lighthouse's refusal or absence is."""
-        try:
-            for data in self._call:
-                yield pb.StatusResponse.FromString(data)
-        except grpc.RpcError as error:
-            if not self._cancelled:
-                raise _error_of(error) from None
-
-    def cancel(self) -> None:
-        """End it. Again: no effect."""
-        self._cancelled = True
-        self._call.cancel()
-
-
-def _error_of(error: grpc.RpcError) -> FaultToleranceError:
-    code = status_of(error)
-    kind = _ERRORS.get(code, LighthouseError) if code is not None else LighthouseError
-    return kind(explain(error))
+        return self._channel.call(method, request, timeout_s, self._metadata if metadata is None else metadata)
 
 
 def rooms(address: str) -> list[pb.RoomStatus] | None:
-    """All rooms of the lighthouse at `address`; None if it cannot be asked within ROOMS_S."""
+    """All rooms of the lighthouse at `address` (or at either of two); None if it cannot be asked within ROOMS_S."""
     try:
         client = LighthouseClient(address, ROOMS_S)
         try:

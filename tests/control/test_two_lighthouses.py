@@ -1,0 +1,248 @@
+"""Clients of two lighthouses, one of which stands by or has gone: real servers, real processes."""
+
+from __future__ import annotations
+
+import logging
+import signal
+import socket
+import subprocess
+import threading
+import time
+from dataclasses import replace
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+import pytest
+
+from ft_core.control.lighthouse.client import LighthouseClient, rooms
+from ft_core.control.lighthouse.server import LighthouseServer
+from ft_core.errors import ConfigError, LighthouseError, RefusedError
+from ft_core.protocol.types import UNTRAINED
+from tests.control.processes import start_lighthouse
+from tests.control.recorder import BUDGET, Replica, wait_until
+from tests.control.standby import Standby
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from tests.control.processes import Child
+
+SOON = timedelta(seconds=5)
+CONNECT_S = 1.0
+"""`rpc.channel.CONNECT_ATTEMPT_S`."""
+
+
+@pytest.fixture
+def standby() -> Iterator[Standby]:
+    server = Standby()
+    yield server
+    server.shutdown()
+
+
+@pytest.fixture
+def both(standby: Standby, lighthouse: LighthouseServer) -> str:
+    """One that stands by in the first place, and the one that is active."""
+    return f"{standby.address()},{lighthouse.address()}"
+
+
+@pytest.fixture
+def nobody() -> Iterator[str]:
+    """An address at which nothing listens."""
+    with socket.socket() as held:
+        held.bind(("127.0.0.1", 0))
+        yield f"127.0.0.1:{held.getsockname()[1]}"
+
+
+# ------------------------------------------------------------ one stands by
+
+
+def test_a_lease_is_opened_at_the_one_that_is_active(
+    both: str, standby: Standby, replica: Callable[..., Replica], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    one = replica("a:1", both)
+    one.lease.wait_connected(5)
+    one.ask()
+    assert one.answer().ids == ("a:1",)
+    assert standby.calls == ["Lease"]
+    assert [r.levelname for r in caplog.records if "standby: " in r.getMessage()] == ["INFO"]
+    assert [r for r in caplog.records if r.levelno > logging.INFO] == []
+
+
+def test_a_goodbye_and_the_ask_after_it_stay_with_the_one_that_took_the_lease(
+    both: str, standby: Standby, replica: Callable[..., Replica]
+) -> None:
+    one = replica("a:1", both)
+    one.lease.wait_connected(5)
+    one.ask()
+    one.answer()
+    one.ask(room="other")
+    one.answer()
+    assert one.lease.leave("done", finished=False, version=UNTRAINED, agreed=True, timeout_s=5)
+    one.ask()
+    one.answer()
+    assert standby.calls == ["Lease"]
+
+
+def test_every_call_reaches_the_one_that_is_active(
+    both: str, standby: Standby, replica: Callable[..., Replica]
+) -> None:
+    client = LighthouseClient(both, SOON, token="")
+    assert client.quorum("a:1", SOON).participants[0].replica_id == "a:1"
+    client.heartbeat("a:1")
+    assert [room.room for room in client.status().rooms] == ["default"]
+    assert client.report_ended("a:1")
+    assert not client.reopen()
+    assert standby.calls == ["Status"], "what took the first call is asked from then on"
+    for status in client.watch():
+        assert status.rooms
+        break
+    client.close()
+    known = rooms(both)
+    assert known is not None
+    assert [room.room for room in known] == ["default"]
+
+
+def test_a_call_goes_on_when_the_one_it_went_to_stands_by_from_now_on(
+    standby: Standby, lighthouse: LighthouseServer
+) -> None:
+    client = LighthouseClient(f"{lighthouse.address()},{standby.address()}", SOON, token="")
+    client._channel._turn = replace(client._channel._turn, index=1)
+    client._channel.renew()
+    client.heartbeat("a:1")
+    assert standby.calls == ["Heartbeat"]
+    assert [r.replica_id for r in client.status().rooms[0].replicas] == ["a:1"]
+    client.close()
+
+
+def test_a_final_refusal_of_the_active_one_is_final(standby: Standby) -> None:
+    server = LighthouseServer("127.0.0.1:0", token="secret")
+    both = f"{standby.address()},{server.address()}"
+    one = Replica(both, "a:1", token="wrong")
+    with pytest.raises(RefusedError, match="FT_TOKEN differs") as caught:
+        one.lease.wait_connected(5)
+    assert f"({server.address()})" in str(caught.value), "which of the two it was"
+    one.close()
+    with pytest.raises(RefusedError, match="FT_TOKEN differs"):
+        LighthouseClient(both, SOON, token="wrong")
+    assert standby.calls == ["Lease", "Status"]
+    server.shutdown()
+
+
+def test_two_that_stand_by_are_tried_with_pauses_and_named(standby: Standby, caplog: pytest.LogCaptureFixture) -> None:
+    other = Standby("127.0.0.1:1")
+    both = f"{standby.address()},{other.address()}"
+    one = Replica(both, "a:1")
+    with pytest.raises(LighthouseError, match=f"{standby.address()}: standby: .*; {other.address()}: standby: 127"):
+        one.lease.wait_connected(1.5)
+    one.close()
+    tried = len(standby.calls) + len(other.calls)
+    assert 4 < tried < 2 * (5 + 1.5 / BUDGET.reconnect_s)
+    assert [r.levelname for r in caplog.records if "standby: " in r.getMessage()] == ["WARNING"], "once it lasts"
+    with pytest.raises(LighthouseError, match=r"no lighthouse answered within connect_timeout=0\.3 s: .*; "):
+        LighthouseClient(both, timedelta(seconds=0.3), token="")
+    other.shutdown()
+
+
+# ------------------------------------------------------------ one is gone
+
+
+def test_nobody_at_the_first_address(
+    nobody: str, lighthouse: LighthouseServer, replica: Callable[..., Replica]
+) -> None:
+    began = time.monotonic()
+    one = replica("a:1", f"{nobody},{lighthouse.address()}")
+    one.lease.wait_connected(5)
+    client = LighthouseClient(f"{nobody},{lighthouse.address()}", SOON, token="")
+    assert time.monotonic() - began < CONNECT_S
+    client.close()
+
+
+def test_both_gone_and_one_returns(nobody: str, replica: Callable[..., Replica]) -> None:
+    server = LighthouseServer("127.0.0.1:0", token="")
+    address = server.address()
+    one = replica("a:1", f"{nobody},{address}")
+    one.lease.wait_connected(5)
+    client = LighthouseClient(f"{nobody},{address}", SOON, token="")
+    server.shutdown()
+    wait_until(lambda: nobody in one.lease.last_reason and address in one.lease.last_reason)
+    with pytest.raises(LighthouseError, match=f"{nobody}: .*"):
+        client.heartbeat("a:1")
+    server = LighthouseServer(address.removeprefix("http://"), token="")
+    one.ask()
+    assert one.answer().ids == ("a:1",)
+    wait_until(lambda: heard(client))
+    client.close()
+    server.shutdown()
+
+
+def heard(client: LighthouseClient) -> bool:
+    try:
+        client.heartbeat("b:1")
+    except LighthouseError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("addresses", ["{0},{0}", "{0},", "{0},b", "{0},b:1,c:1"])
+def test_lists_that_cannot_work(lighthouse: LighthouseServer, addresses: str) -> None:
+    with pytest.raises(ConfigError, match="addr='http"):
+        LighthouseClient(addresses.format(lighthouse.address()), SOON)
+    with pytest.raises(ConfigError, match=r"lighthouse_addr \(FT_LIGHTHOUSE\)='http"):
+        Replica(addresses.format(lighthouse.address()), "a:1", start=False)
+
+
+# ------------------------------------------------------------ processes
+
+
+@pytest.mark.process
+def test_a_killed_lighthouse_costs_its_clients_milliseconds(
+    child: Callable[..., Child], lighthouse: LighthouseServer, replica: Callable[..., Replica]
+) -> None:
+    process, address = start_lighthouse(child, "--bind", "127.0.0.1:0", "--http", "off")
+    both = f"{address},{lighthouse.address()}"
+    ones = [replica(f"{name}:1", both) for name in "abc"]
+    for one in ones:
+        one.lease.wait_connected(5)
+    client = LighthouseClient(both, SOON, token="")
+    seen: list[float] = []
+    stream = client.watch()
+    following = threading.Thread(target=lambda: seen.extend(time.monotonic() for _ in stream))
+    following.start()
+    wait_until(lambda: bool(seen))
+    pictures = len(seen)
+    killed = time.monotonic()
+    process.process.kill()
+    wait_until(lambda: all(len(one.recorder.of("welcome")) == 2 for one in ones))
+    took_s = time.monotonic() - killed
+    assert all(one.lease.connected for one in ones)
+    client.heartbeat("d:1")
+    wait_until(lambda: len(seen) > pictures)
+    stream.cancel()
+    following.join(5)
+    client.close()
+    assert not following.is_alive()
+    for one in ones:
+        one.ask(step=1)
+    assert {one.answer().ids for one in ones} == {("a:1", "b:1", "c:1")}
+    print(f"took {1e3 * took_s:.1f} ms")
+    assert took_s < 0.05 + 0.2, "20 ms here; connecting takes its time on a busy machine"
+
+
+@pytest.mark.process
+def test_a_frozen_lighthouse_in_the_first_place_costs_one_attempt_to_connect(
+    child: Callable[..., Child], lighthouse: LighthouseServer, replica: Callable[..., Replica]
+) -> None:
+    process, address = start_lighthouse(child, "--bind", "127.0.0.1:0", "--http", "off")
+    process.process.send_signal(signal.SIGSTOP)
+    both = f"{address},{lighthouse.address()}"
+    began = time.monotonic()
+    one = replica("a:1", both)
+    one.lease.wait_connected(5)
+    took_s = time.monotonic() - began
+    client = LighthouseClient(both, SOON, token="")
+    assert time.monotonic() - began - took_s < CONNECT_S + 0.5
+    client.close()
+    assert 0.5 * CONNECT_S < took_s < CONNECT_S + 0.5
+    with pytest.raises(subprocess.TimeoutExpired):
+        process.process.wait(0)
