@@ -3,7 +3,8 @@
 How it works. One thread reads what the lighthouse sends when something has changed for our groups (`watch`), and opens
 that stream again when it ends. Another asks for the status when somebody waits for facts, and sends words and orders in
 the order in which they were given. The lighthouse may be away at any time: nothing here fails because of it, the last
-picture is kept, and only `facts` says that it does not know.
+picture is kept, and only `facts` says that it does not know. That a group ended is reported until a lighthouse knows it
+(`end_reports`). Of two lighthouses the client asks the one that is active.
 
 Threads: "ftrun-watch" asks and sends, "ftrun-follow" reads; `ended`, `drain`, `look`, `facts` from any.
 """
@@ -20,6 +21,7 @@ from typing import TYPE_CHECKING
 
 from ft_core.control.lighthouse.client import LighthouseClient
 from ft_core.errors import FaultToleranceError, RefusedError
+from ft_core.launch.end_reports import EndReports
 from ft_core.settings import DEFAULT_ROOM, run_of_room
 
 if TYPE_CHECKING:
@@ -95,7 +97,7 @@ class Watch:
     """The line. `start` it; `close` ends its thread.
 
     Args:
-        address, token: of the lighthouse.
+        address, token: of the lighthouse, or of two.
         changed: called on the watch's thread after each new picture.
         undrained: called with the group's name if nobody could be told to drain: signals have to do.
         admin_token: for orders to drain; '': the token.
@@ -133,6 +135,9 @@ class Watch:
         """An order to report the others is under way."""
         self._made_s = 0.0
         """How long the lighthouse had been running when it made the picture."""
+        self._made_at = ""
+        """Its address."""
+        self._reports = EndReports()
         self._stream: StatusStream | None = None
         self._closing = False
         self._thread = threading.Thread(target=self._run, name="ftrun-watch", daemon=True)
@@ -279,12 +284,12 @@ class Watch:
 
     def _run(self) -> None:
         while True:
-            kind, name, text = self._orders.get()
+            kind, name, text = self._next()
             if kind == "close":
                 return
             try:
                 if kind == "ended":
-                    self._client.report_ended(name, CALL_S)
+                    self._report_ended(name)
                 elif kind == "drain":
                     self._drain(name, text)
                 elif kind == "given up":
@@ -294,6 +299,24 @@ class Watch:
             except FaultToleranceError:
                 if kind == "drain":
                     self._undrained(name)
+
+    def _next(self) -> tuple[str, str, str]:
+        """The next order; a report that is due again waits for orders, so that none of them waits for it."""
+        try:
+            return self._orders.get(timeout=self._reports.wait_s(time.monotonic()))
+        except queue.Empty:
+            return "ended", self._reports.due(time.monotonic()), ""
+
+    def _report_ended(self, name: str) -> None:
+        if not name:  # an order came in between
+            return
+        known: bool | None = None
+        try:
+            known = self._client.report_ended(name, CALL_S)
+        except RefusedError:
+            known = True  # as far as it can be
+        finally:
+            self._reports.sent(name, time.monotonic(), known=known)
 
     def _report_given_up(self) -> None:
         """Report those of whom the last picture does not say it."""
@@ -338,10 +361,10 @@ class Watch:
         with self._condition:
             everybody = {r.replica_id.rpartition(":")[0] for one in status.rooms for r in one.replicas}
             self._came |= self._names & everybody  # in whatever room: a Manager may name its own
-            made_s = status.uptime_ms / 1000
-            if self._made_s - STALE_S < made_s < self._made_s:
+            made_s, made_at = status.uptime_ms / 1000, self._client.active
+            if made_at == self._made_at and self._made_s - STALE_S < made_s < self._made_s:
                 return
-            self._made_s, self._picture = made_s, picture
+            self._made_s, self._made_at, self._picture = made_s, made_at, picture
             self._client.room = room.room if room is not None else DEFAULT_ROOM
             self._job_committed |= any(seen.committed for _, runs in picture.groups for seen in runs)
             self._known = set(room.given_up) if room is not None else set()

@@ -123,17 +123,16 @@ class Cluster:
 
     def start_lighthouse(self) -> None:
         """Start (or restart) the lighthouse on this cluster's port, and wait until it listens."""
+        self.lighthouse = self.lighthouse_at(self.port, "lighthouse")
+
+    def lighthouse_at(self, port: int, name: str) -> Process:
+        """Start a lighthouse there, and wait until it listens."""
         command = [
-            sys.executable,
-            "-m",
-            "ft_core.lighthouse",
-            "--bind",
-            f"{self.host}:{self.port}",
-            "--liveness-ms",
-            "1000",
-        ]
-        self.lighthouse = self._start("lighthouse", self.placed("lighthouse", command), self.env, None)
-        self.lighthouse.wait_for(lambda: bool(self.lighthouse and self.lighthouse.lines), "said that it listens")
+            sys.executable, "-m", "ft_core.lighthouse", "--bind", f"{self.host}:{port}", "--liveness-ms", "1000",
+        ]  # fmt: skip
+        process = self._start(name, self.placed(name, command), self.env, None)
+        process.wait_for(lambda: bool(process.lines), "said that it listens")
+        return process
 
     def start(self, name: str, **env: object) -> Process:
         """Start (or restart) a trainer."""

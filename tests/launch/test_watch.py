@@ -11,6 +11,7 @@ import pytest
 from ft_core._pb import coordination_pb2 as pb
 from ft_core.errors import LighthouseError
 from ft_core.launch.lighthouse_watch import CALL_S, FACTS_S, MAX_OVER, Watch
+from tests.control.recorder import wait_until
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator
@@ -41,6 +42,11 @@ class Lighthouse:
         self.away = False
         self.asked: frozenset[str] = frozenset()
         self.room = ROOM
+        self.active = "here:1"
+        self.ended: list[tuple[str, float]] = []
+        """Reports of an end that were taken, or not: and when."""
+        self.knows = True
+        self.uptime_ms = 0
         self.given_up: dict[str, list[str]] = {ROOM: []}
         """Names by room."""
 
@@ -51,10 +57,16 @@ class Lighthouse:
             raise LighthouseError("no answer")
         replicas = [pb.ReplicaStatus(replica_id=key, life=life) for key, life in sorted(self.lives.items())]
         rooms = [pb.RoomStatus(room=ROOM, replicas=replicas, given_up=names) for names in self.given_up.values()]
-        return pb.StatusResponse(rooms=rooms)
+        return pb.StatusResponse(rooms=rooms, uptime_ms=self.uptime_ms)
 
     def watch(self, _names: Collection[str] = ()) -> Stream:
         return Stream()
+
+    def report_ended(self, name: str, _timeout: object) -> bool:
+        self.ended.append((name, time.monotonic()))
+        if self.away:
+            raise LighthouseError("standby: and the other is gone")
+        return self.knows
 
     def report_given_up(self, name: str, _reason: str, _timeout: object) -> None:
         self.given_up.setdefault(self.room, []).append(name)
@@ -154,3 +166,37 @@ def test_only_the_groups_that_were_started_here_are_asked_for(watch: Watch, ligh
     watch.facts("a")
     watch.close()
     assert lighthouse.asked == {"a", "b"}
+
+
+def test_the_end_of_a_group_is_reported_until_a_lighthouse_knows_it(watch: Watch, lighthouse: Lighthouse) -> None:
+    """One that becomes active when the other one dies together with the group learns of the members after that."""
+    lighthouse.away, lighthouse.knows = True, False
+    watch.ended("a")
+    wait_until(lambda: len(lighthouse.ended) >= 2)
+    lighthouse.away = False
+    reported = len(lighthouse.ended)
+    wait_until(lambda: len(lighthouse.ended) > reported)
+    lighthouse.knows = True
+    reported = len(lighthouse.ended)
+    wait_until(lambda: len(lighthouse.ended) > reported)
+    watch.facts("b")
+    reported = len(lighthouse.ended)
+    watch.ended("c")
+    lighthouse.knows = False
+    watch.ended("d")  # never held a lease
+    watch.facts("b")
+    watch.close()
+    assert [name for name, _ in lighthouse.ended[reported:]] == ["c", "d"], "those were taken at once"
+
+
+def test_a_picture_of_the_other_lighthouse_is_not_an_old_one(watch: Watch, lighthouse: Lighthouse) -> None:
+    """They were started together; the one that took over a second later."""
+    lighthouse.uptime_ms, lighthouse.lives["a:1"] = 100_000, "up"
+    assert watch.facts("a").known
+    lighthouse.uptime_ms, lighthouse.lives = 99_000, {"a:2": "up"}
+    assert not watch.facts("a").reachable, "an answer that was overtaken"
+    lighthouse.active = "there:1"
+    facts = watch.facts("a")
+    watch.close()
+    assert facts.reachable
+    assert facts.known

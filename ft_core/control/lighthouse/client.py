@@ -192,6 +192,11 @@ class LighthouseClient:
     def __repr__(self) -> str:
         return f"LighthouseClient({self._addr}, room={self.room!r})"
 
+    @property
+    def active(self) -> str:
+        """The address at which the last call was answered, or at which the next one is tried."""
+        return self._channel.address
+
     def quorum(
         self,
         replica_id: str,

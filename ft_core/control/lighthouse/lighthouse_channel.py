@@ -85,7 +85,12 @@ class LighthouseChannel:
         self._channel = self._open()
 
     def __repr__(self) -> str:
-        return f"LighthouseChannel({self._addresses}, at {self._addresses.all[self._turn.index]})"
+        return f"LighthouseChannel({self._addresses}, at {self.address})"
+
+    @property
+    def address(self) -> str:
+        """Where it leads now."""
+        return self._addresses.all[self._turn.index]
 
     def call(self, method: str, request: bytes, timeout_s: float, metadata: Metadata) -> bytes:
         """The answer. Raises what the lighthouse's refusal or absence is; UsageError after `close`."""
@@ -162,11 +167,11 @@ class LighthouseChannel:
         channel.close()
 
     def _open(self) -> grpc.Channel:
-        return open_channel(self._addresses.all[self._turn.index], self._addresses.setting, self._tls)
+        return open_channel(self.address, self._addresses.setting, self._tls)
 
     def _now(self) -> tuple[grpc.Channel, str]:
         with self._lock:
-            return self._channel, self._addresses.all[self._turn.index]
+            return self._channel, self.address
 
 
 class StatusStream:
