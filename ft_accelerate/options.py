@@ -19,10 +19,11 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, get_type_hints
 
+from ft_core.addresses import Addresses
 from ft_core.errors import ConfigError
 from ft_core.launch.chaos_schedule import ChaosSettings
 from ft_core.launch.gpus import MODES
-from ft_core.settings import MAX_REPLICAS, parse_address
+from ft_core.settings import MAX_REPLICAS
 
 SECTION = "fault_tolerance_config"
 """The name of our section of the YAML file."""
@@ -293,7 +294,7 @@ def check(name: str, value: object, source: str) -> Any:
     """
     read = _read(KINDS[name], value, source)
     if name == "lighthouse":
-        parse_address(read, source)
+        Addresses.parse(read, source)
     if name in CHOICES and read not in CHOICES[name]:
         near = difflib.get_close_matches(read, CHOICES[name], 1)
         hint = f"; did you mean {near[0]!r}?" if near else ""

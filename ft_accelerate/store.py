@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ft_core.addresses import hosts_of
 from ft_core.network import advertised_host
 from ft_core.process_group import open_store
-from ft_core.settings import Environment, parse_address
+from ft_core.settings import Environment
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import TCPStore
@@ -32,15 +33,14 @@ def place(ranks: int, rank: int, lighthouse: str) -> dict[str, Any]:
     Args:
         ranks: processes of this group.
         rank: of this one.
-        lighthouse: host:port; others reach this machine where packets to there leave it.
+        lighthouse: host:port, or two of them; others reach this machine where packets to there leave it.
     """
     if "TORCHELASTIC_RUN_ID" in os.environ:
         return {}
     sent: list[Any] = [None]
     if rank == 0:
         env = Environment.read(os.environ)
-        towards = parse_address(lighthouse, "lighthouse")[0] if lighthouse else "localhost"
-        host = advertised_host(env.hostname, env.interface, towards)
+        host = advertised_host(env.hostname, env.interface, *(hosts_of(lighthouse, "lighthouse") or ("localhost",)))
         mine = os.getpid(), host  # a forked child has its parent's dictionary
         if mine not in _kept:
             _kept[mine] = open_store(host)

@@ -14,10 +14,10 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from ft_core import Manager
+from ft_core.addresses import Addresses
 from ft_core.data import LearningRateScaling
 from ft_core.errors import ConfigError
 from ft_core.loop.tools import known_arguments
-from ft_core.settings import parse_address
 from ft_lightning.names import NAME
 
 if TYPE_CHECKING:
@@ -91,7 +91,7 @@ class Arguments:
         if seconds is not None and (isinstance(seconds, bool | str) or not 0 < seconds < float("inf")):
             raise ConfigError(f"timeout={self.timeout!r} must be a timedelta or a number of seconds, more than 0")
         if self.lighthouse is not None:
-            parse_address(self.lighthouse, "lighthouse")
+            Addresses.parse(self.lighthouse, "lighthouse")
         if self.from_scratch is not None and not isinstance(self.from_scratch, bool):
             raise ConfigError(
                 f"from_scratch={self.from_scratch!r} must be True (the job may begin again at step 0 if all its state "

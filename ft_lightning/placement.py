@@ -18,10 +18,11 @@ import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from ft_core.addresses import hosts_of
 from ft_core.errors import ConfigError
 from ft_core.network import advertised_host
 from ft_core.process_group import open_store
-from ft_core.settings import Environment, parse_address
+from ft_core.settings import Environment
 from ft_lightning import _compat
 from ft_lightning.names import NAME
 
@@ -150,8 +151,8 @@ class GroupEnvironment:
             return "127.0.0.1"
         env = Environment.read(os.environ)
         address = self._lighthouse or env.lighthouse
-        towards = parse_address(address, "FT_LIGHTHOUSE")[0] if address else "localhost"
-        return advertised_host(env.hostname, env.interface, towards)
+        towards = hosts_of(address or "", "lighthouse (FT_LIGHTHOUSE)") or ("localhost",)
+        return advertised_host(env.hostname, env.interface, *towards)
 
     @property
     def main_port(self) -> int:

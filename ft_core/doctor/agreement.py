@@ -103,7 +103,7 @@ def settings(job: JobFacts) -> Iterator[Finding]:
 
 
 def _lighthouse(job: JobFacts) -> Iterator[Finding]:
-    odd, by_value = differing(job, lambda facts: facts.lighthouse.address)
+    odd, by_value = differing(job, lambda facts: facts.lighthouse_addresses)
     missing = by_value.get("", [])
     if missing and len(by_value) > 1:
         yield problem(
@@ -123,14 +123,15 @@ def _lighthouse(job: JobFacts) -> Iterator[Finding]:
     own = {
         index: facts
         for index, facts in job.hosts.items()
-        if facts.lighthouse.resolves and all(loopback(one) for one in facts.lighthouse.resolves)
+        if (found := [one for seen in facts.lighthouses for one in seen.resolves]) and all(map(loopback, found))
     }
     if len({facts.machine for facts in own.values()}) > 1:
-        shown = next(iter(own.values())).lighthouse
+        shown = next(iter(own.values()))
         yield problem(
             "lighthouse",
             job.names(own),
-            f"FT_LIGHTHOUSE={shown.address} leads each of these hosts to itself ({', '.join(shown.resolves)})",
+            f"FT_LIGHTHOUSE={shown.lighthouse_addresses} leads each of these hosts to itself "
+            f"({', '.join(dict.fromkeys(one for seen in shown.lighthouses for one in seen.resolves))})",
             "name the lighthouse by an address, or by a name that leads there from everywhere (see /etc/hosts)",
         )
 

@@ -64,6 +64,8 @@ class LighthouseFacts:
     """It answers a TLS handshake."""
     call: str = ""
     """Why a question to it fails; '': it was answered."""
+    stands_by: bool = False
+    """It answers that it stands by for another one."""
     release: str = ""
     round_trip_s: float = 0.0
     closed: str = ""
@@ -157,6 +159,8 @@ class HostFacts:
     """Why FT_METRICS cannot be listened on."""
     tls: TlsFacts = field(default_factory=TlsFacts)
     lighthouse: LighthouseFacts = field(default_factory=LighthouseFacts)
+    other_lighthouse: LighthouseFacts = field(default_factory=LighthouseFacts)
+    """Of two, the second that is named."""
     gpus: GpuFacts = field(default_factory=GpuFacts)
     storage: StorageFacts = field(default_factory=StorageFacts)
     ports: list[int] = field(default_factory=list)
@@ -165,6 +169,16 @@ class HostFacts:
     def interface(self, address: str = "") -> Interface:
         """The one that has an address (that which is advertised); without a name: it is not known."""
         return next((one for one in self.interfaces if one.address == (address or self.address)), Interface())
+
+    @property
+    def lighthouses(self) -> list[LighthouseFacts]:
+        """Those that are named: none, one or two."""
+        return [one for one in (self.lighthouse, self.other_lighthouse) if one.address]
+
+    @property
+    def lighthouse_addresses(self) -> str:
+        """As they are named; '': none is."""
+        return ",".join(one.address for one in self.lighthouses)
 
     def number(self, variable: str) -> int | None:
         """A whole number out of the settings; None: it is not set, or none."""
@@ -217,7 +231,10 @@ class Seen:
 
 PARTS_MAX = 256
 """GPUs, or interfaces, of a host."""
-PARTS: dict[str, type] = {"tls": TlsFacts, "lighthouse": LighthouseFacts, "gpus": GpuFacts, "storage": StorageFacts}
+PARTS: dict[str, type] = {
+    "tls": TlsFacts, "lighthouse": LighthouseFacts, "other_lighthouse": LighthouseFacts, "gpus": GpuFacts,
+    "storage": StorageFacts,
+}  # fmt: skip
 
 
 def as_json(facts: HostFacts) -> dict[str, Any]:

@@ -24,12 +24,13 @@ import warnings
 from typing import TYPE_CHECKING
 
 from ft_core.access import Tokens, check_listener, insecure, job_token, own_admin_token
+from ft_core.addresses import hosts_of
 from ft_core.certificates import Tls
 from ft_core.doctor import reach, storage
 from ft_core.doctor.facts import TEXT_MAX, Gpu, GpuFacts, HostFacts, Interface
 from ft_core.errors import ConfigError
 from ft_core.network import advertised_host, is_here, is_loopback
-from ft_core.settings import KNOWN_ENVIRONMENT, Environment, TimeBudget, parse_address
+from ft_core.settings import KNOWN_ENVIRONMENT, Environment, TimeBudget
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -92,7 +93,8 @@ def collect(env: Mapping[str, str], path: str = "", meeting: str = "") -> HostFa
     facts.events_error = _events(env.get("FT_EVENTS", ""))
     facts.metrics_error = _listens(env.get("FT_METRICS", ""))
     facts.tls = reach.certificates(env, facts.address)
-    facts.lighthouse = reach.lighthouse(env)
+    facts.lighthouse, *other = reach.lighthouses(env)
+    facts.other_lighthouse = other[0] if other else facts.other_lighthouse
     facts.gpus = gpus()
     if path:
         facts.storage = storage.alone(path)
@@ -160,11 +162,13 @@ def _told(name: str, value: str) -> str:
 def _names(facts: HostFacts, env: Mapping[str, str], meeting: str) -> None:
     """What others connect to, by the rule of the data plane; and what this host takes its own name for."""
     hostname, interface = env.get("FT_HOSTNAME") or None, env.get("FT_INTERFACE") or None
-    lighthouse, towards, what = env.get("FT_LIGHTHOUSE", ""), meeting, "meeting"
+    towards: tuple[str, ...] = (meeting,) if meeting else ()
+    what = "meeting"
     with contextlib.suppress(ConfigError):
-        towards, what = parse_address(lighthouse, "FT_LIGHTHOUSE")[0], "lighthouse"
+        if hosts := hosts_of(env.get("FT_LIGHTHOUSE", ""), "FT_LIGHTHOUSE"):
+            towards, what = hosts, "lighthouse"
     try:
-        facts.address = advertised_host(hostname, interface, towards)
+        facts.address = advertised_host(hostname, interface, *towards)
     except ConfigError as error:
         facts.errors.append(str(error))
     if hostname:
@@ -172,7 +176,7 @@ def _names(facts: HostFacts, env: Mapping[str, str], meeting: str) -> None:
     elif interface:
         facts.address_from = f"FT_INTERFACE={interface}"
     else:
-        facts.address_from = f"the route to the {what} ({towards})" if towards else "the default route"
+        facts.address_from = f"the route to the {what} ({', '.join(towards)})" if towards else "the default route"
     facts.address_here = not facts.address or is_here(facts.address)
     facts.interfaces = interfaces()
     facts.host_name = socket.gethostname()

@@ -10,7 +10,7 @@ import ipaddress
 from typing import TYPE_CHECKING
 
 from ft_core.doctor.findings import Finding, note, ok, problem, warning
-from ft_core.doctor.greetings import is_grpc, kind
+from ft_core.doctor.lighthouse_checks import lighthouse
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -284,77 +284,6 @@ def certificates(facts: HostFacts) -> Iterator[Finding]:
         )
     elif not tls.covers:
         yield ok("certificates", facts.name, f"valid for {facts.address} and {tls.days_left:.0f} more days")
-
-
-def lighthouse(facts: HostFacts) -> Iterator[Finding]:
-    """Whether the lighthouse is there, and lets this host in."""
-    seen = facts.lighthouse
-    where = seen.address
-    if not where:
-        yield note(
-            "lighthouse",
-            facts.name,
-            "FT_LIGHTHOUSE is not set: ftrun embeds one, for groups on this machine only",
-            "for several machines set it on all of them, or give ftrun --lighthouse",
-        )
-    elif seen.error:
-        yield problem("lighthouse", facts.name, seen.error, "write FT_LIGHTHOUSE=host:port")
-    elif seen.connect:
-        yield problem("lighthouse", facts.name, f"FT_LIGHTHOUSE={where}: {seen.connect}", _connect_advice(seen.connect))
-    elif not seen.tls and not is_grpc(seen.greeting):
-        yield problem(
-            "lighthouse",
-            facts.name,
-            f"FT_LIGHTHOUSE={where}: {kind(seen.greeting)} answers there, no lighthouse",
-            "correct host and port; ft-lighthouse prints where it listens",
-        )
-    elif seen.call:
-        check = "token" if "FT_TOKEN" in seen.call else "TLS" if _of_tls(seen.call) else "lighthouse"
-        yield problem(check, facts.name, f"the lighthouse {where} refuses this host: {seen.call}", _call_advice(check))
-    else:
-        yield from _answered(facts)
-
-
-def _answered(facts: HostFacts) -> Iterator[Finding]:
-    seen = facts.lighthouse
-    ours = facts.versions.get("ft-training", "")
-    if seen.closed:
-        yield warning(
-            "lighthouse",
-            facts.name,
-            f"the lighthouse {seen.address} lets no new job in: {seen.closed}",
-            "start another lighthouse",
-        )
-    elif ours and seen.release and ours != seen.release:
-        yield warning(
-            "lighthouse",
-            facts.name,
-            f"the lighthouse {seen.address} has release {seen.release}, this host {ours}",
-            "install the same release of ft-training everywhere",
-        )
-    else:
-        runs = f", a job of {seen.members} members runs there" if seen.members else ""
-        secure = "with TLS" if seen.tls else "without TLS"
-        yield ok("lighthouse", facts.name, f"{seen.address} answers in {seen.round_trip_s * 1e3:.1f} ms {secure}{runs}")
-
-
-def _of_tls(why: str) -> bool:
-    return "FT_TLS" in why or "certificate" in why or " TLS" in why
-
-
-def _connect_advice(why: str) -> str:
-    if "resolved" in why:
-        return "correct the name, or write an address"
-    if "refused" in why.lower():
-        return "start ft-lighthouse there; if it runs, it listens on its own machine only (--bind '[::]:29510')"
-    return "open the port in the firewall between here and there, and see that the host is up"
-
-
-def _call_advice(check: str) -> str:
-    return {
-        "token": "set FT_TOKEN to the same value as for the lighthouse",
-        "TLS": "set FT_TLS_CERT, FT_TLS_KEY and FT_TLS_CA alike on this host and for the lighthouse",
-    }.get(check, "see that it is a lighthouse of this release, and its log")
 
 
 def gpus(facts: HostFacts) -> Iterator[Finding]:

@@ -11,6 +11,7 @@ import re
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from ft_core.addresses import hosts_of
 from ft_core.errors import ConfigError
 from ft_core.settings import MAX_REPLICAS, parse_address
 
@@ -82,7 +83,7 @@ def _by_group(env: Mapping[str, str]) -> Place | None:
     groups, lighthouse = _whole(env, "FT_NUM_REPLICA_GROUPS"), env.get("FT_LIGHTHOUSE", "")
     if groups < 2 or not lighthouse or not env.get("FT_REPLICA_GROUP"):
         return None
-    host, _ = parse_address(lighthouse, "FT_LIGHTHOUSE")
+    host = hosts_of(lighthouse, "FT_LIGHTHOUSE")[0]  # of two: the lighthouse that is active is asked before
     hosts = groups * max(1, _whole(env, "GROUP_WORLD_SIZE"))  # a group may span hosts, each with an ftrun
     return Place(host, PORT, hosts, "FT_LIGHTHOUSE and FT_NUM_REPLICA_GROUPS", at_lighthouse=True)
 

@@ -12,12 +12,13 @@ import time
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
+from ft_core.addresses import STANDBY, Addresses
 from ft_core.certificates import Tls
 from ft_core.control.lighthouse.client import LighthouseClient
 from ft_core.doctor.facts import TEXT_MAX, LighthouseFacts, TlsFacts
 from ft_core.doctor.greetings import is_grpc
 from ft_core.errors import ConfigError, FaultToleranceError
-from ft_core.rpc.channel import check_scheme
+from ft_core.rpc.channel import check_schemes
 from ft_core.settings import DEFAULT_ROOM, parse_address
 from ft_core.tls_diagnosis import speaks_tls
 
@@ -34,18 +35,23 @@ GREETING_MAX = 64
 DAY_S = 86400.0
 
 
-def lighthouse(env: Mapping[str, str]) -> LighthouseFacts:
-    """What is where FT_LIGHTHOUSE says."""
-    facts = LighthouseFacts(env.get("FT_LIGHTHOUSE") or env.get("TORCHFT_LIGHTHOUSE") or "")
-    if not facts.address:
-        return facts
+def lighthouses(env: Mapping[str, str]) -> list[LighthouseFacts]:
+    """What is where FT_LIGHTHOUSE says: of one, or of each of two."""
+    named = env.get("FT_LIGHTHOUSE") or env.get("TORCHFT_LIGHTHOUSE") or ""
+    if not named:
+        return [LighthouseFacts()]
     try:
         tls = Tls.from_env(env)
-        host, port = parse_address(facts.address, "FT_LIGHTHOUSE")
-        check_scheme(facts.address, "FT_LIGHTHOUSE", tls)
+        addresses = Addresses.parse(named, "FT_LIGHTHOUSE")
+        check_schemes(addresses, tls)
     except ConfigError as error:
-        facts.error = str(error)[:TEXT_MAX]
-        return facts
+        return [LighthouseFacts(named, error=str(error)[:TEXT_MAX])]
+    return [_look(one, env, tls) for one in addresses.all]
+
+
+def _look(address: str, env: Mapping[str, str], tls: Tls | None) -> LighthouseFacts:
+    facts = LighthouseFacts(address)
+    host, port = parse_address(address, "FT_LIGHTHOUSE")
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError) as error:
@@ -93,6 +99,7 @@ def _ask(facts: LighthouseFacts, env: Mapping[str, str], tls: Tls | None) -> Non
         )  # fmt: skip
     except FaultToleranceError as error:
         facts.call = str(error).removeprefix(f"addr={facts.address!r}: ")[:TEXT_MAX]
+        facts.stands_by = STANDBY in facts.call
         return
     try:
         begin = time.monotonic()

@@ -83,7 +83,7 @@ def _join(
     """Become a member of the meeting, which this host may have to hold."""
     meeting = _hold(place, options) if is_here(place.host) else None
     where = place.host, place.port
-    if place.at_lighthouse and facts.lighthouse.release:
+    if place.at_lighthouse and any(one.release for one in facts.lighthouses):
         with contextlib.suppress(FaultToleranceError):  # it has gone since: then we meet on its host
             where, meeting = _look_up(place, options, facts, env, meeting, stack)
     if meeting is not None:
@@ -106,7 +106,7 @@ def _look_up(
         made.start()
     try:
         own = facts.address or place.host, made.port
-        directory = Directory(facts.lighthouse.address, env, Entry(kind, *own))
+        directory = Directory(facts.lighthouse_addresses, env, Entry(kind, *own))
         stack.callback(directory.close)
         directory.start()
         where = directory.find(place.hosts, options.wait_s)
@@ -164,7 +164,7 @@ def _look(
 
 
 def _measure(member: Member, options: Options, job: JobFacts) -> None:
-    running = max(facts.lighthouse.members for facts in job.hosts.values())
+    running = max(one.members for facts in job.hosts.values() for one in (facts.lighthouse, facts.other_lighthouse))
     if not options.bandwidth:
         job.rates_skipped = "--no-bandwidth"
     elif running:
