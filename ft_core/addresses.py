@@ -50,7 +50,7 @@ class Addresses:
         if len(parts) == 1:
             parse_address(text, setting)
             return Addresses(parts, setting)
-        places = {(host.lower(), port) for host, port in (parse_address(part, where) for part in parts)}
+        places = {(host.lower(), port) for host, port in (parse_address(part, setting) for part in parts)}
         if len(places) < len(parts):
             raise ConfigError(f"{where} names one lighthouse twice: name each once, or write one host:port")
         return Addresses(parts, setting)

@@ -47,7 +47,7 @@ def test_nothing_has_no_hosts() -> None:
         ("a:1,", "an address is missing before or after a comma"),
         (",a:1", "an address is missing before or after a comma"),
         (",", "an address is missing before or after a comma"),
-        ("a:1,b", "expected host:port"),
+        ("a:1,b", "='b': expected host:port"),
         ("a:1,::1:2", "brackets"),
         ("a:1,b:0", "port 0 is not between"),
         ("a:1 b:1", "expected host:port"),
@@ -58,7 +58,7 @@ def test_nothing_has_no_hosts() -> None:
 def test_what_cannot_work_is_named_with_its_setting(text: str, says: str, setting: str) -> None:
     with pytest.raises(ConfigError) as caught:
         Addresses.parse(text, setting)
-    assert str(caught.value).startswith(f"{setting}={text!r}")
+    assert str(caught.value).startswith(f"{setting}='")
     assert says in str(caught.value)
 
 

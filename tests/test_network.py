@@ -70,6 +70,27 @@ def test_the_way_to_the_lighthouse(names: dict[str, list[str]], ways: dict[str, 
     assert advertised_host(None, None, towards) == here
 
 
+@pytest.mark.parametrize(
+    ("towards", "here"),
+    [
+        (("10.0.0.1", "fd00::1"), "10.0.0.9"),
+        (("unknown", "fd00::1"), "fd00::9"),
+        (("localhost", "10.0.0.1"), "10.0.0.9"),  # the first runs here, the second on another machine
+        (("myself", "10.0.0.1"), "10.0.0.9"),
+        (("localhost", "127.0.0.1"), "127.0.0.1"),
+        (("::1", "localhost"), "::1"),
+        (("unknown", "nameless"), "172.16.0.9"),
+        ((), "172.16.0.9"),
+    ],
+)
+def test_the_way_to_two_lighthouses(
+    names: dict[str, list[str]], ways: dict[str, str], towards: tuple[str, ...], here: str
+) -> None:
+    ways.update({"10.0.0.1": "10.0.0.9", "fd00::1": "fd00::9", "192.0.2.1": "172.16.0.9", "127.0.1.1": "127.0.0.1"})
+    names["myself"] = ["127.0.1.1"]
+    assert advertised_host(None, None, *towards) == here
+
+
 def test_a_machine_without_a_network(names: dict[str, list[str]], ways: dict[str, str]) -> None:
     assert advertised_host(None, None, "10.0.0.1") == "127.0.0.1"
 

@@ -101,6 +101,7 @@ def test_every_field_is_documented() -> None:
         ("ACCELERATE_FT_EXPECTED_REPLICAS", "9999", "a quorum holds at most 1024 groups"),
         ("ACCELERATE_FT_ENABLED", "perhaps", "must be true or false"),
         ("ACCELERATE_FT_LIGHTHOUSE", "nowhere", "expected host:port"),
+        ("ACCELERATE_FT_LIGHTHOUSE", "a:1,b:1,c:1", "ACCELERATE_FT_LIGHTHOUSE='a:1,b:1,c:1' names 3 lighthouses"),
         ("ACCELERATE_FT_MIN_REPLICA", "1", "did you mean ACCELERATE_FT_MIN_REPLICAS?"),
     ],
 )

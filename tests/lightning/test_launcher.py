@@ -318,6 +318,7 @@ def test_the_groups_store_is_advertised_where_the_lighthouse_can_be_reached(monk
 
     assert address(Place(False)) == "127.0.0.1"
     assert address(Place(True), "localhost:1") == "127.0.0.1"
+    assert address(Place(True), "[::1]:1,localhost:1") == "::1"
     monkeypatch.setenv("FT_HOSTNAME", "node7")
     assert address(Place(True), "192.0.2.1:1") == "node7"
     monkeypatch.setenv("MASTER_ADDR", "node8")

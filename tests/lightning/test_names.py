@@ -218,6 +218,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"from_scratch": "no"}, "from_scratch='no' must be True .* False, or left out"),
     ({"manager_kwargs": ["max_retries"]}, "manager_kwargs=.*must be a dict"),
     ({"lighthouse": "host"}, "lighthouse='host'.*host:port"),
+    ({"lighthouse": "a:1,a:1"}, "lighthouse='a:1,a:1' names one lighthouse twice"),
     ({"manager_kwargs": {"max_retry": 1}}, "did you mean max_retries"),
     ({"ftrun_options": "--standby 1"}, r"\['--standby', '1'\]"),
     ({"static_grap": True}, "FaultTolerantStrategy has no argument static_grap; did you mean static_graph="),
