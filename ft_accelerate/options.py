@@ -53,7 +53,8 @@ class PluginFields:
 
     enabled: bool | None = _option("Whether to train fault-tolerantly.", env="ENABLED")
     lighthouse: str | None = _option(
-        "host:port of the lighthouse; the launcher starts one if none is named.", env="LIGHTHOUSE"
+        "host:port of the lighthouse, or of two, with a comma; the launcher starts one if none is named.",
+        env="LIGHTHOUSE",
     )
     replica_group: int | None = _option(
         "Number of this replica group in the job, from 0.", env="REPLICA_GROUP", per_group=True

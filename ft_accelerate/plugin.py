@@ -59,7 +59,7 @@ class FaultTolerancePlugin(PluginFields):
     Args:
         enabled: whether to train fault-tolerantly. Without a plugin: if the process belongs to a replica group (ftrun,
             `ft-accelerate launch`, FT_LIGHTHOUSE); with one: yes.
-        lighthouse: host:port of the lighthouse.
+        lighthouse: host:port of the lighthouse, or of two with a comma between.
         replica_group: number of this replica group in the job, from 0.
         expected_replicas: replica groups of the complete job; the training data is divided by them.
         replica_id: stable name of this group.

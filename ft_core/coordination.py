@@ -90,7 +90,7 @@ class ManagerServer:
 
     Args:
         replica_id: of the group; unique among the groups.
-        lighthouse_addr: host:port or http://host:port.
+        lighthouse_addr: host:port or http://host:port; of two lighthouses, both, with a comma between them.
         hostname: what the group's ranks can reach this machine by; '': its name.
         bind: host:port to listen on; port 0 takes any free one. What other machines can reach needs a token, or
             certificates with a CA. None: any port, for other machines only if there is either.

@@ -64,7 +64,7 @@ class Manager:
         world_size_mode: DYNAMIC or FIXED_WITH_SPARES; the same on all replicas.
         store_addr, store_port: c10d store of the group; default MASTER_ADDR and MASTER_PORT; a group of one rank
             without either starts its own.
-        lighthouse_addr: host:port or http://host:port; default FT_LIGHTHOUSE.
+        lighthouse_addr: host:port or http://host:port, or two with a comma between; default FT_LIGHTHOUSE.
         replica_id: stable name of this group; a fresh suffix is added at every start. Default FT_REPLICA_ID.
         port: where group rank 0 of a group of several ranks listens for the others; 0: any.
         hostname: by which others reach this machine; default FT_HOSTNAME, FT_INTERFACE, else as the lighthouse does.

@@ -62,7 +62,7 @@ class GroupAgent:
         nproc: workers of the group.
         replica: number of this group in the job.
         num_replicas: groups of the whole job. More than one needs a lighthouse.
-        lighthouse: host:port; None: FT_LIGHTHOUSE, else one is embedded.
+        lighthouse: host:port, or two with a comma between; None: FT_LIGHTHOUSE, else one is embedded.
         max_restarts: of the group within an hour.
         options: further options of ftrun's command line.
 

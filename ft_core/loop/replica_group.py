@@ -30,7 +30,7 @@ class ReplicaGroup:
     name: str = ""
     """Of this replica group, as the lighthouse knows it; "" if it is not said."""
     lighthouse: str = ""
-    """host:port of the lighthouse; "" if nobody said."""
+    """host:port of the lighthouse, or of two with a comma between; "" if nobody said."""
 
     @staticmethod
     def of(environ: Mapping[str, str] = os.environ) -> ReplicaGroup:

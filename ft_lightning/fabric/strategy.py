@@ -84,7 +84,8 @@ class FabricFaultTolerance(StartsGroups):
         min_replicas: smallest quorum; None: FT_MIN_REPLICAS, else 1.
         timeout: how long a collective waits for a silent peer, as a timedelta or in seconds; None: FT_TIMEOUT_S, else
             60 s.
-        lighthouse: host:port; None: FT_LIGHTHOUSE, or an embedded one where `launch` starts the replica groups itself.
+        lighthouse: host:port, or two with a comma between; None: FT_LIGHTHOUSE, or an embedded one where `launch`
+            starts the replica groups itself.
         manager_kwargs: further arguments of `ft_core.Manager`, for example {"max_retries": 100}.
         ftrun_options: options of ftrun for a run without a launcher, for example ["--standby", "1"].
         find_unused_parameters: False: all parameters are used in every step (their users are not counted; one that is

@@ -46,7 +46,7 @@ class ModelParallel(FaultTolerance):
         min_replicas: smallest quorum; None: FT_MIN_REPLICAS, else 1.
         timeout: how long a collective across groups waits for a silent peer, as a timedelta or in seconds; None:
             FT_TIMEOUT_S, else 60 s.
-        lighthouse: host:port; None: FT_LIGHTHOUSE.
+        lighthouse: host:port, or two with a comma between; None: FT_LIGHTHOUSE.
         manager_kwargs: further arguments of `ft_core.Manager`, for example {"max_retries": 100}.
         data_parallel_size: ranks of a replica group over which FSDP2 shards; "auto": all, divided by
             tensor_parallel_size.

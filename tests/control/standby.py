@@ -15,8 +15,12 @@ STREAMS = {"Lease": grpc.stream_stream_rpc_method_handler, "Watch": grpc.unary_s
 class Standby:
     """Constructed running; `shutdown` ends it."""
 
-    def __init__(self, active: str = "elsewhere:1") -> None:
+    def __init__(self, active: str = "elsewhere:1", holds: str = "") -> None:
         self.calls: list[str] = []
+        self.holds = holds
+        """A method whose calls wait for `shutdown`."""
+        self.called = threading.Condition()
+        self._ended = threading.Event()
         self._active = active
         self._workers = futures.ThreadPoolExecutor(8, "standby")
         self._server = grpc.server(self._workers, options=[("grpc.so_reuseport", 0)])
@@ -27,10 +31,16 @@ class Standby:
     def address(self) -> str:
         return f"127.0.0.1:{self.port}"
 
-    def refuse(self, context: grpc.ServicerContext) -> None:
+    def take(self, method: str, context: grpc.ServicerContext) -> None:
+        with self.called:
+            self.calls.append(method)
+            self.called.notify_all()
+        if method == self.holds:
+            self._ended.wait(30)
         context.abort(grpc.StatusCode.UNAVAILABLE, f"{STANDBY}{self._active} is active")
 
     def shutdown(self) -> None:
+        self._ended.set()
         ended: threading.Event = self._server.stop(None)
         ended.wait(5)
         self._workers.shutdown()
@@ -44,7 +54,6 @@ class _Everything(grpc.GenericRpcHandler):
         method = details.method.removeprefix(f"/{LIGHTHOUSE}/")
 
         def answer(_request: object, context: grpc.ServicerContext) -> Any:
-            self._standby.calls.append(method)
-            self._standby.refuse(context)
+            self._standby.take(method, context)
 
         return STREAMS.get(method, grpc.unary_unary_rpc_method_handler)(answer)
