@@ -205,7 +205,7 @@ def heard(client: LighthouseClient) -> bool:
 
 @pytest.mark.parametrize("addresses", ["{0},{0}", "{0},", "{0},b", "{0},b:1,c:1"])
 def test_lists_that_cannot_work(lighthouse: LighthouseServer, addresses: str) -> None:
-    with pytest.raises(ConfigError, match="^addr='"):
+    with pytest.raises(ConfigError, match=r"^addr='"):
         LighthouseClient(addresses.format(lighthouse.address()), SOON)
     with pytest.raises(ConfigError, match=r"^lighthouse_addr \(FT_LIGHTHOUSE\)='"):
         Replica(addresses.format(lighthouse.address()), "a:1", start=False)
