@@ -95,6 +95,8 @@ class _Outgoing:
         self.closed = False
         self.parting = False
         """A goodbye was sent on it: that it ends is no news."""
+        self.left_because = ""
+        """It was closed here, to go on to the next address, and why."""
         self.renew_at = 0.0
 
     def __iter__(self) -> _Outgoing:
@@ -273,9 +275,9 @@ class StreamClient(ABC):
             self._outgoing.renew_at = 0.0
             self._changed.notify_all()
 
-    def _close_stream(self) -> None:
+    def _close_stream(self, left_because: str = "") -> None:
         if self._outgoing is not None:
-            self._outgoing.closed = True
+            self._outgoing.closed, self._outgoing.left_because = True, left_because
         if self._call is not None:
             self._call.cancel()
 
@@ -322,6 +324,8 @@ class StreamClient(ABC):
             ours = outgoing.parting
         except grpc.RpcError as error:
             why, ours = explain(error), outgoing is not None and outgoing.closed
+            if outgoing is not None and outgoing.left_because:
+                why, ours = outgoing.left_because, False
             if not self._ever_connected:
                 why = self._certificates[address].advice(why) or why
             self._judge(address, error, why)

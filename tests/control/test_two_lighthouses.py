@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import signal
 import socket
-import subprocess
 import threading
 import time
 from dataclasses import replace
@@ -15,9 +14,11 @@ from typing import TYPE_CHECKING
 import pytest
 
 from ft_core.control.lighthouse.client import LighthouseClient, Quorum, rooms
+from ft_core.control.lighthouse.lease_client import look_elsewhere
 from ft_core.control.lighthouse.server import LighthouseServer
-from ft_core.errors import ConfigError, LighthouseError, RefusedError
+from ft_core.errors import ConfigError, LighthouseError, QuorumTimeoutError, RefusedError
 from ft_core.protocol.types import UNTRAINED
+from ft_core.rpc.channel import CLIENT_KEEPALIVE_S, CLIENT_KEEPALIVE_TIMEOUT_S
 from tests.control.processes import start_lighthouse
 from tests.control.recorder import BUDGET, Replica, wait_until
 from tests.control.standby import Standby
@@ -263,5 +264,54 @@ def test_a_frozen_lighthouse_in_the_first_place_costs_one_attempt_to_connect(
     assert time.monotonic() - began - took_s < CONNECT_S + 0.5
     client.close()
     assert 0.5 * CONNECT_S < took_s < CONNECT_S + 0.5
-    with pytest.raises(subprocess.TimeoutExpired):
-        process.process.wait(0)
+    assert process.process.poll() is None
+
+
+@pytest.mark.process
+def test_one_that_freezes_is_left_when_the_other_one_is_active(
+    child: Callable[..., Child], lighthouse: LighthouseServer, replica: Callable[..., Replica],
+    caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    process, address = start_lighthouse(child, "--bind", "127.0.0.1:0", "--http", "off")
+    both = f"{address},{lighthouse.address()}"
+    one = replica("a:1", both)
+    one.lease.wait_connected(5)
+    client = LighthouseClient(both, SOON, token="")
+    frozen = time.monotonic()
+    process.process.send_signal(signal.SIGSTOP)
+    with pytest.raises(QuorumTimeoutError):
+        client.heartbeat("b:1", timedelta(seconds=0.2))
+    client.heartbeat("b:1", timedelta(seconds=0.2))
+    wait_until(lambda: len(one.recorder.of("welcome")) == 2)
+    assert time.monotonic() - frozen < 0.5 * (CLIENT_KEEPALIVE_S + CLIENT_KEEPALIVE_TIMEOUT_S)
+    (told,) = [text for text in caplog.messages if "cannot be reached" in text]  # nor was the frozen one tried again
+    assert f"and {lighthouse.address()} is active" in told
+    client.close()
+
+
+@pytest.mark.process
+def test_one_that_freezes_for_a_while_loses_nobody_while_the_other_one_stands_by(
+    child: Callable[..., Child], standby: Standby, replica: Callable[..., Replica]
+) -> None:
+    process, address = start_lighthouse(child, "--bind", "127.0.0.1:0", "--http", "off")
+    one = replica("a:1", f"{address},{standby.address()}")
+    one.lease.wait_connected(5)
+    process.process.send_signal(signal.SIGSTOP)
+    with standby.called:
+        assert standby.called.wait_for(lambda: standby.calls == ["Status"] * 2, 10), "asked again"
+    heard_at = one.lease.heard_at
+    process.process.send_signal(signal.SIGCONT)
+    wait_until(lambda: one.lease.heard_at > heard_at)
+    one.ask()
+    one.answer()
+    assert len(one.recorder.of("welcome")) == 1
+    assert set(standby.calls) == {"Status"}
+
+
+@pytest.mark.parametrize(
+    ("silent_s", "since_look_s", "lighthouses", "looks"),
+    [(1.6, 9.0, 2, True), (1.4, 9.0, 2, False), (1.6, 0.9, 2, False), (9.0, 1.0, 2, True), (99.0, 99.0, 1, False)],
+)
+def test_when_the_other_one_is_asked(silent_s: float, since_look_s: float, lighthouses: int, looks: bool) -> None:
+    """Two renewals of half a second, and half a second more, without an answer."""
+    assert look_elsewhere(100.0, 100.0 - silent_s, 0.5, 100.0 - since_look_s, lighthouses) is looks

@@ -3,16 +3,22 @@
 How it works. `lasting_stream.StreamClient` keeps the stream open; this says what travels on it. Asks are irrevocable
 (R14): an open ask is presented again after every reconnect, with the same seq, until it is answered or replaced.
 
-Threads: as in `lasting_stream`; the handler is called on the lease thread, one call at a time.
+A lighthouse that is silent is waited for, as it loses nobody if it only stood still. But where there are two, the other
+one is asked meanwhile, once every LOOK_EVERY_S; if it is active, it has taken over, and the silent one is left for it.
+
+Threads: as in `lasting_stream`; the handler is called on the lease thread, one call at a time. "ft-lease-look" asks the
+other lighthouse, and ends.
 """
 
 from __future__ import annotations
 
 import secrets
+import threading
 import time
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from ft_core.control.lighthouse.lighthouse_channel import is_active
 from ft_core.protocol.lighthouse.events import Left
 from ft_core.protocol.pushes import Answer, Reason
 from ft_core.protocol.types import VOID, Ask
@@ -25,6 +31,20 @@ if TYPE_CHECKING:
     from ft_core.protocol.pushes import Push, Welcome
 
 __all__ = ["LeaseClient", "LeaseSettings", "PushHandler"]
+
+
+SILENT_RENEWALS = 2
+SILENT_S = 0.5
+"""A lighthouse of which nothing was received for so many renewals and seconds is silent."""
+LOOK_EVERY_S = 1.0
+LOOK_S = 0.8
+"""How long the other lighthouse may take to answer; less than LOOK_EVERY_S, so that it is asked once at a time."""
+
+
+def look_elsewhere(now: float, heard_at: float, renew_s: float, looked_at: float, lighthouses: int) -> bool:
+    """Whether to ask the other lighthouse now. Pure."""
+    silent_s = SILENT_RENEWALS * renew_s + SILENT_S
+    return lighthouses > 1 and now - heard_at > silent_s and now - looked_at >= LOOK_EVERY_S
 
 
 class LeaseClient(ReportingStream[Ask, codec.Broken]):
@@ -48,6 +68,8 @@ class LeaseClient(ReportingStream[Ask, codec.Broken]):
         self._incomplete: codec.Broken | None = None
         """What was reported since the last ask: a rank of this group is missing."""
         self._incarnation = secrets.randbits(63) | 1
+        self._looked_at = float("-inf")
+        self._looking: threading.Thread | None = None
 
     # ------------------------------------------------------------ public
 
@@ -82,6 +104,35 @@ class LeaseClient(ReportingStream[Ask, codec.Broken]):
         with self._changed:
             self._incomplete = report
             self._send(data)
+
+    def shutdown(self, timeout_s: float = 5.0) -> None:
+        """As StreamClient's."""
+        super().shutdown(timeout_s)
+        looking = self._looking
+        if looking is not None:
+            looking.join(2 * LOOK_S)
+
+    # ------------------------------------------------------------ a lighthouse that is silent
+
+    def _renewal(self, now: float) -> bytes:
+        if self._outgoing is not None and look_elsewhere(
+            now, self.heard_at, self._renew_s, self._looked_at, len(self._addresses)
+        ):
+            self._looked_at = now
+            self._looking = threading.Thread(
+                target=self._look, args=(self._outgoing, self.heard_at), name="ft-lease-look", daemon=True
+            )
+            self._looking.start()
+        return super()._renewal(now)
+
+    def _look(self, silent: object, heard_at: float) -> None:
+        here = self._turn.index
+        other = self._addresses.all[(here + 1) % len(self._addresses)]
+        if not is_active(other, self.settings.setting, self._tls, self._metadata, LOOK_S):
+            return
+        with self._changed:
+            if self._outgoing is silent and self.heard_at == heard_at:
+                self._close_stream(f"silent for {time.monotonic() - heard_at:.1f} s, and {other} is active")
 
     # ------------------------------------------------------------ the stream
 

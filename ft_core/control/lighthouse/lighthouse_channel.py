@@ -2,8 +2,9 @@
 
 How it works. There is one channel at a time. A call that ends as UNAVAILABLE (no connection, a broken one, "standby: ")
 is made again at the next address, on a fresh channel, until each address has had it once; then it fails with what was
-found at each. All calls of the lighthouse's may be made twice: they say what is true, or what is wished for. With one
-address a call is made once, and the channel is kept.
+found at each. After one that was not answered in time the next call is made there, too: the lighthouse may be frozen,
+and if it is only slow, the other one says that it stands by. All calls of the lighthouse's may be made twice: they say
+what is true, or what is wished for. With one address a call is made once, and the channel is kept.
 
 Invariants: a call is made at most MAX_TRIES times, all of them within its timeout. Threads: any, several at once. One
 that finds that another has gone on to the next address follows it; the channel that is replaced takes the calls with it
@@ -16,7 +17,7 @@ import threading
 import time
 from typing import TYPE_CHECKING, Any
 
-from ft_core.addresses import Turn
+from ft_core.addresses import Addresses, Turn
 from ft_core.errors import (
     FaultToleranceError,
     JobFinishedError,
@@ -28,13 +29,12 @@ from ft_core.errors import (
 )
 from ft_core.rpc.channel import LIGHTHOUSE, explain, grpc, open_channel, status_of
 from ft_core.rpc.codec import pb
-from ft_core.settings import parse_address
+from ft_core.settings import PROTOCOL_VERSION, parse_address
 from ft_core.tls_diagnosis import Diagnosis
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from ft_core.addresses import Addresses
     from ft_core.rpc.channel import Tls
 
 Metadata = tuple[tuple[str, str], ...]
@@ -82,7 +82,7 @@ class LighthouseChannel:
         self._diagnoses = {
             one: Diagnosis(tls, *parse_address(one, addresses.setting)) for one in addresses.all
         }  # fmt: skip
-        self._channel = self._open()
+        self._channel = self._open(self._turn)
 
     def __repr__(self) -> str:
         return f"LighthouseChannel({self._addresses}, at {self.address})"
@@ -102,7 +102,8 @@ class LighthouseChannel:
                 return unary(request, timeout=timeout_s, metadata=metadata)
             except (grpc.RpcError, ValueError) as error:
                 timeout_s = deadline - time.monotonic()
-                if not self.goes_on(channel, address, error, tries) or timeout_s <= 0:
+                again = self.goes_on(channel, address, error, tries, waits=method == "Quorum")
+                if not again or timeout_s <= 0:
                     raise self.error_of(error, tries) from None
 
     def watch(self, request: bytes, metadata: Metadata) -> StatusStream:
@@ -118,24 +119,36 @@ class LighthouseChannel:
         except ValueError:
             raise UsageError(CLOSED) from None
 
-    def goes_on(self, channel: grpc.Channel, address: str, error: Exception, tries: _Tries) -> bool:
-        """A call ended with an error there: whether it is to be made again, wherever the channel leads now."""
+    def goes_on(
+        self, channel: grpc.Channel, address: str, error: Exception, tries: _Tries, *, waits: bool = False
+    ) -> bool:
+        """A call ended with an error there: whether it is to be made again, wherever the channel leads now.
+
+        `waits`: the lighthouse answers it when there is something to answer, so that it was not says nothing.
+        """
         tries.made += 1
         code = status_of(error) if isinstance(error, grpc.RpcError) else grpc.StatusCode.CANCELLED
+        late = code is grpc.StatusCode.DEADLINE_EXCEEDED and not waits
         with self._lock:
             if self._closed or tries.made >= MAX_TRIES:
                 return False
             if channel is not self._channel:
                 return code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
-            if code is not grpc.StatusCode.UNAVAILABLE or not isinstance(error, grpc.RpcError):
+            if not isinstance(error, grpc.RpcError) or not (late or code is grpc.StatusCode.UNAVAILABLE):
                 return False
             self._reasons[address] = tries.reasons[address] = explain(error)
-            if len(self._addresses) == 1:
-                return False
-            self._turn = self._turn.ended(steady=True, first_s=0.0, most_s=0.0)
-            old, self._channel = self._channel, self._open()
-        old.close()
-        return len(tries.reasons) < len(self._addresses)
+        if len(self._addresses) == 1:
+            return False
+        self._replace(channel, self._turn.ended(steady=True, first_s=0.0, most_s=0.0))
+        return not late and len(tries.reasons) < len(self._addresses)
+
+    def _replace(self, old: grpc.Channel, turn: Turn) -> None:
+        """Go on with a fresh channel, unless another thread has done so."""
+        fresh = self._open(turn)
+        with self._lock:
+            if self._channel is old and not self._closed:
+                self._turn, self._channel, fresh = turn, fresh, old
+        fresh.close()
 
     def error_of(self, error: Exception, tries: _Tries) -> FaultToleranceError:
         """What the end of a call means."""
@@ -153,11 +166,7 @@ class LighthouseChannel:
 
     def renew(self) -> None:
         """Try afresh: gRPC keeps the back-off of a channel that failed."""
-        with self._lock:
-            if self._closed:
-                return
-            old, self._channel = self._channel, self._open()
-        old.close()
+        self._replace(self._channel, self._turn)
 
     def close(self) -> None:
         """Close it. Idempotent."""
@@ -166,12 +175,26 @@ class LighthouseChannel:
             channel = self._channel
         channel.close()
 
-    def _open(self) -> grpc.Channel:
-        return open_channel(self.address, self._addresses.setting, self._tls)
+    def _open(self, turn: Turn) -> grpc.Channel:
+        return open_channel(self._addresses.all[turn.index], self._addresses.setting, self._tls)
 
     def _now(self) -> tuple[grpc.Channel, str]:
         with self._lock:
             return self._channel, self.address
+
+
+def is_active(address: str, setting: str, tls: Tls | None, metadata: Metadata, timeout_s: float) -> bool:
+    """Whether a lighthouse is there that answers, and does not stand by for another one."""
+    channel = LighthouseChannel(Addresses((address,), setting), tls)
+    request = pb.StatusRequest(protocol_version=PROTOCOL_VERSION, names=["-"])  # of nobody: the answer is short
+    try:
+        channel.call("Status", request.SerializeToString(), timeout_s, metadata)
+    except FaultToleranceError:
+        return False
+    else:
+        return True
+    finally:
+        channel.close()
 
 
 class StatusStream:
