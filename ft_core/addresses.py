@@ -48,12 +48,17 @@ class Addresses:
                 "stands by; write host:port,host:port"
             )
         if len(parts) == 1:
-            parse_address(text, setting)
-            return Addresses(parts, setting)
+            return Addresses.one(text, setting)
         places = {(host.lower(), port) for host, port in (parse_address(part, setting) for part in parts)}
         if len(places) < len(parts):
             raise ConfigError(f"{where} names one lighthouse twice: name each once, or write one host:port")
         return Addresses(parts, setting)
+
+    @staticmethod
+    def one(text: str, setting: str) -> Addresses:
+        """Read the address of a server that no other one stands by for. Raises ConfigError."""
+        parse_address(text, setting)
+        return Addresses((text,), setting)
 
     def __str__(self) -> str:
         return ",".join(self.all)

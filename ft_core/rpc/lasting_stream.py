@@ -136,6 +136,7 @@ class StreamClient(ABC):
 
     _waits_for_a_frozen_server = True
     """One that does not answer keepalives is given up after tens of seconds only; else after the liveness timeout."""
+    _read_addresses = staticmethod(Addresses.one)
     _method: str
     _other: str
     """Who is at the other end, for messages."""
@@ -145,7 +146,7 @@ class StreamClient(ABC):
 
     def __init__(self, settings: LeaseSettings, handler: PushHandler) -> None:
         self.settings = settings
-        self._addresses = Addresses.parse(settings.address, settings.setting)
+        self._addresses = self._read_addresses(settings.address, settings.setting)
         self.last_ack = float("-inf")
         self.connected = False
         self.last_reason = ""

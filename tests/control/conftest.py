@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -57,3 +58,11 @@ def child() -> Iterator[Callable[..., Child]]:
     yield make
     for one in made:
         one.end()
+
+
+@pytest.fixture
+def nobody() -> Iterator[str]:
+    """An address at which nothing listens."""
+    with socket.socket() as held:
+        held.bind(("127.0.0.1", 0))
+        yield f"127.0.0.1:{held.getsockname()[1]}"

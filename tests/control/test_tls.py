@@ -42,6 +42,21 @@ def _no_certificates(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
 
 
+def test_each_of_two_lighthouses_is_proven_by_its_certificate(tls: Tls, other: Tls, nobody: str) -> None:
+    """One is gone, one is another job's: what is wrong with either is said, and neither is trusted."""
+    server, theirs = (LighthouseServer("127.0.0.1:0", tls=one, token="") for one in (tls, other))
+    client = LighthouseClient(f"https://{nobody},{server.address()}", timedelta(seconds=5), tls=tls)
+    assert client.active == server.address()
+    client.close()
+    client = LighthouseClient(f"{theirs.address()},{server.address()}", timedelta(seconds=5), tls=tls)
+    assert client.active == server.address()
+    client.close()
+    with pytest.raises(LighthouseError, match=f"{theirs.address()}: .*CERTIFICATE_VERIFY_FAILED"):
+        LighthouseClient(f"{theirs.address()},https://{nobody}", timedelta(seconds=0.5), tls=tls)
+    for one in (server, theirs):
+        one.shutdown()
+
+
 def test_only_who_has_a_certificate_gets_in(tls: Tls) -> None:
     server = LighthouseServer("127.0.0.1:0", tls=tls, token="")
     assert server.address().startswith("https://127.0.0.1:")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import signal
-import socket
 import threading
 import time
 from dataclasses import replace
@@ -16,6 +15,7 @@ import pytest
 from ft_core.control.lighthouse.client import LighthouseClient, Quorum, rooms
 from ft_core.control.lighthouse.lease_client import look_elsewhere
 from ft_core.control.lighthouse.server import LighthouseServer
+from ft_core.coordination import ManagerClient, ManagerServer
 from ft_core.errors import ConfigError, LighthouseError, QuorumTimeoutError, RefusedError
 from ft_core.protocol.types import UNTRAINED
 from ft_core.rpc.channel import CLIENT_KEEPALIVE_S, CLIENT_KEEPALIVE_TIMEOUT_S
@@ -44,14 +44,6 @@ def standby() -> Iterator[Standby]:
 def both(standby: Standby, lighthouse: LighthouseServer) -> str:
     """One that stands by in the first place, and the one that is active."""
     return f"{standby.address()},{lighthouse.address()}"
-
-
-@pytest.fixture
-def nobody() -> Iterator[str]:
-    """An address at which nothing listens."""
-    with socket.socket() as held:
-        held.bind(("127.0.0.1", 0))
-        yield f"127.0.0.1:{held.getsockname()[1]}"
 
 
 # ------------------------------------------------------------ one stands by
@@ -133,6 +125,17 @@ def test_a_call_that_waits_where_another_call_has_gone_on_is_made_again(lighthou
     assert was_active.calls == ["Quorum", "Heartbeat"]
     client.close()
     was_active.shutdown()
+
+
+def test_a_group_of_several_ranks_has_its_lease_at_the_one_that_is_active(both: str, standby: Standby) -> None:
+    server = ManagerServer("g:1", both, "127.0.0.1", "127.0.0.1:0", "store:1", connect_timeout=SOON)
+    rank = ManagerClient(server.address(), SOON)
+    assert rank.quorum(0, SOON).participants[0].replica_id == "g:1"
+    assert standby.calls == ["Lease"]
+    rank.shutdown()
+    server.shutdown()
+    with pytest.raises(ConfigError, match="addr='a:1,b:1': expected host:port"):
+        ManagerClient("a:1,b:1", SOON)  # nobody stands by for a leader
 
 
 def test_a_final_refusal_of_the_active_one_is_final(standby: Standby) -> None:

@@ -18,6 +18,7 @@ import time
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from ft_core.addresses import Addresses
 from ft_core.control.lighthouse.lighthouse_channel import is_active
 from ft_core.protocol.lighthouse.events import Left
 from ft_core.protocol.pushes import Answer, Reason
@@ -55,6 +56,7 @@ class LeaseClient(ReportingStream[Ask, codec.Broken]):
         handler: is told everything; called one at a time on the lease thread.
     """
 
+    _read_addresses = staticmethod(Addresses.parse)
     _method = f"/{LIGHTHOUSE}/Lease"
     _other = "the lighthouse"
     _me = "this trainer"
