@@ -111,14 +111,14 @@ class _Outgoing:
                     return first
                 if self.open and client._outbox:
                     return client._outbox.popleft()
-                wait_s = None
+                now = time.monotonic()
+                wait_s = client._while_waiting(self, now)
                 if self.open:
-                    now = time.monotonic()
-                    wait_s = self.renew_at - now
-                    if wait_s <= 0:
+                    if now >= self.renew_at:
                         self.renew_at = now + client._renew_s
                         return client._renewal(now)
-                client._changed.wait(wait_s)
+                    wait_s = min(self.renew_at - now, wait_s)
+                client._changed.wait(None if wait_s == math.inf else wait_s)
         raise StopIteration
 
 
@@ -201,6 +201,10 @@ class StreamClient(ABC):
     @abstractmethod
     def _on_push(self, push: Push) -> None:
         """Everything but Welcome, Refusal and Acked."""
+
+    def _while_waiting(self, outgoing: _Outgoing, now: float) -> float:  # noqa: ARG002
+        """There is nothing to send on a stream. Returns after how long to call this again; with the lock held."""
+        return math.inf
 
     def _on_open(self, welcome: Welcome) -> None:  # noqa: B027 - optional
         """The stream is open."""

@@ -8,6 +8,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tests.control.recorder import wait_until
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -31,6 +33,14 @@ class Child:
         assert self.process.stdin is not None
         self.process.stdin.write(text + "\n")
         self.process.stdin.flush()
+
+    def stop(self) -> None:
+        """SIGSTOP, and wait until all its threads stand still."""
+        self.process.send_signal(signal.SIGSTOP)
+        tasks = Path(f"/proc/{self.process.pid}/task")
+        wait_until(
+            lambda: {(one / "stat").read_text().rpartition(")")[2].split()[0] for one in tasks.iterdir()} == {"T"}
+        )
 
     def end(self) -> tuple[str, str]:
         if self.process.poll() is None:

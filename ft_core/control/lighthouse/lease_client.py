@@ -3,8 +3,9 @@
 How it works. `lasting_stream.StreamClient` keeps the stream open; this says what travels on it. Asks are irrevocable
 (R14): an open ask is presented again after every reconnect, with the same seq, until it is answered or replaced.
 
-A lighthouse that is silent is waited for, as it loses nobody if it only stood still. But where there are two, the other
-one is asked meanwhile, once every LOOK_EVERY_S; if it is active, it has taken over, and the silent one is left for it.
+A lighthouse that is silent, also when it was to open the lease, is waited for: it loses nobody if it only stood still.
+But where there are two, the other one is asked meanwhile, once every LOOK_EVERY_S; if it is active, it has taken over,
+and the silent one is left for it.
 
 Threads: as in `lasting_stream`; the handler is called on the lease thread, one call at a time. "ft-lease-look" asks the
 other lighthouse, and ends.
@@ -12,6 +13,7 @@ other lighthouse, and ends.
 
 from __future__ import annotations
 
+import math
 import secrets
 import threading
 import time
@@ -30,6 +32,7 @@ from ft_core.rpc.reporting_stream import ReportingStream
 
 if TYPE_CHECKING:
     from ft_core.protocol.pushes import Push, Welcome
+    from ft_core.rpc.lasting_stream import _Outgoing
 
 __all__ = ["LeaseClient", "LeaseSettings", "PushHandler"]
 
@@ -39,13 +42,12 @@ SILENT_S = 0.5
 """A lighthouse of which nothing was received for so many renewals and seconds is silent."""
 LOOK_EVERY_S = 1.0
 LOOK_S = 0.8
-"""How long the other lighthouse may take to answer; less than LOOK_EVERY_S, so that it is asked once at a time."""
+"""How long the other lighthouse may take to answer."""
 
 
-def look_elsewhere(now: float, heard_at: float, renew_s: float, looked_at: float, lighthouses: int) -> bool:
+def look_elsewhere(now: float, heard_at: float, renew_s: float, looked_at: float) -> bool:
     """Whether to ask the other lighthouse now. Pure."""
-    silent_s = SILENT_RENEWALS * renew_s + SILENT_S
-    return lighthouses > 1 and now - heard_at > silent_s and now - looked_at >= LOOK_EVERY_S
+    return now - heard_at > SILENT_RENEWALS * renew_s + SILENT_S and now - looked_at >= LOOK_EVERY_S
 
 
 class LeaseClient(ReportingStream[Ask, codec.Broken]):
@@ -116,24 +118,25 @@ class LeaseClient(ReportingStream[Ask, codec.Broken]):
 
     # ------------------------------------------------------------ a lighthouse that is silent
 
-    def _renewal(self, now: float) -> bytes:
-        if self._outgoing is not None and look_elsewhere(
-            now, self.heard_at, self._renew_s, self._looked_at, len(self._addresses)
-        ):
+    def _while_waiting(self, outgoing: _Outgoing, now: float) -> float:
+        if len(self._addresses) == 1:
+            return math.inf
+        heard_at = max(self.heard_at, self._opening_sent)
+        idle = self._looking is None or not self._looking.is_alive()
+        if idle and look_elsewhere(now, heard_at, self._renew_s, self._looked_at):
             self._looked_at = now
             self._looking = threading.Thread(
-                target=self._look, args=(self._outgoing, self.heard_at), name="ft-lease-look", daemon=True
+                target=self._look, args=(outgoing, heard_at), name="ft-lease-look", daemon=True
             )
             self._looking.start()
-        return super()._renewal(now)
+        return LOOK_EVERY_S
 
-    def _look(self, silent: object, heard_at: float) -> None:
-        here = self._turn.index
-        other = self._addresses.all[(here + 1) % len(self._addresses)]
+    def _look(self, silent: _Outgoing, heard_at: float) -> None:
+        other = self._addresses.all[(self._turn.index + 1) % len(self._addresses)]
         if not is_active(other, self.settings.setting, self._tls, self._metadata, LOOK_S):
             return
         with self._changed:
-            if self._outgoing is silent and self.heard_at == heard_at:
+            if self._outgoing is silent and max(self.heard_at, self._opening_sent) == heard_at:
                 self._close_stream(f"silent for {time.monotonic() - heard_at:.1f} s, and {other} is active")
 
     # ------------------------------------------------------------ the stream

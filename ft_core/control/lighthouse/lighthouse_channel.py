@@ -112,12 +112,15 @@ class LighthouseChannel:
 
     def begin(self, method: str, request: bytes, metadata: Metadata) -> tuple[grpc.Channel, str, Any]:
         """A call with many answers, with the channel and the address at which it is made."""
-        channel, address = self._now()
-        stream: grpc.UnaryStreamMultiCallable[bytes, bytes] = channel.unary_stream(f"/{LIGHTHOUSE}/{method}")
-        try:
-            return channel, address, stream(request, metadata=metadata)
-        except ValueError:
-            raise UsageError(CLOSED) from None
+        for _ in range(MAX_TRIES):
+            channel, address = self._now()
+            stream: grpc.UnaryStreamMultiCallable[bytes, bytes] = channel.unary_stream(f"/{LIGHTHOUSE}/{method}")
+            try:
+                return channel, address, stream(request, metadata=metadata)
+            except ValueError:
+                if self._closed:
+                    break  # else another thread has just replaced it
+        raise UsageError(CLOSED)
 
     def goes_on(
         self, channel: grpc.Channel, address: str, error: Exception, tries: _Tries, *, waits: bool = False
@@ -156,7 +159,7 @@ class LighthouseChannel:
             return UsageError(CLOSED)
         code = status_of(error)
         kind = _ERRORS.get(code, LighthouseError) if code is not None else LighthouseError
-        several = kind is LighthouseError and len(tries.reasons) > 1
+        several = kind is LighthouseError and len(self._addresses) > 1 and bool(tries.reasons)
         return kind(self._addresses.each(tries.reasons) if several else explain(error))
 
     def advice(self) -> str:
@@ -185,16 +188,16 @@ class LighthouseChannel:
 
 def is_active(address: str, setting: str, tls: Tls | None, metadata: Metadata, timeout_s: float) -> bool:
     """Whether a lighthouse is there that answers, and does not stand by for another one."""
-    channel = LighthouseChannel(Addresses((address,), setting), tls)
     request = pb.StatusRequest(protocol_version=PROTOCOL_VERSION, names=["-"])  # of nobody: the answer is short
     try:
-        channel.call("Status", request.SerializeToString(), timeout_s, metadata)
+        channel = LighthouseChannel(Addresses((address,), setting), tls)
+        try:
+            channel.call("Status", request.SerializeToString(), timeout_s, metadata)
+        finally:
+            channel.close()
     except FaultToleranceError:
         return False
-    else:
-        return True
-    finally:
-        channel.close()
+    return True
 
 
 class StatusStream:
