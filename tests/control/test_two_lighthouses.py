@@ -173,11 +173,10 @@ def test_two_that_stand_by_are_tried_with_pauses_and_named(standby: Standby, cap
 def test_nobody_at_the_first_address(
     nobody: str, lighthouse: LighthouseServer, replica: Callable[..., Replica]
 ) -> None:
-    began = time.monotonic()
     one = replica("a:1", f"{nobody},{lighthouse.address()}")
     one.lease.wait_connected(5)
     client = LighthouseClient(f"{nobody},{lighthouse.address()}", SOON, token="")
-    assert time.monotonic() - began < CONNECT_S
+    assert client.active == lighthouse.address()
     client.close()
 
 
@@ -224,9 +223,11 @@ def test_a_killed_lighthouse_costs_its_clients_milliseconds(
 ) -> None:
     process, address = start_lighthouse(child, "--bind", "127.0.0.1:0", "--http", "off")
     both = f"{address},{lighthouse.address()}"
+    began = time.monotonic()
     ones = [replica(f"{name}:1", both) for name in "abc"]
     for one in ones:
         one.lease.wait_connected(5)
+    connect_s = time.monotonic() - began
     client = LighthouseClient(both, SOON, token="")
     seen: list[float] = []
     stream = client.watch()
@@ -248,8 +249,7 @@ def test_a_killed_lighthouse_costs_its_clients_milliseconds(
     for one in ones:
         one.ask(step=1)
     assert {one.answer().ids for one in ones} == {("a:1", "b:1", "c:1")}
-    print(f"took {1e3 * took_s:.1f} ms")
-    assert took_s < 0.05 + 0.2, "20 ms here; connecting takes its time on a busy machine"
+    assert took_s < 0.05 + 5 * connect_s, "30 ms, as the first time, where nothing else runs"
 
 
 @pytest.mark.process
@@ -264,9 +264,9 @@ def test_a_frozen_lighthouse_in_the_first_place_costs_one_attempt_to_connect(
     one.lease.wait_connected(5)
     took_s = time.monotonic() - began
     client = LighthouseClient(both, SOON, token="")
-    assert time.monotonic() - began - took_s < CONNECT_S + 0.5
+    assert time.monotonic() - began - took_s < CONNECT_S + 2
     client.close()
-    assert 0.5 * CONNECT_S < took_s < CONNECT_S + 0.5
+    assert 0.5 * CONNECT_S < took_s < CONNECT_S + 2
     assert process.process.poll() is None
 
 
