@@ -185,7 +185,8 @@ class LighthouseClient:
                     limit = f"within connect_timeout={connect_timeout.total_seconds():g} s"
                     if advice:
                         raise LighthouseError(f"addr={addr!r}: {advice}") from None
-                    raise LighthouseError(f"addr={addr!r}: no lighthouse answered {limit}: {error}") from None
+                    why = self._channel.reasons or error
+                    raise LighthouseError(f"addr={addr!r}: no lighthouse answered {limit}: {why}") from None
             threading.Event().wait(ROUND_S)
             self._channel.renew()
 

@@ -78,7 +78,7 @@ class LighthouseChannel:
         self._turn = Turn(len(addresses))
         self._closed = False
         self._reasons: dict[str, str] = {}
-        """Why the last call of all to an address came to nothing."""
+        """Why the last call of all that found nobody at an address did."""
         self._diagnoses = {
             one: Diagnosis(tls, *parse_address(one, addresses.setting)) for one in addresses.all
         }  # fmt: skip
@@ -139,7 +139,9 @@ class LighthouseChannel:
                 return code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
             if not isinstance(error, grpc.RpcError) or not (late or code is grpc.StatusCode.UNAVAILABLE):
                 return False
-            self._reasons[address] = tries.reasons[address] = explain(error)
+            tries.reasons[address] = explain(error)
+            if not late:
+                self._reasons[address] = tries.reasons[address]
         if len(self._addresses) == 1:
             return False
         self._replace(channel, self._turn.ended(steady=True, first_s=0.0, most_s=0.0))
@@ -161,6 +163,11 @@ class LighthouseChannel:
         kind = _ERRORS.get(code, LighthouseError) if code is not None else LighthouseError
         several = kind is LighthouseError and len(self._addresses) > 1 and bool(tries.reasons)
         return kind(self._addresses.each(tries.reasons) if several else explain(error))
+
+    @property
+    def reasons(self) -> str:
+        """Why nobody was found at each of two addresses; '': somebody was at all, or there is one address."""
+        return self._addresses.each(self._reasons) if len(self._addresses) > 1 else ""
 
     def advice(self) -> str:
         """What to do where certificates are why no address answers; '' if they are not. May connect to find out."""
