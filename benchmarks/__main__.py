@@ -25,6 +25,7 @@ FIGURES = (
     "death",
     "stop",
     "lighthouse",
+    "lighthouse_pair",
     "heal",
     "scale",
     "ftrun",

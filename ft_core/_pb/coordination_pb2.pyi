@@ -15,7 +15,7 @@ class Version(_message.Message):
     def __init__(self, step: _Optional[int] = ..., quorum_id: _Optional[int] = ...) -> None: ...
 
 class Ask(_message.Message):
-    __slots__ = ("replica_id", "seq", "version", "lineage", "quorum_id", "failed", "reason", "min_replicas", "group_world_size", "heal_addresses", "store_address", "address", "signature", "init_sync", "allow_heal", "shrink_only", "heals_before_forward", "commit_failures", "data", "signature_lines", "heals_late", "unreachable", "reached", "stable", "unbuilt", "unbuilt_here", "from_scratch", "moves", "position")
+    __slots__ = ("replica_id", "seq", "version", "lineage", "quorum_id", "failed", "reason", "min_replicas", "group_world_size", "heal_addresses", "store_address", "address", "signature", "init_sync", "allow_heal", "shrink_only", "heals_before_forward", "commit_failures", "data", "signature_lines", "heals_late", "unreachable", "reached", "stable", "unbuilt", "unbuilt_here", "from_scratch", "moves", "position", "not_cast", "fenced")
     REPLICA_ID_FIELD_NUMBER: _ClassVar[int]
     SEQ_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
@@ -45,6 +45,8 @@ class Ask(_message.Message):
     FROM_SCRATCH_FIELD_NUMBER: _ClassVar[int]
     MOVES_FIELD_NUMBER: _ClassVar[int]
     POSITION_FIELD_NUMBER: _ClassVar[int]
+    NOT_CAST_FIELD_NUMBER: _ClassVar[int]
+    FENCED_FIELD_NUMBER: _ClassVar[int]
     replica_id: str
     seq: int
     version: Version
@@ -74,7 +76,17 @@ class Ask(_message.Message):
     from_scratch: bool
     moves: bool
     position: int
-    def __init__(self, replica_id: _Optional[str] = ..., seq: _Optional[int] = ..., version: _Optional[_Union[Version, _Mapping]] = ..., lineage: _Optional[int] = ..., quorum_id: _Optional[int] = ..., failed: bool = ..., reason: _Optional[str] = ..., min_replicas: _Optional[int] = ..., group_world_size: _Optional[int] = ..., heal_addresses: _Optional[_Iterable[str]] = ..., store_address: _Optional[str] = ..., address: _Optional[str] = ..., signature: _Optional[int] = ..., init_sync: bool = ..., allow_heal: bool = ..., shrink_only: bool = ..., heals_before_forward: bool = ..., commit_failures: _Optional[int] = ..., data: _Optional[str] = ..., signature_lines: _Optional[_Iterable[str]] = ..., heals_late: bool = ..., unreachable: _Optional[_Iterable[str]] = ..., reached: _Optional[_Iterable[str]] = ..., stable: _Optional[_Union[Version, _Mapping]] = ..., unbuilt: _Optional[str] = ..., unbuilt_here: bool = ..., from_scratch: bool = ..., moves: bool = ..., position: _Optional[int] = ...) -> None: ...
+    not_cast: bool
+    fenced: bool
+    def __init__(self, replica_id: _Optional[str] = ..., seq: _Optional[int] = ..., version: _Optional[_Union[Version, _Mapping]] = ..., lineage: _Optional[int] = ..., quorum_id: _Optional[int] = ..., failed: bool = ..., reason: _Optional[str] = ..., min_replicas: _Optional[int] = ..., group_world_size: _Optional[int] = ..., heal_addresses: _Optional[_Iterable[str]] = ..., store_address: _Optional[str] = ..., address: _Optional[str] = ..., signature: _Optional[int] = ..., init_sync: bool = ..., allow_heal: bool = ..., shrink_only: bool = ..., heals_before_forward: bool = ..., commit_failures: _Optional[int] = ..., data: _Optional[str] = ..., signature_lines: _Optional[_Iterable[str]] = ..., heals_late: bool = ..., unreachable: _Optional[_Iterable[str]] = ..., reached: _Optional[_Iterable[str]] = ..., stable: _Optional[_Union[Version, _Mapping]] = ..., unbuilt: _Optional[str] = ..., unbuilt_here: bool = ..., from_scratch: bool = ..., moves: bool = ..., position: _Optional[int] = ..., not_cast: bool = ..., fenced: bool = ...) -> None: ...
+
+class Basis(_message.Message):
+    __slots__ = ("quorum_id", "members")
+    QUORUM_ID_FIELD_NUMBER: _ClassVar[int]
+    MEMBERS_FIELD_NUMBER: _ClassVar[int]
+    quorum_id: int
+    members: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, quorum_id: _Optional[int] = ..., members: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class Member(_message.Message):
     __slots__ = ("replica_id", "version", "lineage", "group_world_size", "heal_addresses", "store_address", "address", "init_sync", "allow_heal", "shrink_only", "heals_before_forward", "previous_quorum_id", "commit_failures", "data", "heals_late", "position")
@@ -113,14 +125,16 @@ class Member(_message.Message):
     def __init__(self, replica_id: _Optional[str] = ..., version: _Optional[_Union[Version, _Mapping]] = ..., lineage: _Optional[int] = ..., group_world_size: _Optional[int] = ..., heal_addresses: _Optional[_Iterable[str]] = ..., store_address: _Optional[str] = ..., address: _Optional[str] = ..., init_sync: bool = ..., allow_heal: bool = ..., shrink_only: bool = ..., heals_before_forward: bool = ..., previous_quorum_id: _Optional[int] = ..., commit_failures: _Optional[int] = ..., data: _Optional[str] = ..., heals_late: bool = ..., position: _Optional[int] = ...) -> None: ...
 
 class QuorumInfo(_message.Message):
-    __slots__ = ("quorum_id", "members", "created_ms")
+    __slots__ = ("quorum_id", "members", "created_ms", "after")
     QUORUM_ID_FIELD_NUMBER: _ClassVar[int]
     MEMBERS_FIELD_NUMBER: _ClassVar[int]
     CREATED_MS_FIELD_NUMBER: _ClassVar[int]
+    AFTER_FIELD_NUMBER: _ClassVar[int]
     quorum_id: int
     members: _containers.RepeatedCompositeFieldContainer[Member]
     created_ms: int
-    def __init__(self, quorum_id: _Optional[int] = ..., members: _Optional[_Iterable[_Union[Member, _Mapping]]] = ..., created_ms: _Optional[int] = ...) -> None: ...
+    after: _containers.RepeatedCompositeFieldContainer[Basis]
+    def __init__(self, quorum_id: _Optional[int] = ..., members: _Optional[_Iterable[_Union[Member, _Mapping]]] = ..., created_ms: _Optional[int] = ..., after: _Optional[_Iterable[_Union[Basis, _Mapping]]] = ...) -> None: ...
 
 class Progress(_message.Message):
     __slots__ = ("clock_us", "step", "phase", "stable", "paused_ms", "heal_addresses", "healed_bytes", "heal_bytes")
@@ -243,7 +257,7 @@ class Ack(_message.Message):
     def __init__(self, clock_us: _Optional[int] = ..., lease_age_ms: _Optional[int] = ..., renew_ms: _Optional[int] = ...) -> None: ...
 
 class Hello(_message.Message):
-    __slots__ = ("protocol_version", "release", "room", "replica_id", "name", "incarnation", "version", "stable", "highest_id", "quorum_id", "members", "signature", "signature_lines", "expected", "min_replicas", "group_world_size", "join_ms", "liveness_ms", "orphan_ms", "heal_addresses", "paused_ms")
+    __slots__ = ("protocol_version", "release", "room", "replica_id", "name", "incarnation", "version", "stable", "highest_id", "quorum_id", "members", "signature", "signature_lines", "expected", "min_replicas", "group_world_size", "join_ms", "liveness_ms", "orphan_ms", "heal_addresses", "paused_ms", "not_cast", "fenced", "after")
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     RELEASE_FIELD_NUMBER: _ClassVar[int]
     ROOM_FIELD_NUMBER: _ClassVar[int]
@@ -265,6 +279,9 @@ class Hello(_message.Message):
     ORPHAN_MS_FIELD_NUMBER: _ClassVar[int]
     HEAL_ADDRESSES_FIELD_NUMBER: _ClassVar[int]
     PAUSED_MS_FIELD_NUMBER: _ClassVar[int]
+    NOT_CAST_FIELD_NUMBER: _ClassVar[int]
+    FENCED_FIELD_NUMBER: _ClassVar[int]
+    AFTER_FIELD_NUMBER: _ClassVar[int]
     protocol_version: int
     release: str
     room: str
@@ -286,7 +303,10 @@ class Hello(_message.Message):
     orphan_ms: int
     heal_addresses: _containers.RepeatedScalarFieldContainer[str]
     paused_ms: int
-    def __init__(self, protocol_version: _Optional[int] = ..., release: _Optional[str] = ..., room: _Optional[str] = ..., replica_id: _Optional[str] = ..., name: _Optional[str] = ..., incarnation: _Optional[int] = ..., version: _Optional[_Union[Version, _Mapping]] = ..., stable: _Optional[_Union[Version, _Mapping]] = ..., highest_id: _Optional[int] = ..., quorum_id: _Optional[int] = ..., members: _Optional[_Iterable[str]] = ..., signature: _Optional[int] = ..., signature_lines: _Optional[_Iterable[str]] = ..., expected: _Optional[int] = ..., min_replicas: _Optional[int] = ..., group_world_size: _Optional[int] = ..., join_ms: _Optional[int] = ..., liveness_ms: _Optional[int] = ..., orphan_ms: _Optional[int] = ..., heal_addresses: _Optional[_Iterable[str]] = ..., paused_ms: _Optional[int] = ...) -> None: ...
+    not_cast: bool
+    fenced: bool
+    after: _containers.RepeatedCompositeFieldContainer[Basis]
+    def __init__(self, protocol_version: _Optional[int] = ..., release: _Optional[str] = ..., room: _Optional[str] = ..., replica_id: _Optional[str] = ..., name: _Optional[str] = ..., incarnation: _Optional[int] = ..., version: _Optional[_Union[Version, _Mapping]] = ..., stable: _Optional[_Union[Version, _Mapping]] = ..., highest_id: _Optional[int] = ..., quorum_id: _Optional[int] = ..., members: _Optional[_Iterable[str]] = ..., signature: _Optional[int] = ..., signature_lines: _Optional[_Iterable[str]] = ..., expected: _Optional[int] = ..., min_replicas: _Optional[int] = ..., group_world_size: _Optional[int] = ..., join_ms: _Optional[int] = ..., liveness_ms: _Optional[int] = ..., orphan_ms: _Optional[int] = ..., heal_addresses: _Optional[_Iterable[str]] = ..., paused_ms: _Optional[int] = ..., not_cast: bool = ..., fenced: bool = ..., after: _Optional[_Iterable[_Union[Basis, _Mapping]]] = ...) -> None: ...
 
 class LeaseRequest(_message.Message):
     __slots__ = ("hello", "progress", "ask", "left", "broken")
@@ -617,3 +637,91 @@ class GroupRequest(_message.Message):
     order: Order
     room: str
     def __init__(self, join: _Optional[_Union[JoinRequest, _Mapping]] = ..., progress: _Optional[_Union[Progress, _Mapping]] = ..., ask: _Optional[_Union[Ask, _Mapping]] = ..., vote: _Optional[_Union[Verdict, _Mapping]] = ..., broken: _Optional[_Union[Break, _Mapping]] = ..., left: _Optional[_Union[Left, _Mapping]] = ..., order: _Optional[_Union[Order, _Mapping]] = ..., room: _Optional[str] = ...) -> None: ...
+
+class RoomReport(_message.Message):
+    __slots__ = ("room", "quorum_id", "members", "ended", "bases", "furthest", "closed", "finished", "merged")
+    ROOM_FIELD_NUMBER: _ClassVar[int]
+    QUORUM_ID_FIELD_NUMBER: _ClassVar[int]
+    MEMBERS_FIELD_NUMBER: _ClassVar[int]
+    ENDED_FIELD_NUMBER: _ClassVar[int]
+    BASES_FIELD_NUMBER: _ClassVar[int]
+    FURTHEST_FIELD_NUMBER: _ClassVar[int]
+    CLOSED_FIELD_NUMBER: _ClassVar[int]
+    FINISHED_FIELD_NUMBER: _ClassVar[int]
+    MERGED_FIELD_NUMBER: _ClassVar[int]
+    room: str
+    quorum_id: int
+    members: _containers.RepeatedScalarFieldContainer[str]
+    ended: bool
+    bases: _containers.RepeatedCompositeFieldContainer[Basis]
+    furthest: int
+    closed: str
+    finished: Version
+    merged: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, room: _Optional[str] = ..., quorum_id: _Optional[int] = ..., members: _Optional[_Iterable[str]] = ..., ended: bool = ..., bases: _Optional[_Iterable[_Union[Basis, _Mapping]]] = ..., furthest: _Optional[int] = ..., closed: _Optional[str] = ..., finished: _Optional[_Union[Version, _Mapping]] = ..., merged: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class PartnerProposal(_message.Message):
+    __slots__ = ("room", "quorum_id", "members", "bases", "over", "presumed", "orphan_ms", "furthest")
+    ROOM_FIELD_NUMBER: _ClassVar[int]
+    QUORUM_ID_FIELD_NUMBER: _ClassVar[int]
+    MEMBERS_FIELD_NUMBER: _ClassVar[int]
+    BASES_FIELD_NUMBER: _ClassVar[int]
+    OVER_FIELD_NUMBER: _ClassVar[int]
+    PRESUMED_FIELD_NUMBER: _ClassVar[int]
+    ORPHAN_MS_FIELD_NUMBER: _ClassVar[int]
+    FURTHEST_FIELD_NUMBER: _ClassVar[int]
+    room: str
+    quorum_id: int
+    members: _containers.RepeatedScalarFieldContainer[str]
+    bases: _containers.RepeatedCompositeFieldContainer[Basis]
+    over: _containers.RepeatedScalarFieldContainer[int]
+    presumed: bool
+    orphan_ms: int
+    furthest: int
+    def __init__(self, room: _Optional[str] = ..., quorum_id: _Optional[int] = ..., members: _Optional[_Iterable[str]] = ..., bases: _Optional[_Iterable[_Union[Basis, _Mapping]]] = ..., over: _Optional[_Iterable[int]] = ..., presumed: bool = ..., orphan_ms: _Optional[int] = ..., furthest: _Optional[int] = ...) -> None: ...
+
+class PartnerAnswer(_message.Message):
+    __slots__ = ("quorum_id", "accepted")
+    QUORUM_ID_FIELD_NUMBER: _ClassVar[int]
+    ACCEPTED_FIELD_NUMBER: _ClassVar[int]
+    quorum_id: int
+    accepted: bool
+    def __init__(self, quorum_id: _Optional[int] = ..., accepted: bool = ...) -> None: ...
+
+class PartnerReport(_message.Message):
+    __slots__ = ("protocol_version", "release", "boot", "role", "hears", "leases", "rooms", "complete", "proposals", "answers", "contact")
+    class Role(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+        __slots__ = ()
+        STARTING: _ClassVar[PartnerReport.Role]
+        ACTIVE: _ClassVar[PartnerReport.Role]
+        STANDBY: _ClassVar[PartnerReport.Role]
+    STARTING: PartnerReport.Role
+    ACTIVE: PartnerReport.Role
+    STANDBY: PartnerReport.Role
+    PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
+    RELEASE_FIELD_NUMBER: _ClassVar[int]
+    BOOT_FIELD_NUMBER: _ClassVar[int]
+    ROLE_FIELD_NUMBER: _ClassVar[int]
+    HEARS_FIELD_NUMBER: _ClassVar[int]
+    LEASES_FIELD_NUMBER: _ClassVar[int]
+    ROOMS_FIELD_NUMBER: _ClassVar[int]
+    COMPLETE_FIELD_NUMBER: _ClassVar[int]
+    PROPOSALS_FIELD_NUMBER: _ClassVar[int]
+    ANSWERS_FIELD_NUMBER: _ClassVar[int]
+    CONTACT_FIELD_NUMBER: _ClassVar[int]
+    protocol_version: int
+    release: str
+    boot: int
+    role: PartnerReport.Role
+    hears: int
+    leases: int
+    rooms: _containers.RepeatedCompositeFieldContainer[RoomReport]
+    complete: bool
+    proposals: _containers.RepeatedCompositeFieldContainer[PartnerProposal]
+    answers: _containers.RepeatedCompositeFieldContainer[PartnerAnswer]
+    contact: bool
+    def __init__(self, protocol_version: _Optional[int] = ..., release: _Optional[str] = ..., boot: _Optional[int] = ..., role: _Optional[_Union[PartnerReport.Role, str]] = ..., hears: _Optional[int] = ..., leases: _Optional[int] = ..., rooms: _Optional[_Iterable[_Union[RoomReport, _Mapping]]] = ..., complete: bool = ..., proposals: _Optional[_Iterable[_Union[PartnerProposal, _Mapping]]] = ..., answers: _Optional[_Iterable[_Union[PartnerAnswer, _Mapping]]] = ..., contact: bool = ...) -> None: ...
+
+class PartnerAck(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...

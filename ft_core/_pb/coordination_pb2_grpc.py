@@ -32,6 +32,11 @@ class LighthouseStub(object):
                 request_serializer=ft__core_dot___pb_dot_coordination__pb2.HeartbeatRequest.SerializeToString,
                 response_deserializer=ft__core_dot___pb_dot_coordination__pb2.HeartbeatResponse.FromString,
                 )
+        self.Partner = channel.stream_stream(
+                '/ft_training.v1.Lighthouse/Partner',
+                request_serializer=ft__core_dot___pb_dot_coordination__pb2.PartnerReport.SerializeToString,
+                response_deserializer=ft__core_dot___pb_dot_coordination__pb2.PartnerAck.FromString,
+                )
         self.Status = channel.unary_unary(
                 '/ft_training.v1.Lighthouse/Status',
                 request_serializer=ft__core_dot___pb_dot_coordination__pb2.StatusRequest.SerializeToString,
@@ -87,6 +92,13 @@ class LighthouseServicer(object):
 
     def Heartbeat(self, request, context):
         """Keeps a client of Quorum alive between its calls.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Partner(self, request_iterator, context):
+        """One of a pair of lighthouses to the other: open as long as both live.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -151,6 +163,11 @@ def add_LighthouseServicer_to_server(servicer, server):
                     servicer.Heartbeat,
                     request_deserializer=ft__core_dot___pb_dot_coordination__pb2.HeartbeatRequest.FromString,
                     response_serializer=ft__core_dot___pb_dot_coordination__pb2.HeartbeatResponse.SerializeToString,
+            ),
+            'Partner': grpc.stream_stream_rpc_method_handler(
+                    servicer.Partner,
+                    request_deserializer=ft__core_dot___pb_dot_coordination__pb2.PartnerReport.FromString,
+                    response_serializer=ft__core_dot___pb_dot_coordination__pb2.PartnerAck.SerializeToString,
             ),
             'Status': grpc.unary_unary_rpc_method_handler(
                     servicer.Status,
@@ -243,6 +260,23 @@ class Lighthouse(object):
         return grpc.experimental.unary_unary(request, target, '/ft_training.v1.Lighthouse/Heartbeat',
             ft__core_dot___pb_dot_coordination__pb2.HeartbeatRequest.SerializeToString,
             ft__core_dot___pb_dot_coordination__pb2.HeartbeatResponse.FromString,
+            options, channel_credentials,
+            insecure, call_credentials, compression, wait_for_ready, timeout, metadata)
+
+    @staticmethod
+    def Partner(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(request_iterator, target, '/ft_training.v1.Lighthouse/Partner',
+            ft__core_dot___pb_dot_coordination__pb2.PartnerReport.SerializeToString,
+            ft__core_dot___pb_dot_coordination__pb2.PartnerAck.FromString,
             options, channel_credentials,
             insecure, call_credentials, compression, wait_for_ready, timeout, metadata)
 

@@ -68,6 +68,9 @@ class Ask:
     """Of a rank to its leader: its attempt, of which nothing was launched, is to go on in the next quorum (R19)."""
     position: int = 0
     """The batch of the training data that its script trains on next, counted from 1; 0: it does not say."""
+    cast: bool = True
+    """It has given a ballot in the quorum that it leaves; `fenced`: a fence of it has completed, so all entered it."""
+    fenced: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,12 +108,22 @@ class Member:
 
 
 @dataclass(frozen=True, slots=True)
+class Basis:
+    """A quorum out of which the next one may grow (R22): one whose members may still go on in it."""
+
+    quorum_id: int
+    members: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Quorum:
     """An agreed member list, sorted by replica_id; a member's index is its replica_rank."""
 
     quorum_id: int
     members: tuple[Member, ...]
     created_ms: int = 0
+    after: tuple[Basis, ...] = ()
+    """What it grew out of (R22); only under a lighthouse that has a partner."""
     ids: tuple[str, ...] = field(init=False, repr=False, compare=False)
     """replica_ids in rank order; one tuple, which a room keeps for every member."""
 

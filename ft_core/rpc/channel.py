@@ -185,6 +185,15 @@ def open_channel(address: str, setting: str, tls: Tls | None, liveness_s: float 
     return grpc.secure_channel(where, _channel_credentials(tls), channel_options(liveness_s))
 
 
+def aio_channel(address: str, setting: str, tls: Tls | None, liveness_s: float) -> grpc.aio.Channel:
+    """The same for a coroutine, on the loop that it runs on. Raises ConfigError."""
+    where = target(address, setting)
+    check_scheme(address, setting, tls)
+    if tls is None:
+        return grpc.aio.insecure_channel(where, channel_options(liveness_s))
+    return grpc.aio.secure_channel(where, _channel_credentials(tls), channel_options(liveness_s))
+
+
 def token_metadata(token: str) -> tuple[tuple[str, str], ...]:
     """Metadata of every call. Raises ConfigError if the token cannot travel in a header."""
     if not token:

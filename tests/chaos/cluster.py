@@ -125,10 +125,11 @@ class Cluster:
         """Start (or restart) the lighthouse on this cluster's port, and wait until it listens."""
         self.lighthouse = self.lighthouse_at(self.port, "lighthouse")
 
-    def lighthouse_at(self, port: int, name: str) -> Process:
+    def lighthouse_at(self, port: int, name: str, *options: str) -> Process:
         """Start a lighthouse there, and wait until it listens."""
         command = [
             sys.executable, "-m", "ft_core.lighthouse", "--bind", f"{self.host}:{port}", "--liveness-ms", "1000",
+            *options,
         ]  # fmt: skip
         process = self._start(name, self.placed(name, command), self.env, None)
         process.wait_for(lambda: bool(process.lines), "said that it listens")

@@ -67,7 +67,7 @@ def test_members_that_return_to_a_restarted_lighthouse_find_a_place() -> None:
     for name in names:
         assert not [text for text in new.hello(name) if text.startswith("refuse")]
     new.later(6.0)
-    assert new.room.held == {"newcomer": "newcomer waits for a place: a quorum holds at most 64 groups"}
+    assert new.room.waits.held == {"newcomer": "newcomer waits for a place: a quorum holds at most 64 groups"}
     asks = [Asked(Ask(name, 2, Version(3, 1), quorum_id=new.quorum[name]), 1) for name in names]
     effects = new.room.handle_all(asks, new.now)
     (formed,) = (effect.quorum for effect in effects if isinstance(effect, Announce))
@@ -91,7 +91,7 @@ def test_a_newcomer_with_a_larger_min_replica_size_is_left_out_and_told_why() ->
     out = [script.ask(name, 5) for name in ("a", "b", "c")][-1]
     assert out[0] == "quorum a, b, c -> a#2, b#2, c#2"
     script.later(600.0)
-    assert script.room.reason == words
+    assert script.room.waits.reason == words
 
 
 def test_it_joins_when_as_many_groups_are_here() -> None:
@@ -127,7 +127,7 @@ def test_the_usual_min_replica_size_decides_when_members_die() -> None:
     script.do(Ended("a"))
     out = [script.ask(name, 3, min_replicas=least) for name, least in (("b", 2), ("d", 4), ("c", 2))][-1]
     assert out[0] == "quorum b, c -> b#2, c#2"
-    assert script.room.reason.startswith("d asks for min_replica_size=4")
+    assert script.room.waits.reason.startswith("d asks for min_replica_size=4")
 
 
 def test_without_the_rule_a_larger_min_replica_size_stops_everybody() -> None:

@@ -53,7 +53,7 @@ def test_a_newcomer_that_cannot_build_its_group_is_held_back_longer_and_longer()
     )
     assert f"# {words}" in out
     assert any(text.startswith("quorum a, b -> ") for text in out)
-    assert script.room.held == {"new": words}
+    assert script.room.waits.held == {"new": words}
     assert script.later(0.9) == []
     assert script.later(0.2) == [
         "tell new: waiting for the running groups to reach their next step boundary",
@@ -115,7 +115,7 @@ def test_if_all_failed_those_that_have_committed_before_are_not_held_back() -> N
     for _ in range(1):
         for name in ("a", "new", "b"):
             asks(script, [name], 4 if name != "new" else 0, failed=True, unbuilt="timed out")
-    assert list(script.room.held) == ["new"]
+    assert list(script.room.waits.held) == ["new"]
 
 
 def test_at_the_start_of_a_job_the_one_whose_machine_it_was_is_held_back() -> None:
@@ -124,7 +124,7 @@ def test_at_the_start_of_a_job_the_one_whose_machine_it_was_is_held_back() -> No
     for _ in range(FREE + 1):
         for name in ("b", "a", "c"):
             script.ask(name, failed=True, unbuilt="timed out", unbuilt_here=name == "a")
-    assert list(script.room.held) == ["a"]
+    assert list(script.room.waits.held) == ["a"]
 
 
 def test_if_all_name_their_own_machine_the_one_that_failed_first_is() -> None:
@@ -134,7 +134,7 @@ def test_if_all_name_their_own_machine_the_one_that_failed_first_is() -> None:
         for name in ("b", "a", "c"):
             script.ask(name, failed=True, unbuilt="listens on a loopback address", unbuilt_here=True)
             script.now += 0.01
-    assert list(script.room.held) == ["b"]
+    assert list(script.room.waits.held) == ["b"]
 
 
 def test_members_that_could_not_connect_are_not_to_blame() -> None:

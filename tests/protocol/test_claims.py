@@ -49,7 +49,7 @@ def test_a_stranger_that_claims_a_huge_stable_step_stops_nobody(how: str) -> Non
         formed = any(line.startswith("quorum a, b") for line in told)
         assert formed != believes_all
         if believes_all:
-            assert "s:1 holds step 1000000000000, newer than the step 4 of those who ask" in script.room.reason
+            assert "s:1 holds step 1000000000000, newer than the step 4 of those who ask" in script.room.waits.reason
 
 
 def test_a_fake_quorum_overrules_nobody() -> None:
@@ -118,7 +118,7 @@ def test_a_second_process_of_a_members_id_inherits_nothing() -> None:
     script.hello("a", incarnation=2, quorum_id=0, members=(), stable=HUGE)
     assert not script.room.records["a"].proven
     script.ask("b", 4, failed=True)
-    assert "holds" not in script.room.reason
+    assert "holds" not in script.room.waits.reason
 
 
 # ---------------------------------------------------------------- what must count

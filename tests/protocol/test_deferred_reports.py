@@ -80,7 +80,7 @@ def test_what_was_reported_counts_in_the_next_decision() -> None:
     room.handle(Progress("g0:x", 1, 5, "step", Version(5, quorum_id)), 1001.0)
     room.handle(LeaseEnded("g0:x", 1, 30.0), 1002.0)
     room.handle_all([Asked(Ask(f"g{n}:x", 2, Version(4, quorum_id), 0, quorum_id), n + 1) for n in range(1, 9)], 1003.0)
-    assert "g0:x holds step 5, newer than the step 4 of those who ask" in room.reason
+    assert "g0:x holds step 5, newer than the step 4 of those who ask" in room.waits.reason
 
 
 class Twice(Lighthouse):
@@ -88,8 +88,8 @@ class Twice(Lighthouse):
 
     events = 0
 
-    def __init__(self, world: simulation.World, boot: int) -> None:
-        super().__init__(world, boot)
+    def __init__(self, world: simulation.World, boot: int, number: int, index: int = 0) -> None:
+        super().__init__(world, boot, number, index)
         ids = self.room._ids
         other = QuorumIds(ids.boot, ids.noise, deque(ids.entropy), unique=ids.unique)
         rules, holds = Rules(lazy_news=False), self.room.reachability.holds

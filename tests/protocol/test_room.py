@@ -27,6 +27,7 @@ from ft_core.protocol.lighthouse.events import (
     Note,
     Paused,
     Progress,
+    Propose,
     Refuse,
     Reopen,
     Superseded,
@@ -136,6 +137,8 @@ def line(effect: Effect) -> str:
             return f"lost {', '.join(lost)} -> {', '.join(to)}"
         case Superseded(to, _):
             return f"superseded -> {to}"
+        case Propose(proposal):
+            return f"propose {', '.join(proposal.members)}"
         case Paused(to, _, who, for_s):
             return f"{who} busy for {for_s:g} s -> {', '.join(to)}"
         case Refuse(to, reason, finished, lost):

@@ -198,7 +198,7 @@ class LoopbackControl:
 
     @property
     def last_reason(self) -> str:
-        return self._loopback.room_named(self._room).reason
+        return self._loopback.room_named(self._room).waits.reason
 
     def start(self) -> None:
         lb = self._loopback

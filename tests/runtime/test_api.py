@@ -506,8 +506,8 @@ def test_min_replica_size_is_waited_for(cluster: Cluster) -> None:
 
     def start_second() -> None:
         lighthouse = cluster.lighthouse
-        lighthouse.wait_for(lambda: "min_replicas" in lighthouse.room.reason)
-        reasons.append(lighthouse.room.reason)
+        lighthouse.wait_for(lambda: "min_replicas" in lighthouse.room.waits.reason)
+        reasons.append(lighthouse.room.waits.reason)
         cluster.start(second)
 
     cluster.start(Replica(0, min_replica_size=2))

@@ -1,12 +1,16 @@
-"""Run seeds: `python -m tests.simulation --seed N --trace`, or `--seeds 2000 [--start N]`; `--ranks 2` for all."""
+"""Run seeds: `python -m tests.simulation --seed N --trace`, or `--seeds 2000 [--start N]`; `--ranks 2` for all.
+
+`--pair` draws runs under two lighthouses.
+"""
 
 from __future__ import annotations
 
 import argparse
 import time
 from collections import Counter
+from typing import Any
 
-from tests.simulation.config import Config
+from tests.simulation.config import PAIR_FAULTS, Config
 from tests.simulation.world import simulate
 
 
@@ -17,10 +21,13 @@ def main() -> int:
     parser.add_argument("--seeds", type=int, default=200)
     parser.add_argument("--start", type=int, default=0)
     parser.add_argument("--ranks", type=int, help="ranks of each group; default: drawn")
+    parser.add_argument("--pair", action="store_true", help="two lighthouses, and what befalls them, beside the rest")
     parser.add_argument("--trace", action="store_true", help="print the whole transcript, not its last 60 lines")
     parser.add_argument("--keep-going", action="store_true")
     args = parser.parse_args()
-    fixed = {} if args.ranks is None else {"ranks": args.ranks}
+    fixed: dict[str, Any] = {} if args.ranks is None else {"ranks": args.ranks}
+    if args.pair:
+        fixed |= {"pair": True, "faults": (*PAIR_FAULTS, "kill", "freeze", "cut_all", "blip")}
     if args.seed is not None:
         config = Config.draw(args.seed, **fixed)
         result = simulate(args.seed, config)

@@ -18,6 +18,10 @@ FAULTS = (
 )  # fmt: skip
 
 
+PAIR_FAULTS = ("lighthouse", "cut_pair", "cut_one", "freeze_lighthouse")
+"""What befalls the two lighthouses of a pair."""
+
+
 @dataclass(frozen=True)
 class Config:
     """One run's parameters. Durations in simulated seconds, scaled down from the real ones."""
@@ -105,6 +109,10 @@ class Config:
     group_rules: GroupRules = field(default_factory=GroupRules)
     room_rules: Rules = field(default_factory=Rules)
     unique_ids: bool = True
+    pair: bool = False
+    """There are two lighthouses."""
+    both_down: float = 0.0
+    """How likely the last of them is killed, too, where it is its turn."""
 
     @staticmethod
     def draw(seed: int, **fixed: Any) -> Config:

@@ -21,6 +21,7 @@ from tests.simulation.history import Violation
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from ft_core.protocol.lighthouse.pair import Report
     from ft_core.protocol.lighthouse.room import Room
 
 ROOM = "job"
@@ -40,6 +41,14 @@ def push(sent: Push) -> Push:
         got = codec.decode_push(codec.encode_push(sent))
     assert got is not None, sent
     return replace(got, clock_s=sent.clock_s) if isinstance(sent, Acked) and isinstance(got, Acked) else got
+
+
+def report(sent: Report) -> Report:
+    """What one lighthouse sends the other, as that decodes it."""
+    with _travels(sent):
+        got = codec.decode_report(codec.encode_report(sent, "simulated"))
+    assert got == sent, f"{sent} arrives as {got}"
+    return got
 
 
 def to_lighthouse(sent: room_events.Event) -> room_events.Event:

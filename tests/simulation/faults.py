@@ -46,7 +46,7 @@ class Faults:
         if kind not in PASSING:
             self.world.trouble_at = self.world.now
         groups = [g for g in self.world.active.values() if not g.done]
-        if kind in ("lighthouse", "turbulence", "stranger") or groups:
+        if kind in ("lighthouse", "turbulence", "stranger", "cut_pair", "freeze_lighthouse") or groups:
             inject: Callable[..., None] = getattr(self, f"_fault_{kind}", self._fault_inject)
             inject(kind, self.world.rng.choice(groups) if groups else None)
         self.world.at(self.world.rng.expovariate(1 / self.world.config.fault_every_s), None, self._draw)
@@ -242,13 +242,57 @@ class Faults:
                 lighthouse.handle(room_events.LeaseEnded(name, generation, 0.0))
 
     def _fault_lighthouse(self, _: str, __: Group | None) -> None:
-        if self.world.lighthouse is not None:
-            self.world.stop_lighthouse()
-            self.world.at(self._how_long(), None, self._lighthouse_back)
+        living = [one for one in self.world.lighthouses if one is not None]
+        if living and (
+            len(living) == len(self.world.lighthouses) or self.world.rng.random() < self.world.config.both_down
+        ):
+            index = (self.world.rng.choice(living) if len(living) > 1 else living[0]).index
+            self.world.stop_lighthouse(index)
+            self.world.at(self._how_long(), None, self._lighthouse_back, index)
 
-    def _lighthouse_back(self) -> None:
-        if self.world.lighthouse is None:
-            self.world.start_lighthouse()
+    def _lighthouse_back(self, index: int) -> None:
+        if self.world.lighthouses[index] is None:
+            self.world.start_lighthouse(index)
+
+    def _fault_freeze_lighthouse(self, _: str, __: Group | None) -> None:
+        living = [one for one in self.world.lighthouses if one is not None and not one.frozen]
+        if living:
+            lighthouse = self.world.rng.choice(living)
+            self.world.say("lighthouse %d is frozen", lighthouse.index)
+            lighthouse.freeze()
+            self.world.at(self._how_long(), None, self._lighthouse_thaws, lighthouse)
+
+    def _lighthouse_thaws(self, lighthouse: Lighthouse) -> None:
+        if lighthouse.alive and lighthouse.frozen:
+            self.world.trouble_at = self.world.now
+            self.world.say("lighthouse %d is thawed", lighthouse.index)
+            lighthouse.thaw()
+
+    def _fault_cut_pair(self, _: str, __: Group | None) -> None:
+        """The two lighthouses do not reach each other."""
+        if not self.world.pair_cut:
+            self.world.say("the lighthouses are cut off from each other")
+            self.world.pair_cut = True
+            self.world.at(self._how_long(), None, self._pair_whole)
+
+    def _pair_whole(self) -> None:
+        if self.world.pair_cut:
+            self.world.say("the lighthouses reach each other again")
+            self.world.trouble_at, self.world.pair_cut = self.world.now, False
+
+    def _fault_cut_one(self, _: str, group: Group) -> None:
+        """A group is cut off from one of the lighthouses."""
+        index = self.world.rng.randrange(len(self.world.lighthouses))
+        if index not in group.cut_from:
+            self.world.say("%s is cut off from lighthouse %d", group.rid, index)
+            group.cut_one(index, True)
+            self.world.at(self._how_long(), None, self._one_back, group, index)
+
+    def _one_back(self, group: Group, index: int) -> None:
+        if group.alive and index in group.cut_from:
+            self.world.trouble_at = self.world.now
+            self.world.say("%s reaches lighthouse %d again", group.rid, index)
+            group.cut_one(index, False)
 
     def _fault_slow(self, _: str, group: Group) -> None:
         group.slow_until = self.world.now + self._how_long()
@@ -301,9 +345,15 @@ class Faults:
             for rank in group.ranks:
                 rank.link.cut = False
                 rank.resume()
+            for index in sorted(group.cut_from):
+                self._one_back(group, index)
         self.world.trouble_at = self.world.now
-        if self.world.lighthouse is None:
-            self.world.start_lighthouse()
+        self._pair_whole()
+        for index, lighthouse in enumerate(self.world.lighthouses):
+            if lighthouse is None:
+                self.world.start_lighthouse(index)
+            else:
+                self._lighthouse_thaws(lighthouse)
         for number in range(self.world.config.groups):
             if not self.world.living(number):
                 self.world.spawn(number)

@@ -26,6 +26,7 @@ from tests.simulation.rank import Rank
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from tests.simulation.lighthouse import Lighthouse
     from tests.simulation.world import World
 
 LAYOUT = 7
@@ -48,6 +49,10 @@ class Group:
         self.leader_only = False
         """Of its processes only the leader's is frozen."""
         self.cut_lighthouse = self.cut_peers = False
+        self.cut_from: set[int] = set()
+        """Lighthouses of a pair (places in its list) that it cannot reach, and that cannot reach it."""
+        self.at = 0
+        """The place in its list of lighthouses of the one that it tries, or has a lease with."""
         self.proxy_down = False
         """It cannot open a connection to the lighthouse; those it had were closed, although it lives."""
         self.deaf = False
@@ -163,7 +168,7 @@ class Group:
 
     def _supervisor(self, word: str) -> None:
         lighthouse = self.world.lighthouse
-        if lighthouse is not None:
+        if lighthouse is not None and not lighthouse.frozen:
             self.world.say("the supervisor reports the end of %s", word)
             lighthouse.handle(room_events.Ended(word))
 
@@ -207,9 +212,26 @@ class Group:
             if not self.conn.server_open:
                 self.world.at(0.001, self, self.conn_lost, self.conn)
 
+    def cut_off(self, lighthouse: Lighthouse) -> bool:
+        """Packets between it and this lighthouse are dropped."""
+        return self.cut_lighthouse or lighthouse.index in self.cut_from
+
+    def cut_one(self, index: int, cut: bool) -> None:
+        """The same for one lighthouse of a pair."""
+        (self.cut_from.add if cut else self.cut_from.discard)(index)
+        conn = self.conn
+        if conn is None or conn.lighthouse.index != index:
+            return
+        if cut:
+            self.world.at(self.world.config.liveness_s, None, self._missed, conn, False)
+        else:
+            conn.release()
+            if not conn.server_open:
+                self.world.at(0.001, self, self.conn_lost, conn)
+
     def _missed(self, conn: Conn, by_freeze: bool) -> None:
         """Keepalives went unanswered for a liveness timeout."""
-        still = self.frozen if by_freeze else self.cut_lighthouse
+        still = self.frozen if by_freeze else self.cut_off(conn.lighthouse)
         if still and self.alive and self.world.now - conn.heard_at >= self.world.config.liveness_s - 1e-9:
             conn.end()
             if not by_freeze:
@@ -225,8 +247,8 @@ class Group:
         world = self.world
         if self.conn is not None and self.conn.client_open:
             return
-        lighthouse = world.lighthouse
-        if lighthouse is None or self.cut_lighthouse or self.proxy_down or self.deaf:
+        lighthouse = self._reachable()
+        if lighthouse is None:
             world.at(world.between(0.3, 1.0) * world.config.reconnect_s, self, self.connect)
             return
         self._generation += 1
@@ -236,6 +258,17 @@ class Group:
             self.conn.send(room_events.Asked(self._open_ask, self._generation), world.now)
         if self._incomplete is not None:
             self.report_incomplete(*self._incomplete)
+
+    def _reachable(self) -> Lighthouse | None:
+        """The next lighthouse of its list that takes it, once through the list."""
+        if self.cut_lighthouse or self.proxy_down or self.deaf:
+            return None
+        for _ in self.world.lighthouses:
+            lighthouse = self.world.lighthouses[self.at]
+            if lighthouse is not None and lighthouse.serves and not lighthouse.frozen and not self.cut_off(lighthouse):
+                return lighthouse
+            self.at = (self.at + 1) % len(self.world.lighthouses)
+        return None
 
     def conn_lost(self, conn: Conn) -> None:
         """The client sees its stream end."""
@@ -254,6 +287,7 @@ class Group:
             group_world_size=config.ranks, join_s=config.join_s, liveness_s=config.liveness_s,
             orphan_s=config.orphan_s, paused_s=max(0.0, self.paused_until - self.world.now),
             signature=rank.attempt.signature, signature_lines=self.signature_lines(),
+            cast=rank.cast, fenced=rank.fenced, after=rank.after,
         )  # fmt: skip
 
     def stable(self) -> Version:

@@ -93,7 +93,7 @@ class History:
     """Rounds of data, counted per rank."""
     heals: int = 0
 
-    def formed(self, quorum: Quorum, boot: int) -> None:
+    def formed(self, quorum: Quorum, boot: int, room: Room) -> None:
         """The lighthouse formed a quorum (I2)."""
         known = self.members.setdefault(quorum.quorum_id, quorum.ids)
         if known != quorum.ids:
@@ -104,12 +104,12 @@ class History:
         self.formed_at[quorum.quorum_id] = self.world.now
         self.boot_of[quorum.quorum_id] = boot
         world = self.world
-        if world.room and world.room.presumed_over:
-            self.presumed_over.add(world.room.presumed_over)
+        if room.presumed_over:
+            self.presumed_over.add(room.presumed_over)
         for group in world.groups.values():
             if not group.alive or group.rid in quorum.ids:
                 continue
-            record = world.room.records.get(group.rid) if world.room else None
+            record = room.records.get(group.rid)
             if group.unleased_since is not None and world.now - group.unleased_since >= world.config.orphan_s - 1e-9:
                 group.excused_at = world.now
             elif record is not None:
@@ -121,7 +121,7 @@ class History:
             if self.members[quorum.quorum_id] != quorum.ids:
                 raise Violation("I2", f"id {quorum.quorum_id:#x} names two member lists")
         elif self.last_id.get(boot) != quorum.quorum_id or self.members[quorum.quorum_id] != quorum.ids:
-            self.formed(quorum, boot)
+            self.formed(quorum, boot, room)
 
     def check_roles(self, rank: Rank, op: Op, verdict: Verdict) -> None:
         """I4: at a commit, whoever was planned to take part did, unless it was out of data."""
@@ -172,7 +172,7 @@ class History:
         if machine.held.version.step <= rank.last_step:
             if rank.was_torn:
                 self.remainder["I6: the donors of an interrupted in-place heal all died"] += 1
-            elif self.world.boots > 1 and LOSSY.intersection(self.world.config.faults):
+            elif self._forgetful and LOSSY.intersection(self.world.config.faults):
                 self.remainder["I6: out of reach while a restarted lighthouse formed a quorum without it (R18)"] += 1
             else:
                 raise Violation("I6", f"{rank.name} committed step {rank.last_step}, now {machine.held.version.step}")
@@ -259,12 +259,17 @@ class History:
             )
         self.ended += verdict.exhausted
 
+    @property
+    def _forgetful(self) -> bool:
+        """What a restart of the lighthouse loses may show; of two, only where the other could not tell it (R22)."""
+        return bool(self.world.forgotten) if self.world.config.pair else self.world.boots > 1
+
     def _check_in_force(self, rank: Rank) -> None:
         """R1 and R3 together: what is launched in a quorum after its successor has formed never commits."""
         boot = self.boot_of.get(rank.quorum_id, 0)
         latest = self.last_id.get(boot, 0)
-        if latest == rank.quorum_id or boot != self.world.boots:
-            return
+        if latest == rank.quorum_id or boot != self.world.boots or self.world.config.pair:
+            return  # of a pair either may form what never stands; what commits twice is found when it is published
         follower = min(q for q, b in self.boot_of.items() if b == boot and q > rank.quorum_id)
         if self.formed_at[follower] < rank.machine.attempt.launched_at:
             if rank.quorum_id in self.presumed_over:
@@ -299,7 +304,7 @@ class History:
                 continue  # one of its ranks holds another state, or none: the group's is worth nothing
             if group.excused_at >= published.at:
                 self.remainder["I3: rolled back after orphan_s"] += 1
-            elif published.boot != world.boots or self.boot_of.get(rank.quorum_id) != world.boots:
+            elif self._forgetful and not (published.boot == world.boots == self.boot_of.get(rank.quorum_id)):
                 if not LOSSY.intersection(world.config.faults):
                     raise Violation("I3", f"{rank.name} publishes step {number} again after a restart without any loss")
                 self.remainder["I3: a restart of the lighthouse combined with a freeze or loss"] += 1

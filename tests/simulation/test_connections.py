@@ -67,8 +67,12 @@ def frozen_then_a_new_lighthouse(world: World) -> None:
     world.stop_lighthouse()
 
 
+def a_new_lighthouse(world: World) -> None:
+    world.start_lighthouse()
+
+
 def test_a_frozen_replica_and_a_restart_of_the_lighthouse_cost_the_others_a_liveness_timeout() -> None:
-    steps = [(0.0, frozen_then_a_new_lighthouse), (0.3, World.start_lighthouse)]
+    steps = [(0.0, frozen_then_a_new_lighthouse), (0.3, a_new_lighthouse)]
     for seed in range(10):
         world = Job(seed=seed).run(*steps)
         assert longest_silence(world, "a", 4.0) < 0.3 + LIVENESS + WINDOW + 3 * STEP, world.transcript(40)

@@ -27,6 +27,7 @@ from tests.simulation.user_ops import UserRing
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from ft_core.protocol.lighthouse.pair import Report
     from ft_core.protocol.lighthouse.room import Room
     from ft_core.protocol.rank.actions import Actions
     from ft_core.protocol.rank.events import Event
@@ -62,7 +63,11 @@ class World:
             cut = config.cut_forever
             self.links[frozenset(cut)] = frozenset(cut if config.seen_by_both else cut[:1])
         self.incarnations = [0] * config.groups
-        self.lighthouse: Lighthouse | None = None
+        self.lighthouses: list[Lighthouse | None] = [None, None] if config.pair else [None]
+        self.pair_cut = False
+        """The two lighthouses of a pair cannot reach each other."""
+        self.forgotten = 0
+        """How often a lighthouse was started while none was there from which it could have learned anything."""
         self.trouble_at = 0.0
         """When a fault that is not announced began or ended last."""
         self.strangers = 0
@@ -71,8 +76,16 @@ class World:
         self.from_scratch = False
         self.watch: Callable[[Rank, Event, Phase, Actions], None] | None = None
         """Is shown each event that reaches a rank's machine, the phase before it, and the actions that follow."""
-        self._queue: list[tuple[float, int, Group | Rank | None, Callable[..., None], tuple[Any, ...]]] = []
+        self._queue: list[
+            tuple[float, int, Group | Rank | Lighthouse | None, Callable[..., None], tuple[Any, ...]]
+        ] = []
         self._count = 0
+
+    @property
+    def lighthouse(self) -> Lighthouse | None:
+        """The one that serves; of two the one with more leases."""
+        serving = [one for one in self.lighthouses if one is not None and one.serves]
+        return max(serving, key=lambda one: len(one.conns), default=None)
 
     @property
     def room(self) -> Room | None:
@@ -87,7 +100,7 @@ class World:
         """The story so far, or its last lines."""
         return "\n".join(f"{t:8.3f}  {text % args if args else text}" for t, text, args in self.story[-last:])
 
-    def at(self, delay: float, owner: Group | Rank | None, fn: Callable[..., None], *args: Any) -> None:
+    def at(self, delay: float, owner: Group | Rank | Lighthouse | None, fn: Callable[..., None], *args: Any) -> None:
         """Call `fn` after `delay`; if `owner` is frozen then, when it thaws; if it is dead, never."""
         self._count += 1
         heapq.heappush(self._queue, (self.now + delay, self._count, owner, fn, args))
@@ -99,7 +112,8 @@ class World:
     def run(self) -> None:
         """Run the safety phase, then the liveness phase. Raises Violation."""
         config = self.config
-        self.start_lighthouse()
+        for index in range(len(self.lighthouses)):
+            self.start_lighthouse(index)
         late = {config.unbuilt_group, config.odd_group}
         for number in range(config.groups):
             if number in late:
@@ -119,7 +133,7 @@ class World:
             raise Violation(
                 "I7",
                 f"no commits within {config.liveness_bound_s:g} s after the faults ended: {', '.join(stuck)}; "
-                f"the lighthouse says {self.room.reason if self.room else 'nothing'!r}",
+                f"the lighthouse says {self.room.waits.reason if self.room else 'nothing'!r}",
             )
         self.check_bounds()
 
@@ -175,22 +189,40 @@ class World:
 
     # ------------------------------------------------------------ processes come and go
 
-    def start_lighthouse(self) -> None:
+    def start_lighthouse(self, index: int = 0) -> None:
         """Start a lighthouse that remembers nothing; its clock may have gone back a little."""
         self.boots += 1
+        other = self.lighthouses[1 - index] if len(self.lighthouses) > 1 else None
+        if self.boots > len(self.lighthouses) and other is None:
+            self.forgotten += 1
         self.trouble_at = self.now
         boot = 1000 + int(self.now) + (self.rng.randint(-8, 2) if self.boots > 1 else 0)
-        self.lighthouse = Lighthouse(self, boot)
+        self.lighthouses[index] = Lighthouse(self, boot, self.boots, index)
         self.say("the lighthouse starts (boot %d, number %d)", boot, self.boots)
 
-    def stop_lighthouse(self) -> None:
+    def stop_lighthouse(self, index: int = 0) -> None:
         """Kill the lighthouse; clients notice soon."""
-        lighthouse, self.lighthouse = self.lighthouse, None
+        lighthouse, self.lighthouses[index] = self.lighthouses[index], None
         assert lighthouse is not None
-        self.say("the lighthouse is killed")
+        lighthouse.die()
+        self.say("the lighthouse is killed" if len(self.lighthouses) == 1 else f"lighthouse {index} is killed")
         for group in self.groups.values():
-            if group.alive and group.conn is not None:
+            if group.alive and group.conn is not None and group.conn.lighthouse is lighthouse:
                 self.at(self.between(0.0, 0.03), group, group.conn_lost, group.conn)
+        other = self.lighthouses[1 - index] if len(self.lighthouses) > 1 else None
+        if other is not None and not self.pair_cut:
+            self.at(self.between(0.0, 0.02), other, other.partner_ended)
+
+    def report(self, sender: Lighthouse, report: Report) -> None:
+        """A lighthouse of a pair sends the other one a report: in order, lost while they are cut off."""
+        other = self.lighthouses[1 - sender.index]
+        if other is not None and not self.pair_cut:
+            sender.sent_at = max(sender.sent_at, self.now + self.between(0.001, 0.01))
+            self.at(sender.sent_at - self.now, other, self._reported, other, sender, report)
+
+    def _reported(self, other: Lighthouse, sender: Lighthouse, report: Report) -> None:
+        if not self.pair_cut and sender.alive:
+            other.hears(report)
 
     def spawn(self, number: int) -> Group:
         """Start a new incarnation of a group."""
@@ -247,7 +279,11 @@ class World:
             g.frozen or g.late_until > self.now or any(r.stopped or r.link.cut for r in g.ranks) for g in groups
         )
         return (
-            stuck or bool(self.links) or self.lighthouse is None or len({g.number for g in groups}) < self.config.groups
+            stuck
+            or bool(self.links)
+            or self.pair_cut
+            or not all(self.lighthouses)
+            or len({g.number for g in groups}) < self.config.groups
         )
 
     def paused_peer(self, rank: Rank, since: float, why: str) -> None:

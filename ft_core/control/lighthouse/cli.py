@@ -90,6 +90,11 @@ def _parser() -> argparse.ArgumentParser:
         default=AUTO,
         help=f"where the dashboard listens, or off (default: localhost:{PORT}, or a free port if that one is in use)",
     )
+    option(
+        "peer", metavar="HOST:PORT", default="",
+        help="the other lighthouse of a pair, which is started with this one's address: one serves, and the other "
+        "takes its place when it is gone; clients get both: --lighthouse HOST0:PORT,HOST1:PORT",
+    )  # fmt: skip
     option("events", metavar="DIR", help="write what happens there, as JSON lines (FT_EVENTS, else nowhere)")
     option("metrics", metavar="HOST:PORT", help="serve metrics for Prometheus there, at /metrics (default: nowhere)")
     parser.add_argument("--version", action="version", version=f"ft-lighthouse {release()}")
@@ -107,7 +112,7 @@ def _min_replicas(given: int | None) -> int:
 
 def _as_options(text: str) -> str:
     """An error of LighthouseServer in the words of the command line: join_timeout_ms=-5 was --join-timeout-ms -5."""
-    options = "bind|http|min_replicas|metrics|(?:join_timeout|heartbeat_timeout|liveness|grace|boot_window)_ms"
+    options = "bind|http|min_replicas|metrics|peer|(?:join_timeout|heartbeat_timeout|liveness|grace|boot_window)_ms"
     return re.sub(rf"\b({options})=", lambda found: f"--{found[1].replace('_', '-')} ", text)
 
 
@@ -133,6 +138,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             events=arguments.events,
             metrics=arguments.metrics,
             http="" if arguments.http == OFF else arguments.http,
+            peer=arguments.peer,
         )
     except ConfigError as error:
         print(f"ft-lighthouse: {_as_options(str(error))}", file=sys.stderr)

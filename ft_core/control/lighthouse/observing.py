@@ -131,6 +131,6 @@ def _room(shell: RoomShell, now: float) -> RoomSample:
     return RoomSample(
         name=room.name, quorum_id=current.quorum_id if current is not None else 0,
         members=current.members if current is not None else (), ended=current is None or current.ended,
-        formed=room.last_quorum, reason=room.reason, held=room.held, closed=room.closed,
+        formed=room.last_quorum, reason=room.waits.reason, held=room.waits.held, closed=room.closed,
         given_up=dict(room.expected.given_up), replicas=replicas,
     )  # fmt: skip

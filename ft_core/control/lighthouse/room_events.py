@@ -85,7 +85,7 @@ class RoomEvents:
 
     def explained(self, room: Room) -> None:
         """Those who ask were told why there is no quorum."""
-        self._log.emit("no_quorum_yet", room=room.name, reason=room.reason)
+        self._log.emit("no_quorum_yet", room=room.name, reason=room.waits.reason)
 
     def stood_still(self, seconds: float) -> None:
         """The lighthouse itself did nothing for so long."""

@@ -31,15 +31,19 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ft_core.access import Tokens
+from ft_core.control.lighthouse.deliveries import announce, end_all, push, refusal_of, refuse
 from ft_core.control.lighthouse.room_events import RoomEvents
 from ft_core.control.lighthouse.room_shell import Lease, RoomShell
-from ft_core.errors import FaultToleranceError, JobFinishedError, ProtocolError, RefusedError, StateLostError
+from ft_core.errors import (
+    FaultToleranceError,
+    ProtocolError,
+    RefusedError,
+)
 from ft_core.events.event_log import SILENT
 from ft_core.protocol.lighthouse import pace
 from ft_core.protocol.lighthouse.events import (
     Announce,
     Asked,
-    ChangePending,
     Effect,
     Event,
     Explain,
@@ -47,30 +51,32 @@ from ft_core.protocol.lighthouse.events import (
     Incomplete,
     LeaseEnded,
     Left,
-    MemberLost,
     Note,
-    Paused,
     Progress,
+    Propose,
     Refuse,
-    Superseded,
     Tick,
     Turbulence,
 )
 from ft_core.protocol.lighthouse.room import Room
 from ft_core.protocol.lighthouse.room_keeping import MAX_ROOMS, FinishedRooms, replaceable
 from ft_core.protocol.lighthouse.room_view import peers_of
-from ft_core.protocol.pushes import Acked, Busy, Change, Lost, Over, Push, Reason, Refusal, Welcome
+from ft_core.protocol.pushes import Acked, Reason, Welcome
 from ft_core.protocol.quorum_ids import QuorumIds, boot_of
 from ft_core.protocol.types import Ask
 from ft_core.rpc import codec
+from ft_core.rpc.channel import grpc
 from ft_core.rpc.stream_host import StreamHost
 from ft_core.settings import DEFAULT_ROOM
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from ft_core.control.lighthouse.other_lighthouse import OtherLighthouse
     from ft_core.events.event_log import Events
+    from ft_core.protocol.lighthouse.partner import Told
     from ft_core.rpc.loop_server import Stream
+    from ft_core.rpc.stream_host import Context
     from ft_core.settings import LighthouseSettings
 
 MAX_SIGNATURES = 64
@@ -111,10 +117,11 @@ class Rooms(StreamHost[Lease]):
         self._events = RoomEvents(events)
         self._signatures: dict[int, tuple[str, ...]] = {}
         self._generation = 0
-        self._seq = 0
         self._boot = secrets.randbits(63)
         entropy = deque(secrets.randbits(16) for _ in range(256))
         self._ids = QuorumIds(boot_of(time.time()), secrets.randbits(16), entropy)
+        self.partner: OtherLighthouse | None = None
+        """The other lighthouse of a pair; None: this one is alone."""
         self._changed: Callable[[], None] = lambda: None
         self.started = self.now()
         self._forgot_at = self.started - unknown * settings.boot_window_s
@@ -150,9 +157,44 @@ class Rooms(StreamHost[Lease]):
         if shell is None:
             if len(self._rooms) >= MAX_ROOMS:
                 self._make_place(name)
-            room = Room(name, self.settings, self._ids, boot_at=self._forgot_at, closed=self._finished.take(name))
+            told = self.partner.known(name) if self.partner is not None else ()
+            closed = max([self._finished.take(name), *((t.closed, t.finished) for t in told)])
+            room = Room(name, self.settings, self._ids, boot_at=self._forgot_at, closed=closed, told=told)
             shell = self._rooms[name] = RoomShell(room)
+            if self.partner is not None:
+                self.partner.is_made(shell)
         return shell
+
+    # ------------------------------------------------------------ one of a pair (R22)
+
+    @property
+    def leases(self) -> int:
+        """How many there are."""
+        return len(self._callers)
+
+    async def check_token(self, context: Context) -> None:
+        """End a call that does not carry the token."""
+        await super().refuse_token(context)
+
+    async def refuse_token(self, context: Context) -> None:
+        """End a call that does not carry the token, or that the other lighthouse of a pair has to serve."""
+        await self.check_token(context)
+        if self.partner is not None and not self.partner.serves:
+            await context.abort(grpc.StatusCode.UNAVAILABLE, self.partner.refusal)
+
+    def begin(self) -> None:
+        """Serve: what rooms need to know of the time before comes from the other lighthouse."""
+        self._forgot_at = self.now()
+
+    def stop_serving(self, why: str) -> list[Told]:
+        """End all streams and calls, and drop the rooms. Returns what these knew."""
+        told = [shell.room.told for shell in self._rooms.values()]
+        rooms, self._rooms = self._rooms, {}
+        for shell in rooms.values():
+            shell.stop()
+            end_all(shell, why)
+        self._changed()
+        return told
 
     def _make_place(self, name: str) -> None:
         """Forget a room, for the one called `name`."""
@@ -216,6 +258,8 @@ class Rooms(StreamHost[Lease]):
         shell.taken, shell.effects = [], []
         self._events.fed(shell.room, taken, before + effects, now)
         self._perform(shell, effects)
+        if self.partner is not None:
+            self.partner.decided(shell)
         self._changed()
         shell.decided_at = self.now()
         self._arm(shell)
@@ -241,45 +285,19 @@ class Rooms(StreamHost[Lease]):
         for effect in effects:
             match effect:
                 case Announce():
-                    self._announce(shell, effect)
+                    announce(shell, effect)
                 case Explain():
                     self._explain_soon(shell)
-                case ChangePending():
-                    self._push(shell, effect.to, Change(effect.quorum_id, effect.reason))
-                case MemberLost():
-                    self._push(shell, effect.to, Lost(effect.quorum_id, effect.lost, effect.held, effect.failed))
-                case Paused():
-                    self._push(shell, effect.to, Busy(effect.quorum_id, effect.replica_id, effect.for_s))
-                case Superseded():
-                    self._push(shell, (effect.to,), Over(effect.quorum_id))
+                case Propose():
+                    assert self.partner is not None
+                    self.partner.propose(effect.proposal)
                 case Note():
                     self.say(shell, effect.text)
                 case Refuse():
                     self.say(shell, f"refused {effect.to}: {effect.reason}")
-                    lease, waiter = shell.leases.get(effect.to), shell.waiters.get(effect.to)
-                    if lease is not None:  # its ask was refused; a refused Hello has no lease, see _open
-                        lease.stream.send(codec.encode_push(Refusal(_refusal(effect))))
-                    elif waiter is not None and not waiter.done.done():
-                        waiter.done.set_exception(_refusal(effect))
-
-    def _announce(self, shell: RoomShell, effect: Announce) -> None:
-        shell.said = ""
-        shared = codec.encode_quorum(effect.quorum)
-        for replica_id, seq in effect.to:
-            lease = shell.leases.get(replica_id)
-            waiter = shell.waiters.get(replica_id)
-            if lease is not None:
-                lease.stream.send(codec.answer(seq, shared))
-            elif waiter is not None and waiter.seq == seq and not waiter.done.done():
-                waiter.done.set_result(effect.quorum)
-
-    @staticmethod
-    def _push(shell: RoomShell, to: Sequence[str], push: Push) -> None:
-        data = codec.encode_push(push)
-        for replica_id in to:
-            lease = shell.leases.get(replica_id)
-            if lease is not None:
-                lease.stream.send(data)
+                    refuse(shell, effect)
+                case _:
+                    push(shell, effect)
 
     @staticmethod
     def say(shell: RoomShell, text: str) -> None:
@@ -362,7 +380,7 @@ class Rooms(StreamHost[Lease]):
             # Meant for this stream only: another lease may be registered under the same replica_id.
             self.say(shell, f"refused {refusal.to}: {refusal.reason}")
             self._perform(shell, [effect for effect in effects if effect is not refusal])
-            return _refusal(refusal)
+            return refusal_of(refusal)
         lease = Lease(hello.replica_id, stream, shell=shell, generation=hello.generation)
         self._enter(lease, shell.leases, hello.replica_id)
         self._lease_opened()
@@ -400,11 +418,11 @@ class Rooms(StreamHost[Lease]):
     def _explain(self, shell: RoomShell) -> None:
         """Tell everybody who asks why there is no quorum yet, if they have not heard it; log it once."""
         shell.reason_timer = None
-        reason = shell.room.reason
+        reason = shell.room.waits.reason
         if not reason:
             return
         asking = [i for i, record in shell.room.records.items() if record.ask is not None]
-        held, until = shell.room.held, shell.room.paused_until
+        held, until = shell.room.waits.held, shell.room.waits.paused_until
         left_s = max(0.0, until - self.now())
         data = {text: codec.encode_push(Reason(text, left_s)) for text in {reason, *held.values()}}
         for replica_id in asking:
@@ -428,7 +446,3 @@ class Rooms(StreamHost[Lease]):
             self._signatures.pop(next(iter(self._signatures)))
         self._signatures[signature] = lines
         return lines
-
-
-def _refusal(effect: Refuse) -> FaultToleranceError:
-    return (JobFinishedError if effect.finished else StateLostError if effect.lost else RefusedError)(effect.reason)

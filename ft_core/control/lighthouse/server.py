@@ -23,6 +23,7 @@ from ft_core.access import (
 )
 from ft_core.access import insecure as trusts_all
 from ft_core.control.lighthouse.dashboards import LighthouseDashboard
+from ft_core.control.lighthouse.partner_link import PartnerLink
 from ft_core.control.lighthouse.room_host import Rooms
 from ft_core.control.lighthouse.room_samples import RoomSamples
 from ft_core.control.lighthouse.unary_calls import Calls
@@ -36,12 +37,14 @@ from ft_core.metrics.server import MetricsServer, checked_address, open_page
 from ft_core.rpc.channel import (
     LIGHTHOUSE,
     Tls,
+    check_scheme,
     grpc,
     join_host,
     reachable_host,
     release,
     server_options,
     split_bind,
+    target,
 )
 from ft_core.rpc.loop_server import LoopServer
 from ft_core.settings import LighthouseSettings
@@ -83,6 +86,8 @@ class LighthouseServer:
             are counted, for `metrics_page`; None: they are not.
         http: host:port of the dashboard (docs/dashboard.md), or '': none. 'auto': on this machine only, on its usual
             port or a free one; if that cannot be, there is none, and `http_line` says why.
+        peer: host:port of the other lighthouse of a pair, which is started with this one's address: one of the two
+            serves, the other takes its place when it is gone (docs/high-availability.md); '': this one is alone.
 
     Raises:
         ConfigError: a value cannot work, or the address cannot be bound.
@@ -113,11 +118,13 @@ class LighthouseServer:
         events: str | None = None,
         metrics: str | None = None,
         http: str = "",
+        peer: str = "",
     ) -> None:
         token = job_token(os.environ) if token is None else token
         tls = tls or Tls.from_env(os.environ)
         insecure = insecure or trusts_all(os.environ)
         host, port = _place(bind, token, tls, insecure)
+        _check_peer(peer, host, port, tls)
         self._dashboard = LighthouseDashboard(http)
         unknown = boot_window_ms is None and port == 0
         boot_window_ms = DEFAULT_BOOT_WINDOW_MS if boot_window_ms is None else boot_window_ms
@@ -126,15 +133,11 @@ class LighthouseServer:
             boot_window_ms=boot_window_ms,
         )  # fmt: skip
         settings = LighthouseSettings(
-            min_replicas=min_replicas,
-            join_timeout_s=join_timeout_ms / 1000,
-            heartbeat_timeout_s=heartbeat_timeout_ms / 1000,
-            boot_window_s=boot_window_ms / 1000,
-            grace_s=grace_ms / 1000,
-            token=token,
-            admin_token=own_admin_token(os.environ) if admin_token is None else admin_token,
-            one_job=one_job,
-        )
+            min_replicas=min_replicas, join_timeout_s=join_timeout_ms / 1000,
+            heartbeat_timeout_s=heartbeat_timeout_ms / 1000, boot_window_s=boot_window_ms / 1000,
+            grace_s=grace_ms / 1000, token=token,
+            admin_token=own_admin_token(os.environ) if admin_token is None else admin_token, one_job=one_job,
+        )  # fmt: skip
         settings.check()
         tokens = Tokens(settings.token, settings.admin_token).check()
         liveness_s, liveness = _liveness(liveness_ms)
@@ -145,6 +148,8 @@ class LighthouseServer:
         self._server = LoopServer("ft-lighthouse", server_options(liveness_s), tls)
         log = self._open_log(events, metrics, Admission(tokens, tls, insecure))
         self._rooms = Rooms(settings, liveness_s, unknown, self._dashboard.sees(log))
+        self._partner = PartnerLink(self._rooms, peer, tls, tokens.job) if peer else None
+        self._rooms.partner = self._partner
         self._calls = Calls(self._rooms)
         try:
             self._open(host, port, tls, insecure)
@@ -173,7 +178,13 @@ class LighthouseServer:
     def _open(self, host: str, port: int, tls: Tls | None, insecure: bool) -> None:
         lease: grpc.RpcMethodHandler[bytes, bytes] = grpc.stream_stream_rpc_method_handler(self._rooms.serve)
         self._dashboard.bind(self._rooms, self._server, tls, insecure)
-        self._server.start(host, port, "bind", {LIGHTHOUSE: {"Lease": lease, **self._calls.handlers()}})
+        handlers = {"Lease": lease, **self._calls.handlers()}
+        partner = self._partner
+        if partner is not None:
+            handlers["Partner"] = grpc.stream_stream_rpc_method_handler(partner.serve)
+        self._server.start(host, port, "bind", {LIGHTHOUSE: handlers})
+        if partner is not None:
+            self._server.post(partner.start)
         self._dashboard.start()
 
     def shutdown(self) -> None:
@@ -203,6 +214,8 @@ class LighthouseServer:
 
     def _close(self) -> None:
         self._calls.close()
+        if self._partner is not None:
+            self._partner.close()
         self._rooms.close()
 
 
@@ -217,6 +230,18 @@ def _place(bind: str | None, token: str, tls: Tls | None, insecure: bool) -> tup
     if open_to_all(host, token, tls):
         _log.info("bind=%s without FT_TOKEN: %s, and that is meant so (insecure, FT_INSECURE)", bind, DANGER)
     return host, port
+
+
+def _check_peer(peer: str, host: str, port: int, tls: Tls | None) -> None:
+    """Raise ConfigError if there cannot be another lighthouse at `peer`, or it could not find this one."""
+    if not peer:
+        return
+    where = target(peer, "peer")
+    check_scheme(peer, "peer", tls)
+    if port == 0:
+        raise ConfigError(f"peer={peer!r}: the other lighthouse has to know this one's port; bind to one that is not 0")
+    if where == join_host(host, port):
+        raise ConfigError(f"peer={peer!r} is this lighthouse itself; give the address of the other one of the pair")
 
 
 def _check_waits(**waits: float) -> None:

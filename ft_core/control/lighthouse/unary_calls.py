@@ -18,7 +18,7 @@ from ft_core.control.lighthouse.orders import send_order
 from ft_core.control.lighthouse.room_host import Rooms
 from ft_core.control.lighthouse.room_shell import RoomShell, Waiter
 from ft_core.control.lighthouse.watchers import Watchers
-from ft_core.errors import FaultToleranceError, JobFinishedError, ProtocolError, RefusedError
+from ft_core.errors import FaultToleranceError, JobFinishedError, LighthouseError, ProtocolError, RefusedError
 from ft_core.protocol.lighthouse.events import Asked, Ended, GivenUp, Hello, LeaseEnded, Left, Progress, Refuse, Reopen
 from ft_core.protocol.lighthouse.view import Life
 from ft_core.protocol.types import VOID, Ask, Version
@@ -91,8 +91,10 @@ class Calls:
             quorum = await asyncio.wait_for(waiter.done, _patience(context))
         except (RefusedError, JobFinishedError) as error:
             await _abort(context, error)
+        except LighthouseError as error:
+            await context.abort(grpc.StatusCode.UNAVAILABLE, str(error))
         except asyncio.TimeoutError:
-            await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, shell.room.reason)
+            await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, shell.room.waits.reason)
             raise
         finally:
             if shell.waiters.get(replica_id) is waiter:
@@ -125,7 +127,7 @@ class Calls:
             quorum_id=current.quorum_id if current and replica_id in current.among else 0,
             group_world_size=max(1, request.world_size), store_address=request.store_address, address=request.address,
             shrink_only=request.shrink_only, commit_failures=request.commit_failures, data=request.data,
-            from_scratch=True,  # what a step is, is such a client's business
+            from_scratch=True, fenced=True,  # what a step is, and who was in it, is such a client's business
         )  # fmt: skip
         self._rooms.feed(shell, Asked(ask, 0))
         return shell, waiter, replica_id
@@ -256,7 +258,7 @@ def room_status(room: Room, now: float, names: Collection[str] = ()) -> pb.RoomS
         quorum_id=current.quorum_id if current else 0,
         members=() if names else members,
         member_count=len(members),
-        reason=room.reason,
+        reason=room.waits.reason,
         closed=room.closed,
         given_up=room.expected.given_up,
         replicas=[

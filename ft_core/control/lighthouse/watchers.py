@@ -85,6 +85,7 @@ class Watchers:
         told_at = 0.0
         while True:
             wake.clear()
+            await self._rooms.refuse_token(context)  # the other lighthouse of a pair may serve from now on
             answer = self._status(request)
             counts, due = _what_counts(answer), told_at + max(STATUS_S, len(self._wakes) / TOLD_PER_S)
             if counts != told or now() >= due:

@@ -61,6 +61,12 @@ class CurrentQuorum:
         """Its members, to be looked up in: a list of a thousand takes as long to search as a message to decode."""
         return self.value.among if self.value is not None else NOBODY
 
+    @property
+    def is_presumed_over(self) -> bool:
+        """That it can complete nothing more is likely, and not certain: no member has asked, left, or surely ended."""
+        value = self.value
+        return value is not None and (not value.ended or self.presumed_over == value.quorum_id)
+
     def validate(self, table: ReplicaTable, *, settled: bool = True) -> None:
         """Raise AssertionError unless what the fields promise holds. `settled`: all consequences are drawn."""
         value = self.value
@@ -118,6 +124,8 @@ class CurrentQuorum:
             return False
         if ask.quorum_id >= value.quorum_id:
             return True
+        if self.formed is None or self.formed.quorum_id != value.quorum_id:
+            return True  # it is asked for here on its only stream, and its answer would have come on an earlier one
         # It asked again without having taken the answer that put it into this quorum (its caller timed out).
         return answered is not None and answered[1].quorum_id == value.quorum_id and ask.seq > answered[0]
 

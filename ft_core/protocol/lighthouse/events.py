@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from ft_core.protocol.types import UNTRAINED, VOID, Ask, Quorum, Version
+from ft_core.protocol.types import UNTRAINED, VOID, Ask, Basis, Quorum, Version
+
+if TYPE_CHECKING:
+    from ft_core.protocol.lighthouse.partner import Partner, Proposal, Told
 
 # ---------------------------------------------------------------- events
 
@@ -25,6 +29,11 @@ class Hello:
     quorum_id: int = 0
     members: tuple[str, ...] = ()
     """The quorum it presents: the one it is in, or left by an ask that is still open."""
+    cast: bool = True
+    """It has given a ballot in that quorum; `fenced`: a fence of it has completed."""
+    fenced: bool = False
+    after: tuple[Basis, ...] = ()
+    """What that quorum grew out of (R22); none where a fence has completed in it."""
     signature: int = 0
     signature_lines: tuple[str, ...] = ()
     expected: int = 0
@@ -131,11 +140,48 @@ class Reopen:
 
 
 @dataclass(frozen=True, slots=True)
+class PartnerIs:
+    """What is known of the other lighthouse has changed (R22)."""
+
+    partner: Partner
+
+
+@dataclass(frozen=True, slots=True)
+class PartnerTold:
+    """The other lighthouse reports what it knows of this room."""
+
+    told: Told
+
+
+@dataclass(frozen=True, slots=True)
+class Recorded:
+    """The other lighthouse has recorded the quorum that was proposed to it, or, not `accepted`, refuses to."""
+
+    quorum_id: int
+    accepted: bool
+
+
+@dataclass(frozen=True, slots=True)
 class Tick:
     """Time has passed."""
 
 
-Event = Hello | LeaseEnded | Progress | Asked | Incomplete | Left | Ended | GivenUp | Turbulence | Reopen | Tick
+Event = (
+    Hello
+    | LeaseEnded
+    | Progress
+    | Asked
+    | Incomplete
+    | Left
+    | Ended
+    | GivenUp
+    | Turbulence
+    | Reopen
+    | PartnerIs
+    | PartnerTold
+    | Recorded
+    | Tick
+)
 
 
 # ---------------------------------------------------------------- effects
@@ -209,6 +255,13 @@ class Refuse:
 
 
 @dataclass(frozen=True, slots=True)
+class Propose:
+    """Ask the other lighthouse to record a quorum before it is announced (R22)."""
+
+    proposal: Proposal
+
+
+@dataclass(frozen=True, slots=True)
 class Note:
     """A line for the lighthouse's log."""
 
@@ -225,4 +278,4 @@ def formed_note(quorum: Quorum, before: tuple[str, ...]) -> str:
     return text + (f"; without: {', '.join(gone)}" if gone else "")
 
 
-Effect = Announce | Explain | ChangePending | MemberLost | Paused | Superseded | Refuse | Note
+Effect = Announce | Explain | ChangePending | MemberLost | Paused | Superseded | Refuse | Propose | Note

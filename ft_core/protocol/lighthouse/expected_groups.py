@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from ft_core.protocol.lighthouse.events import Note
 from ft_core.settings import MAX_REPLICAS
 
 if TYPE_CHECKING:
@@ -41,13 +42,13 @@ class ExpectedGroups:
         """Names of the groups that come no more, and why."""
         return self._given_up
 
-    def give_up(self, name: str, reason: str) -> bool:
-        """A supervisor reports that it does not start this group again. False: known already."""
+    def give_up(self, name: str, reason: str) -> list[Note]:
+        """A supervisor reports that it does not start this group again. Returns the line for the log, if it is news."""
         known = name in self._given_up
         if not known and len(self._given_up) >= MAX_GIVEN_UP:
             del self._given_up[next(iter(self._given_up))]
         self._given_up[name] = reason
-        return not known
+        return [] if known else [Note(f"{name} is not started again, reports its supervisor: {reason}")]
 
     def hello(self, hello: Hello) -> None:
         """A lease was opened."""

@@ -31,6 +31,8 @@ class Record:
     """The newest version that it reported as held by every member of its quorum (R2)."""
     generation: int
     """Its newest stream, which alone may change its life (R15); -1: it has none. With a lease there is one."""
+    heard_at: float = 0.0
+    """When it last sent something."""
     ask: Ask | None = None
     """Its open ask. Only a replica with a lease has one."""
     asked_at: float = 0.0
@@ -105,8 +107,9 @@ class Record:
         """Whether the lease that was seen last belonged to another process than the one that says hello."""
         return self.generation >= 0 and self.hello.incarnation != hello.incarnation
 
-    def reports(self, progress: Progress) -> bool:
+    def reports(self, progress: Progress, now: float) -> bool:
         """It reports what it does. True: it knows of a newer stable version than before."""
+        self.heard_at = now
         self.step, self.phase, self.healed = progress.step, progress.phase, progress.healed
         newer, self.stable = progress.stable > self.stable, max(self.stable, progress.stable)
         if progress.heal_addresses and progress.heal_addresses != self.hello.heal_addresses:
@@ -125,6 +128,7 @@ class Record:
 
     def asks(self, ask: Ask, now: float) -> None:
         """It asks for the next quorum."""
+        self.heard_at = now
         if self.ask is None:
             self.asked_at = now
         self.ask, self.stalled, self.incomplete = ask, "", ""
@@ -146,6 +150,7 @@ class Record:
 
     def opens(self, hello: Hello, now: float) -> None:
         """Its lease is open (anew): what was believed because there was none is over."""
+        self.heard_at = now
         self.pauses(hello.paused_s, now)
         self.peer_reported_failure = self.loss_announced = self.agreed = False
         self.ended_hint_until = 0.0

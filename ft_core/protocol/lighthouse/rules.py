@@ -27,6 +27,12 @@ class Rules:
     r18_claims: bool = True
     r21_not_again: bool = True
     """A job that has committed does not begin again at step 0 unasked."""
+    r22_grows: bool = True
+    """Of two lighthouses, each forms alone only what grows out of the last quorum."""
+    r22_informed: bool = True
+    """One that was started again and was not told what the other knows needs all members of that."""
+    r22_remembers: bool = True
+    """What both may have forgotten is not contradicted."""
     lazy_news: bool = True
     """No rule but a saving, whose absence must change nothing: newer stable versions alone decide nothing."""
     together: bool = True

@@ -117,6 +117,8 @@ class Formed:
 
     asks: tuple[Ask, ...]
     left_out: Mapping[str, str]
+    quorum_id: int = 0
+    """Under which the other lighthouse has recorded it (R22); 0: a new one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,3 +134,5 @@ class NotReady:
     """Until when somebody who has not asked may be busy, as it announced (0: nobody): counts against nobody's limit."""
     void: tuple[Ask, ...] = ()
     """Those who ask, if none of them holds a usable state."""
+    propose: bool = False
+    """The other lighthouse has to record it first, and has not been asked (R22)."""

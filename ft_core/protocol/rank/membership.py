@@ -136,7 +136,7 @@ class Membership(RankState):
             signature=self.attempt.signature, commit_failures=self.retries.vetoes, heals_late=self.heals_late,
             stable=held.stable, unbuilt=self.unbuilt, unbuilt_here=self.unbuilt_here, unreachable=self.links[0],
             reached=self.links[1], moves=self._moves_with_others, position=self.attempt.position,
-            from_scratch=formation.wish.template.from_scratch or held.restored,
+            from_scratch=formation.wish.template.from_scratch or held.restored, cast=self.cast, fenced=self.fenced,
         )  # fmt: skip
         formation.asked_at = now
         return self._present(ask, now)

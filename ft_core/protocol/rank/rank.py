@@ -112,6 +112,7 @@ class Rank(Membership):
 
     def ballot(self, now: float) -> list[float]:
         """What this member adds to the last all-reduce."""
+        self.cast_in = self.quorum_id
         return self.attempt.ballot(now, change=bool(self.change_wanted or self.ask_next))
 
     def count(self, sums: Sequence[float], now: float) -> Counted:
@@ -127,7 +128,7 @@ class Rank(Membership):
         if found.verdict.outcome is Outcome.BROKEN:
             return Counted(found.verdict, self._fail(CollectiveError(found.verdict.reason), now))
         self._to(Cause.COUNT)
-        attempt.verdict = found.verdict
+        attempt.verdict, self.fenced_in = found.verdict, self.quorum_id
         # Without any lease the room may long have gone on without this quorum: nothing more is published (R2, R6).
         lapsed = self.settings.rules.r3_autonomy and self.plan is not None and round(sums[NO_LEASE]) == self.plan.size
         if not attempt.behind and not lapsed:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from ft_core.protocol.rank.heal_plan import Plan
     from ft_core.protocol.rank.phases import Cause
     from ft_core.protocol.rank.settings import RankSettings
-    from ft_core.protocol.types import Quorum
+    from ft_core.protocol.types import Basis, Quorum
 
     Push = on.MemberLost | on.ChangePending | on.Superseded
 
@@ -60,6 +60,8 @@ class RankState:
         """Why there is no quorum yet, while there is none."""
         self.highest_id = 0
         """The newest quorum_id it was in: ids only grow (R8)."""
+        self.cast_in = self.fenced_in = 0
+        """The newest quorum in which it gave a ballot, and in which a fence has completed (R22)."""
         self.asks = 0
         """Asks so far: the sequence number of the newest."""
         self.heals_late = False
@@ -102,6 +104,21 @@ class RankState:
     def quorum_id(self) -> int:
         """Of that quorum; 0: there was none yet."""
         return self.attempt.plan.quorum_id if self.attempt.plan else 0
+
+    @property
+    def cast(self) -> bool:
+        """It has given a ballot in that quorum."""
+        return self.quorum_id in {0, self.cast_in}
+
+    @property
+    def fenced(self) -> bool:
+        """A fence of that quorum has completed here: all its members have entered it (R22)."""
+        return 0 < self.quorum_id == self.fenced_in
+
+    @property
+    def after(self) -> tuple[Basis, ...]:
+        """What that quorum grew out of, as long as it is not known to be entered by all."""
+        return () if self.quorum is None or self.fenced else self.quorum.after
 
     @property
     def broken(self) -> bool:

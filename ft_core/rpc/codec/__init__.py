@@ -21,6 +21,7 @@ from ft_core.rpc.codec.bounds import (
     check_version,
     clip,
 )
+from ft_core.rpc.codec.partner import decode_report, encode_report
 from ft_core.rpc.codec.pushes import (
     answer,
     decode_push,
@@ -61,6 +62,7 @@ __all__ = [
     "check_version",
     "clip",
     "decode_group_request",
+    "decode_report",
     "decode_push",
     "decode_lease_request",
     "decode_quorum_info",
@@ -72,6 +74,7 @@ __all__ = [
     "encode_quorum",
     "encode_quorum_info",
     "encode_rank",
+    "encode_report",
     "encode_unary",
     "fit_signature_lines",
     "pb",

@@ -29,11 +29,13 @@ from ft_core.rpc.codec.bounds import (
 )
 from ft_core.rpc.codec.pushes import pb_push
 from ft_core.rpc.codec.state import (
+    MAX_BASES,
     Opening,
     Renewal,
     check_hello,
     fit_signature_lines,
     pb_ask,
+    pb_bases,
     pb_left,
     pb_progress,
     pb_quorum,
@@ -82,6 +84,7 @@ def encode_hello(hello: Hello, room: str, release: str) -> bytes:
             min_replicas=hello.min_replicas, group_world_size=hello.group_world_size,
             join_ms=to_ms(hello.join_s), liveness_ms=to_ms(hello.liveness_s), orphan_ms=to_ms(hello.orphan_s),
             heal_addresses=hello.heal_addresses, paused_ms=min(to_ms(hello.paused_s), MAX_DURATION_MS),
+            not_cast=not hello.cast, fenced=hello.fenced, after=pb_bases(hello.after[-MAX_BASES:]),
         )  # fmt: skip
         check_hello(m, Check(ConfigError, "Hello"))
         return pb.LeaseRequest(hello=m).SerializeToString()

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from ft_core._pb import coordination_pb2 as pb
 from ft_core.errors import ConfigError, ProtocolError
 from ft_core.protocol.lighthouse.events import Hello, Left, Progress
-from ft_core.protocol.types import VOID, Ask, Member, Outcome, Quorum, Verdict
+from ft_core.protocol.types import VOID, Ask, Basis, Member, Outcome, Quorum, Verdict
 from ft_core.rpc.codec.bounds import (
     INT64,
     MAX_ADDRESS,
@@ -52,6 +52,29 @@ class Renewal:
     progress: Progress
 
 
+MAX_BASES = 16
+"""Quorums that one may grow out of: a lighthouse forms alone out of fewer."""
+
+
+def pb_bases(bases: Sequence[Basis]) -> list[pb.Basis]:
+    """What a quorum grows out of, as it travels."""
+    return [pb.Basis(quorum_id=basis.quorum_id, members=basis.members) for basis in bases]
+
+
+def check_bases(field: str, bases: Sequence[pb.Basis], check: Check) -> None:
+    """The bounds of what a quorum grows out of."""
+    check.number(field, len(bases), 0, MAX_BASES)
+    for basis in bases:
+        check.number(f"{field}.quorum_id", basis.quorum_id, 1, INT64)
+        check.number(f"{field}.members", len(basis.members), 1, MAX_REPLICAS)
+        check.texts(f"{field}.members", basis.members, MAX_REPLICAS)
+
+
+def read_bases(bases: Sequence[pb.Basis]) -> tuple[Basis, ...]:
+    """What a quorum grows out of, after `check_bases`."""
+    return tuple(Basis(basis.quorum_id, tuple(basis.members)) for basis in bases)
+
+
 def _check_ask(m: pb.Ask, check: Check) -> None:
     check.text("replica_id", m.replica_id, needed=True)
     check.number("seq", m.seq, 0, INT64)
@@ -80,7 +103,7 @@ def pb_ask(ask: Ask) -> pb.Ask:
         heals_before_forward=ask.heals_before_forward, heals_late=ask.heals_late,
         commit_failures=ask.commit_failures, data=ask.data, unreachable=ask.unreachable, reached=ask.reached,
         unbuilt=clip(ask.unbuilt, MAX_UNBUILT), unbuilt_here=ask.unbuilt_here, stable=pb_version(ask.stable),
-        from_scratch=ask.from_scratch, moves=ask.moves, position=ask.position,
+        from_scratch=ask.from_scratch, moves=ask.moves, position=ask.position, not_cast=not ask.cast, fenced=ask.fenced,
     )  # fmt: skip
     _check_ask(message, Check(ConfigError, "Ask"))
     return message
@@ -99,13 +122,14 @@ def read_ask(m: pb.Ask) -> Ask:
         heals_before_forward=m.heals_before_forward, heals_late=m.heals_late,
         commit_failures=m.commit_failures, data=m.data, unreachable=tuple(m.unreachable), reached=tuple(m.reached),
         unbuilt=clip(m.unbuilt, MAX_UNBUILT), unbuilt_here=m.unbuilt_here, from_scratch=m.from_scratch,
-        moves=m.moves, position=m.position,
+        moves=m.moves, position=m.position, cast=not m.not_cast, fenced=m.fenced,
         stable=read_version(m.stable, check, "stable") if m.HasField("stable") else VOID,
     )  # fmt: skip
 
 
 def _check_quorum(m: pb.QuorumInfo, check: Check) -> None:
     check.number("quorum_id", m.quorum_id, 0, INT64)
+    check_bases("after", m.after, check)
     check.number("members", len(m.members), 1, MAX_REPLICAS)
     for member in m.members:
         check.text("members.replica_id", member.replica_id, needed=True)
@@ -123,7 +147,9 @@ def _check_quorum(m: pb.QuorumInfo, check: Check) -> None:
 
 def pb_quorum(quorum: Quorum) -> pb.QuorumInfo:
     """A quorum, checked, as it travels."""
-    message = pb.QuorumInfo(quorum_id=quorum.quorum_id, created_ms=quorum.created_ms)
+    message = pb.QuorumInfo(
+        quorum_id=quorum.quorum_id, created_ms=quorum.created_ms, after=pb_bases(quorum.after[-MAX_BASES:])
+    )
     for m in quorum.members:
         message.members.add(
             replica_id=m.replica_id, version=pb_version(m.version), lineage=m.lineage,
@@ -155,6 +181,7 @@ def read_quorum(m: pb.QuorumInfo) -> Quorum:
             for x in m.members
         ),
         m.created_ms,
+        read_bases(m.after),
     )  # fmt: skip
 
 
@@ -179,6 +206,7 @@ def check_hello(m: pb.Hello, check: Check) -> None:
     check.number("highest_id", m.highest_id, 0, INT64)
     check.number("quorum_id", m.quorum_id, 0, INT64)
     check.texts("members", m.members, MAX_REPLICAS)
+    check_bases("after", m.after, check)
     check.texts("signature_lines", m.signature_lines, MAX_SIGNATURE_LINES, MAX_TEXT)
     check.number("expected", m.expected, 0, MAX_REPLICAS)
     check.number("min_replicas", m.min_replicas, 1, MAX_REPLICAS)
@@ -200,7 +228,7 @@ def read_opening(m: pb.Hello) -> Opening:
         group_world_size=m.group_world_size, join_s=from_ms(m.join_ms, check, "join_ms"),
         liveness_s=from_ms(m.liveness_ms, check, "liveness_ms"), orphan_s=from_ms(m.orphan_ms, check, "orphan_ms"),
         heal_addresses=tuple(m.heal_addresses), paused_s=from_ms(m.paused_ms, check, "paused_ms"),
-        release=clip(m.release, MAX_NAME),
+        release=clip(m.release, MAX_NAME), cast=not m.not_cast, fenced=m.fenced, after=read_bases(m.after),
     )  # fmt: skip
     return Opening(hello, m.room)
 

@@ -1,0 +1,33 @@
+"""`OtherLighthouse`: what the rooms of one of two lighthouses need to know of the other, and tell it (R22)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from ft_core.control.lighthouse.room_shell import RoomShell
+    from ft_core.protocol.lighthouse.partner import Proposal, Told
+
+
+class OtherLighthouse(Protocol):
+    """The other lighthouse of a pair, as `partner_link.PartnerLink` reaches it."""
+
+    @property
+    def serves(self) -> bool:
+        """This lighthouse, not the other one, takes leases and calls."""
+
+    @property
+    def refusal(self) -> str:
+        """What clients are told while this one does not."""
+
+    def known(self, room: str) -> tuple[Told, ...]:
+        """What is known of a room that is made now."""
+
+    def is_made(self, shell: RoomShell) -> None:
+        """A room was made."""
+
+    def decided(self, shell: RoomShell) -> None:
+        """A room has decided something."""
+
+    def propose(self, proposal: Proposal) -> None:
+        """Have the other one record a quorum."""

@@ -1,0 +1,266 @@
+"""`PartnerLink`: a lighthouse's connection to the other one of its pair (R22), around the machine `pair.Pair`.
+
+How it works. Each of the two dials the other and writes its reports on that stream; what arrives on the stream that the
+other one has dialled is handed to the machine. What the machine answers is performed here: reports are sent, rooms are
+fed, and when this lighthouse is to stand by, the streams of all its clients end and its rooms are dropped, after the
+machine has written down what they know. A stream that breaks is dialled anew after REDIAL_S; the end of the other
+process shows at once, its silence after a liveness timeout.
+
+Invariants: at most MAX_QUEUED reports wait to be written; a room's report is sent only if it has changed. Everything
+runs on the server's one loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import secrets
+from collections import deque
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from ft_core.errors import ConfigError, FaultToleranceError, RefusedError
+from ft_core.protocol.lighthouse.events import PartnerIs
+from ft_core.protocol.lighthouse.pair import REPORTS_PER_LIVENESS, Feed, Pair, Send, Serve, StandBy
+from ft_core.rpc import codec
+from ft_core.rpc.channel import LIGHTHOUSE, aio_channel, explain, grpc, release, status_of, token_metadata
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Sequence
+
+    from ft_core.certificates import Tls
+    from ft_core.control.lighthouse.room_host import Rooms
+    from ft_core.control.lighthouse.room_shell import RoomShell
+    from ft_core.protocol.lighthouse.pair import Action, Report
+    from ft_core.protocol.lighthouse.partner import Proposal, Told
+    from ft_core.rpc.stream_host import Context
+
+REDIAL_S = 0.1
+"""Between two attempts to reach the other lighthouse."""
+MAX_QUEUED = 256
+STANDBY = "standby: "
+"""What the refusal of a lighthouse that stands by begins with: its clients go to the other one."""
+
+_log = logging.getLogger("ft_core.lighthouse")
+
+
+class PartnerLink:
+    """The other lighthouse of a pair. The constructor assigns.
+
+    Args:
+        rooms: of this lighthouse.
+        address: of the other one, host:port.
+        tls: certificates; None: none.
+        token: what the other one wants to see.
+    """
+
+    def __init__(self, rooms: Rooms, address: str, tls: Tls | None, token: str) -> None:
+        self.address = address
+        self._rooms = rooms
+        self._tls = tls
+        self._metadata = token_metadata(token)
+        self._pair = Pair(secrets.randbits(63) | 1, address, rooms.liveness_s, rooms.started)
+        self._queue: deque[bytes] = deque()
+        self._wake: asyncio.Event | None = None
+        self._sent: dict[str, Told] = {}
+        self._stream: object = None
+        """The newest stream of the other one's."""
+        self._tasks: list[asyncio.Task[None]] = []
+        self._timer: asyncio.TimerHandle | None = None
+        self._said = ""
+
+    def __repr__(self) -> str:
+        return f"PartnerLink({self.address}, {self._pair.role.value}, {'in' if self._pair.contact else 'no'} contact)"
+
+    @property
+    def serves(self) -> bool:
+        """This lighthouse takes leases and calls."""
+        return self._pair.serves
+
+    @property
+    def refusal(self) -> str:
+        """What clients are told by one that stands by, or has not found out yet whether it is to serve."""
+        if self._pair.contact:
+            return f"{STANDBY}{self.address} is active"
+        return f"{STANDBY}this lighthouse has just started and looks for {self.address}"
+
+    def start(self) -> None:
+        """On the loop: look for the other one."""
+        if self._tasks:
+            return
+        self._wake = asyncio.Event()
+        loop = asyncio.get_running_loop()
+        self._tasks = [loop.create_task(self._dial()), loop.create_task(self._beat())]
+        self._arm()
+
+    def close(self) -> None:
+        """On the loop: end all of it."""
+        for task in self._tasks:
+            task.cancel()
+        self._tasks = []
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    # ------------------------------------------------------------ rooms
+
+    def known(self, room: str) -> tuple[Told, ...]:
+        """What is known of a room that is made now."""
+        return self._pair.known(room)
+
+    def is_made(self, shell: RoomShell) -> None:
+        """A room was made: it has to know of the other lighthouse."""
+        self._rooms.feed(shell, PartnerIs(self._pair.partner))
+
+    def decided(self, shell: RoomShell) -> None:
+        """A room has decided something: the other lighthouse is told what has changed."""
+        told = shell.room.told
+        if self._pair.serves and self._sent.get(told.room) != told:
+            self._sent[told.room] = told
+            self._write(self._pair.report(self._leases, (told,)))
+
+    def propose(self, proposal: Proposal) -> None:
+        """Have the other one record a quorum."""
+        self._write(replace(self._pair.report(self._leases), proposals=(proposal,)))
+
+    @property
+    def _leases(self) -> int:
+        return self._rooms.leases
+
+    # ------------------------------------------------------------ what arrives
+
+    async def serve(self, _requests: object, context: Context) -> None:
+        """Handler of the stream that the other one has dialled."""
+        await self._rooms.check_token(context)
+        mine = self._stream = object()
+        try:
+            while True:
+                data: Any = await context.read()
+                if data is grpc.aio.EOF:
+                    return
+                self._heard(data)
+        except FaultToleranceError as error:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, codec.clip(str(error)))
+        finally:
+            if mine is self._stream:
+                self._stream = None
+                self._act(self._pair.ended())
+
+    def _heard(self, data: bytes) -> None:
+        report = codec.decode_report(data)
+        if report.boot == self._pair.boot:
+            raise RefusedError("--peer is this lighthouse itself; give the address of the other one")
+        contact = self._pair.contact
+        self._act(self._pair.heard(report, self._rooms.now(), self._leases))
+        if self._pair.contact != contact:
+            self._report()
+
+    def _act(self, actions: Sequence[Action]) -> None:
+        for action in actions:
+            match action:
+                case Send():
+                    self._write(action.report)
+                case Serve():
+                    _log.info("serves now; the other lighthouse is %s", self.address)
+                    self._rooms.begin()
+                    self._report()
+                case StandBy():
+                    _log.info("stands by: %s serves", self.address)
+                    for told in self._rooms.stop_serving(f"{STANDBY}{self.address} is active"):
+                        self._pair.stops(told)
+                    self._sent.clear()
+                    self._report()
+                case Feed():
+                    for shell in self._rooms.chosen(action.room) if self._pair.serves else ():
+                        self._rooms.feed(shell, action.event)
+        self._arm()
+
+    def _arm(self) -> None:
+        """Look again when the machine wants to."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        at = self._pair.next_at
+        if at < float("inf"):
+            delay_s = max(0.0, at - self._rooms.now())
+            self._timer = asyncio.get_running_loop().call_later(delay_s, self._tick)
+
+    def _tick(self) -> None:
+        self._timer = None
+        self._act(self._pair.tick(self._rooms.now()))
+
+    # ------------------------------------------------------------ what is sent
+
+    def _report(self) -> None:
+        """Report, completely if the other one may not know everything."""
+        complete = self._pair.tells_all
+        told: tuple[Told, ...] = ()
+        if complete and self._pair.serves:
+            told = tuple(shell.room.told for shell in self._rooms.chosen(""))
+            self._sent = {one.room: one for one in told}
+        self._write(self._pair.report(self._leases, told, complete=complete))
+
+    def _write(self, report: Report) -> None:
+        try:
+            data = codec.encode_report(report, release())
+        except ConfigError as error:  # what is known of a room has no place in a report: the other one goes without
+            self._say(f"a report to {self.address} cannot be sent: {error}")
+            return
+        self._queue.append(data)
+        if len(self._queue) > MAX_QUEUED:
+            self._queue.clear()  # it reads nothing, or is not there: it is told everything when it is
+        if self._wake is not None:
+            self._wake.set()
+
+    async def _beat(self) -> None:
+        while True:
+            self._report()
+            await asyncio.sleep(self._rooms.liveness_s / REPORTS_PER_LIVENESS)
+
+    async def _dial(self) -> None:
+        """Keep a stream to the other one open, and write on it what there is to report."""
+        while True:
+            channel = aio_channel(self.address, "--peer", self._tls, self._rooms.liveness_s)
+            try:
+                method: Any = channel.stream_stream(f"/{LIGHTHOUSE}/Partner")
+                call = method(self._reports(), metadata=self._metadata)
+                async for _ in call:
+                    pass
+                self._say(f"{self.address} has ended the connection between the lighthouses")
+            except grpc.RpcError as error:
+                self._say(_why(error, self.address))
+            finally:
+                with contextlib.suppress(Exception):
+                    await channel.close()
+            await asyncio.sleep(REDIAL_S)
+
+    async def _reports(self) -> AsyncIterator[bytes]:
+        assert self._wake is not None
+        self._queue.clear()
+        told = tuple(shell.room.told for shell in self._rooms.chosen("")) if self._pair.serves else ()
+        yield codec.encode_report(self._pair.report(self._leases, told, complete=True), release())
+        while True:
+            while self._queue:
+                yield self._queue.popleft()
+            self._wake.clear()
+            await self._wake.wait()
+
+    def _say(self, text: str) -> None:
+        """Log it once, until something else is to be said."""
+        if text != self._said:
+            self._said = text
+            _log.warning("%s", text)
+
+
+def _why(error: grpc.RpcError, address: str) -> str:
+    """What keeps this lighthouse from the other one, and what to do."""
+    code, text = status_of(error), explain(error)
+    if code is grpc.StatusCode.UNIMPLEMENTED:
+        return (
+            f"the lighthouse at {address} does not know that it is one of a pair, so both may decide beside each "
+            "other: start it with --peer, and this one's address"
+        )
+    if code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED):
+        return f"the other lighthouse, {address}, cannot be reached: {text}"
+    return f"the other lighthouse, {address}, refuses this one: {text}"

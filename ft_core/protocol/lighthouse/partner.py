@@ -1,0 +1,78 @@
+"""What the two lighthouses of a pair know of each other, and tell each other (R22). Values only. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ft_core.protocol.types import VOID, Basis, Version
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+
+@dataclass(frozen=True, slots=True)
+class Partner:
+    """The other lighthouse, as a room has to know it."""
+
+    address: str = ""
+    """Where it is, for messages; '': there is none, and this lighthouse decides alone."""
+    stands_by: bool = False
+    """It can be reached and stands by: it records what is proposed to it."""
+    informed: bool = False
+    """Since its own start this lighthouse has been told once what the other one knows."""
+    since: float = 0.0
+    """When they first met in the life that both are in now; until then either may have forgotten something."""
+    met_at: float = 0.0
+    """When the connection between them that stands now was opened."""
+
+
+ALONE = Partner()
+
+
+@dataclass(frozen=True, slots=True)
+class Told:
+    """What one lighthouse knows of a room: enough for the other one to go on in its place."""
+
+    room: str
+    quorum_id: int = 0
+    members: tuple[str, ...] = ()
+    """The quorum in force; 0 and (): there is none."""
+    ended: bool = False
+    """It can complete nothing more."""
+    bases: tuple[Basis, ...] = ()
+    """What the next quorum has to grow out of."""
+    furthest: int = 0
+    """The newest step that is known to be committed (R21)."""
+    closed: str = ""
+    finished: Version = VOID
+    """Why nobody may join any more, and the version that a finished replica held."""
+    merged: tuple[int, ...] = ()
+    """Quorums of the receiver's that the sender knows of, and has taken into account."""
+
+    @property
+    def ids(self) -> frozenset[int]:
+        """The quorums it is about."""
+        return frozenset({self.quorum_id, *(basis.quorum_id for basis in self.bases)} - {0})
+
+
+@dataclass(frozen=True, slots=True)
+class Proposal:
+    """A quorum that is announced once the other lighthouse has recorded it."""
+
+    room: str
+    quorum_id: int
+    members: tuple[str, ...]
+    bases: tuple[Basis, ...]
+    """What the next one has to grow out of, this one included."""
+    over: tuple[int, ...] = ()
+    """Quorums that can complete nothing more, as the proposer knows."""
+    presumed: bool = False
+    """That the last one has ended is not certain: nobody of it had a lease for orphan_s."""
+    orphan_s: float = 900.0
+    furthest: int = 0
+
+
+def newest(bases: Iterable[Basis]) -> int:
+    """The highest quorum_id among them; 0: there are none."""
+    return max((basis.quorum_id for basis in bases), default=0)

@@ -1,0 +1,365 @@
+"""`Succession`: out of which quorums the next one of a room has to grow, where two lighthouses share a job (R22). Pure.
+
+How it works. Either lighthouse of a pair may be the only one that a group can reach, and neither can tell whether the
+other is gone or only out of its reach. What keeps them from forming two quorums beside each other is that a quorum is
+formed only
+
+- alone: of more than half of the members of each quorum that it grows out of (its *bases*), or
+- together: of anybody, once the other lighthouse, which stands by, has recorded it.
+
+The bases are the newest quorum of which a fence has completed, so that all its members have entered it, and whichever
+was formed after it and may be entered yet. Two quorums that grow alone out of one basis have a member in common, who is
+in one of them only, and a fence needs all members: so at most one of the two ever completes anything. What has grown
+together is known to both lighthouses. Members bring the bases of their quorum along, so a lighthouse that has been
+elsewhere, or was started again, learns of them from those who ask. (The idea of a primary component that grows out of
+a majority of the last one, and of the attempts that have to be remembered with it: Yeger Lotem, Keidar and Dolev,
+"Dynamic voting for consistent primary components", PODC 1997. Recorded quorums are added here: two lighthouses that
+know of each other need no majority.)
+
+A basis is dropped when a newer one is known to be entered by all, or when one of its members leaves it without having
+given a ballot in it: then no fence of it has completed, or ever will.
+
+A lighthouse forgets by a restart. So one that has not been told by the other what that knows (`informed`) forms alone
+only with all members of each basis; and the two form together only what cannot contradict something that either has
+forgotten: once more than half of the newest basis's members were heard of in it since both were started (`remembered`).
+
+Invariants: without a partner nothing is held up, and nothing is sent. `bases` is sorted by quorum_id; the first is the
+one that all have entered, if any of them is. Ownership: `room.Room` only.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from ft_core.protocol.lighthouse.events import PartnerIs, PartnerTold, Propose, Recorded
+from ft_core.protocol.lighthouse.partner import ALONE, Partner, Proposal, Told, newest
+from ft_core.protocol.lighthouse.view import Current, Formed, Life, NotReady
+from ft_core.protocol.types import Basis
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Mapping, Sequence
+
+    from ft_core.protocol.lighthouse.events import Hello, Refuse
+    from ft_core.protocol.lighthouse.record import Record
+    from ft_core.protocol.lighthouse.view import View
+    from ft_core.protocol.quorum_ids import QuorumIds
+    from ft_core.protocol.types import Ask, Quorum, Version
+
+RETRY_S = 0.2
+"""How soon a quorum is proposed again that the other lighthouse has refused to record (seconds)."""
+MAX_PAST = 256
+"""As many former quorums are remembered: the other lighthouse may not have been told of the last ones."""
+MAX_BASES = 4
+"""Quorums that may be entered yet and that are told apart; more of them are formed together only."""
+
+
+@dataclass(slots=True)
+class _Proposed:
+    asks: tuple[tuple[str, int], ...]
+    """(replica_id, seq) of each: a proposal is for these asks alone."""
+    proposal: Proposal
+    answer: bool | None = None
+
+
+class Succession:
+    """Which quorums the next one has to grow out of.
+
+    Args:
+        room: its name.
+        ids: where quorum ids come from.
+        told: what the other lighthouse has told of the room before this one took over, and what this one knew.
+    """
+
+    def __init__(self, room: str, ids: QuorumIds, told: Sequence[Told] = ()) -> None:
+        self._room, self._ids = room, ids
+        self.partner = ALONE
+        self.bases: tuple[Basis, ...] = ()
+        self.furthest = 0
+        """The newest step that the other lighthouse knows to be committed."""
+        self.entered = 0
+        """The newest quorum that all its members are known to have entered; 0: none."""
+        self.beside: Current | None = None
+        """A quorum of the other lighthouse, of which members may train beside the one in force here."""
+        self._inherited: list[Told] = sorted(told, key=lambda t: t.quorum_id)
+        """What was told and is not adopted yet: that takes a member's Hello."""
+        self.merged: tuple[int, ...] = ()
+        """Quorums of the other lighthouse that are taken into account here."""
+        self._remembered = False
+        self._proposed: _Proposed | None = None
+        self._refused, self._retry_at = False, 0.0
+        """The other lighthouse has refused a proposal; it is asked again then, if it has told nothing new before."""
+        self._dropped: tuple[int, ...] = ()
+        """The last quorum that was recorded and never announced."""
+        self._past: deque[int] = deque(maxlen=MAX_PAST)
+        """Quorums that have been in force here: what is told of an older one is no news."""
+        for one in self._inherited:
+            self._learn(one)
+
+    def __repr__(self) -> str:
+        return f"Succession({', '.join(f'{b.quorum_id:#x}' for b in self.bases)}, entered={self.entered:#x})"
+
+    def take(self, event: PartnerIs | PartnerTold | Recorded, current: Current | None) -> None:
+        """Something has become of the other lighthouse, or it has sent something."""
+        match event:
+            case PartnerIs():
+                self._partner_is(event.partner)
+            case PartnerTold():
+                self._hears(event.told, current)
+            case Recorded():
+                self._recorded(event.quorum_id, event.accepted)
+
+    # ------------------------------------------------------------ what is learned
+
+    def presented(self, hello: Hello) -> None:
+        """A replica presents the quorum that it is in."""
+        if hello.quorum_id and hello.members and hello.replica_id in hello.members:
+            mine = Basis(hello.quorum_id, hello.members)
+            if hello.fenced:
+                self._enter(mine)
+            else:
+                self._take((*hello.after, mine) if hello.cast else hello.after)
+
+    def asked(self, ask: Ask, *, leaves: bool) -> None:
+        """A replica asks. `leaves`: it is a member of the quorum in force, and leaves it."""
+        found = next((b for b in self.bases if b.quorum_id == ask.quorum_id), None)
+        if found is not None and ask.fenced:
+            self._enter(found)
+        kept = self.bases
+        for basis in self.bases:
+            member = ask.replica_id in basis.members and basis.quorum_id != self.entered
+            never = basis.quorum_id == ask.quorum_id and not ask.cast
+            if member and len(self.bases) > 1 and (never or (leaves and basis.quorum_id > ask.quorum_id)):
+                kept = tuple(b for b in kept if b is not basis)
+        self.bases = kept
+        if self.beside is not None and ask.replica_id in self.beside.among:
+            self.beside = None
+
+    def formed(self, quorum: Quorum) -> None:
+        """A quorum was formed here."""
+        self._proposed, self.beside = None, None
+        self.is_in_force(quorum.quorum_id)
+        self._take((Basis(quorum.quorum_id, quorum.ids),))
+
+    def is_in_force(self, quorum_id: int) -> None:
+        """The room goes on from this one: what is told of those before it is no news."""
+        self._past.append(quorum_id)
+
+    def committed(self, quorum_id: int) -> None:
+        """A step was committed in that quorum."""
+        found = next((b for b in self.bases if b.quorum_id == quorum_id), None)
+        if found is not None:
+            self._enter(found)
+
+    def _hears(self, told: Told, current: Current | None) -> None:
+        """The other lighthouse tells what it knows."""
+        self._learn(told)
+        self._retry_at = 0.0
+        self.merged = tuple(sorted(told.ids))
+        if not told.quorum_id or told.ended or told.quorum_id in self._past or told.quorum_id < self.entered:
+            return
+        if current is not None and told.quorum_id < current.quorum_id:
+            self.beside = Current(told.quorum_id, told.members, ended=False)
+        else:
+            self._inherited.append(told)
+
+    def tells(self, current: Current | None, furthest: int, closed: str, finished: Version) -> Told:
+        """What the other lighthouse has to know to go on in this one's place."""
+        quorum_id, members = (current.quorum_id, current.members) if current is not None else (0, ())
+        ended = current is not None and current.ended
+        return Told(self._room, quorum_id, members, ended, self.bases, furthest, closed, finished, self.merged)
+
+    def inherits(self, current: Current | None) -> list[Told]:
+        """What to adopt, now that somebody is here: the newest quorum; an older one that may go on stands beside it."""
+        told, self._inherited = sorted(self._inherited, key=lambda t: t.quorum_id), []
+        told = [t for t in told if t.quorum_id and not t.ended and t.quorum_id >= self.entered]
+        if not told:
+            return []
+        last = told[-1] if current is None or told[-1].quorum_id > current.quorum_id else None
+        for other in told[:-1]:
+            if other.quorum_id != told[-1].quorum_id:
+                self.beside = Current(other.quorum_id, other.members, ended=False)
+        return [last] if last is not None else []
+
+    def _learn(self, told: Told) -> None:
+        self.furthest = max(self.furthest, told.furthest)
+        for quorum_id in told.ids:
+            self._ids.observe(quorum_id)
+        for basis in told.bases[:1]:
+            self._enter(basis)
+        self._take(told.bases[1:])
+
+    def _enter(self, basis: Basis) -> None:
+        if basis.quorum_id > self.entered:
+            self.entered = basis.quorum_id
+            self.bases = (basis, *(b for b in self.bases if b.quorum_id > basis.quorum_id))
+
+    def _take(self, bases: Sequence[Basis]) -> None:
+        """These may be entered, or have been."""
+        for basis in bases:
+            if basis.quorum_id > self.entered and all(b.quorum_id != basis.quorum_id for b in self.bases):
+                rest = [b for b in self.bases if b.quorum_id == self.entered or b.members != basis.members]
+                self.bases = tuple(sorted((*rest, basis), key=lambda b: b.quorum_id))
+
+    # ------------------------------------------------------------ the other lighthouse
+
+    def _partner_is(self, partner: Partner) -> None:
+        """The connection to it, or its life, has changed."""
+        if partner.since != self.partner.since:
+            self._remembered = False
+        if not partner.stands_by:
+            self._drop()
+        self.partner = partner
+
+    def _recorded(self, quorum_id: int, accepted: bool) -> None:
+        """The answer to a proposal."""
+        proposed = self._proposed
+        if proposed is not None and proposed.proposal.quorum_id == quorum_id:
+            proposed.answer = accepted
+            if not accepted:
+                self._proposed, self._refused = None, True
+
+    def _drop(self) -> None:
+        if self._proposed is not None:
+            self._dropped = (self._proposed.proposal.quorum_id,)
+        self._proposed = None
+
+    # ------------------------------------------------------------ what may form
+
+    def grown(
+        self, formed: Formed, view: View, records: Mapping[str, Record], furthest: int, presumed: bool
+    ) -> tuple[Formed | NotReady, list[Propose]]:
+        """Whether this quorum may form now, or has to be proposed to the other lighthouse first.
+
+        Args:
+            formed: what `quorum_rule.decide` has found.
+            view: the room.
+            records: of the room.
+            furthest: the newest step that is known to be committed.
+            presumed: that the quorum in force has ended is not certain.
+        """
+        outcome = self._allow(formed, view, records, presumed=presumed)
+        if isinstance(outcome, Formed) or not outcome.propose:
+            return outcome, []
+        return outcome, [Propose(self._propose(formed, view, furthest, presumed=presumed))]
+
+    def _allow(self, formed: Formed, view: View, records: Mapping[str, Record], *, presumed: bool) -> Formed | NotReady:
+        partner = self.partner
+        if not partner.address or not view.rules.r22_grows:
+            return formed
+        ids = {ask.replica_id for ask in formed.asks}
+        if self.beside is not None and any(
+            (record := records.get(i)) is not None and record.life is Life.GONE for i in self.beside.members
+        ):
+            self.beside = None  # it can complete nothing more
+        if not presumed and self.beside is None and len(self.bases) <= MAX_BASES and self._grows(ids, view):
+            return formed
+        asks = tuple((ask.replica_id, ask.seq) for ask in formed.asks)
+        proposed = self._proposed
+        if proposed is not None and proposed.asks == asks and partner.stands_by:
+            if proposed.answer:
+                return replace(formed, quorum_id=proposed.proposal.quorum_id)
+            return NotReady(f"the lighthouse at {partner.address} is recording the next quorum", None)
+        self._drop()
+        if not partner.stands_by:
+            return self._waits(ids, presumed=presumed)
+        if not self._remembers(view, records):
+            at = partner.met_at + view.orphan_s
+            return NotReady(
+                f"a lighthouse has been started since {', '.join(self._lacks(ids)[:4])} was last heard of, and may "
+                f"have forgotten with whom it trains on; waiting for it, for {at - view.now:.0f} s more (orphan_s)",
+                at,
+            )
+        if self._refused:
+            self._refused, self._retry_at = False, view.now + RETRY_S
+        if view.now < self._retry_at:
+            return NotReady(f"the lighthouse at {partner.address} knows of another quorum", self._retry_at)
+        return NotReady(f"the lighthouse at {partner.address} is recording the next quorum", None, propose=True)
+
+    def certain(
+        self, outcome: Formed | NotReady, lost: list[Refuse], view: View
+    ) -> tuple[Formed | NotReady, list[Refuse]]:
+        """Nobody is refused for good because all state is lost (R21) while the other lighthouse may know who has it."""
+        partner = self.partner
+        if not lost or not partner.address or partner.stands_by or not view.rules.r22_grows:
+            return outcome, lost
+        why = (
+            "those who ask hold none of what this job has trained; whether others do is known when the other "
+            f"lighthouse, {partner.address}, can be reached again"
+        )
+        return NotReady(why, None), []
+
+    def _propose(self, formed: Formed, view: View, furthest: int, *, presumed: bool) -> Proposal:
+        members = tuple(ask.replica_id for ask in formed.asks)
+        quorum_id = self._ids.next()
+        current = (view.current.quorum_id,) if view.current is not None else ()
+        over = {*current, *self.merged, *self._dropped, *(b.quorum_id for b in self.bases)}
+        if self.beside is not None and not presumed:
+            over.discard(self.beside.quorum_id)
+        proposal = Proposal(
+            self._room, quorum_id, members, (*self.bases, Basis(quorum_id, members)), tuple(sorted(over)), presumed,
+            view.orphan_s, furthest,
+        )  # fmt: skip
+        self._proposed = _Proposed(tuple((ask.replica_id, ask.seq) for ask in formed.asks), proposal)
+        return proposal
+
+    def _grows(self, ids: Collection[str], view: View) -> bool:
+        """Whether a quorum of these grows out of all bases, without anybody's consent."""
+        if not self.bases:
+            return bool(view.expected) and len(ids) >= view.expected
+        if not self.partner.informed and view.rules.r22_informed:
+            return all(set(basis.members).issubset(ids) for basis in self.bases)
+        return all(most_of(basis, ids) for basis in self.bases)
+
+    def _lacks(self, ids: Collection[str]) -> list[str]:
+        """Members of the bases that are not among these."""
+        return sorted({i for basis in self.bases for i in basis.members} - set(ids))
+
+    def _waits(self, ids: Collection[str], *, presumed: bool) -> NotReady:
+        away, names = self.partner.address, ", ".join(self._lacks(ids)[:4])
+        if presumed or self.beside is not None:
+            why = "that the last quorum has ended is not certain"
+        elif not self.bases:
+            why = "this lighthouse does not know whether the job runs under it, and not all of its groups are here"
+        elif not self.partner.informed:
+            why = f"this lighthouse was started since, and {names} may train on under it"
+        else:
+            why = f"{names} may train on under it, with half or more of the last quorum"
+        return NotReady(
+            f"the other lighthouse, {away}, cannot be reached, and {why}. Start that lighthouse, or those groups; if "
+            "it is certain that both are gone, start this lighthouse again without --peer",
+            None,
+        )
+
+    def _remembers(self, view: View, records: Mapping[str, Record]) -> bool:
+        """Whether nothing that either lighthouse has forgotten by a restart can contradict what they form now."""
+        partner = self.partner
+        if not self.bases or self._remembered or not view.rules.r22_remembers:
+            return True
+        basis, since = self.bases[0], partner.since
+        heard = {i for i in basis.members if (r := records.get(i)) is not None and r.heard_at >= since}
+        self._remembered = most_of(basis, heard) or view.now >= partner.met_at + view.orphan_s
+        return self._remembered
+
+
+def most_of(basis: Basis, ids: Collection[str]) -> bool:
+    """Whether more than half of its members are among these; of two halves the one with the first member is."""
+    here = sum(member in ids for member in basis.members)
+    return 2 * here > len(basis.members) or (2 * here == len(basis.members) and basis.members[0] in ids)
+
+
+def accepts(proposal: Proposal, known: Sequence[Told], met_at: float, now: float) -> bool:
+    """Whether a lighthouse that stands by records this: it knows of no quorum that it may contradict.
+
+    Args:
+        proposal: of the other lighthouse.
+        known: what this one knows of the room.
+        met_at: when the connection that stands now was opened; since then nobody has had a lease here.
+        now: instant.
+    """
+    mine = {told.quorum_id for told in known if told.quorum_id and not told.ended}
+    mine |= {newest(told.bases) for told in known} - {0}
+    if any(quorum_id not in proposal.over for quorum_id in mine):
+        return False
+    return not proposal.presumed or now >= met_at + proposal.orphan_s

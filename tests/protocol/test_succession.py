@@ -1,0 +1,320 @@
+"""Out of which quorums the next one may grow, where two lighthouses share a job (R22): `succession`, room by room."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import replace
+from itertools import combinations
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ft_core.protocol.lighthouse.events import PartnerIs, PartnerTold, Propose, Recorded
+from ft_core.protocol.lighthouse.partner import Partner, Proposal, Told
+from ft_core.protocol.lighthouse.room import Room
+from ft_core.protocol.lighthouse.rules import Rules
+from ft_core.protocol.lighthouse.succession import accepts, most_of
+from ft_core.protocol.quorum_ids import QuorumIds
+from ft_core.protocol.types import Basis, Version
+from ft_core.settings import LighthouseSettings
+from tests.protocol.test_room import ORPHAN, Script
+
+OTHER = "host1:29510"
+
+
+class Half(Script):
+    """The room of one lighthouse of a pair."""
+
+    def __init__(self, *told: Told, boot: int = 500, rules: Rules | None = None, **hello: Any) -> None:
+        super().__init__(**hello)
+        self.ids = QuorumIds(boot, 77, deque(range(1, 100)))
+        settings = LighthouseSettings(boot_window_s=0.0, grace_s=0.1)
+        self.room = Room("job", settings, self.ids, boot_at=self.now, rules=rules, told=told)
+
+    def other(self, *, stands_by: bool, informed: bool = True, since: float | None = None) -> None:
+        """What is known of the other lighthouse."""
+        at = self.now if since is None else since
+        self.do(PartnerIs(Partner(OTHER, stands_by, informed, at, at)))
+
+    def proposes(self) -> Proposal | None:
+        """What the room would like to have recorded now."""
+        effects = self.room.settle(self.now)
+        return next((effect.proposal for effect in effects if isinstance(effect, Propose)), None)
+
+    def records(self, lines: list[str], *, accepted: bool = True) -> list[str]:
+        """The other lighthouse answers the proposal that is open."""
+        assert any(line.startswith("propose ") for line in lines), lines
+        proposed = self.room._succession._proposed
+        assert proposed is not None
+        return self.do(Recorded(proposed.proposal.quorum_id, accepted))
+
+    def trains(self, *names: str, told: bool = True) -> None:
+        """A first quorum of these, which the other lighthouse records; a fence of it completes."""
+        self.other(stands_by=told)
+        for name in names:
+            self.hello(name, expected=len(names))
+        lines = [line for name in names for line in self.ask(name)] + self.later(0.2)
+        if told and self.room.current is None:
+            self.records(lines)
+        assert self.room.current is not None
+        assert self.room.current.members == names
+
+    def dies(self, name: str) -> list[str]:
+        """Its connection closes, and a peer has accused it."""
+        return self.ends(name)
+
+    def asks_again(self, name: str, **more: Any) -> list[str]:
+        """It asks after its last quorum; `fenced`: a step was committed in that."""
+        fenced = more.get("fenced", True)
+        version = Version(5, self.quorum.get(name, 0) if fenced else 3)
+        return self.ask(name, failed=True, version=version, **{"cast": True, "fenced": True, **more})
+
+
+def test_without_a_partner_nothing_is_held_up() -> None:
+    alone = Script()
+    alone.train("a", "b", "c")
+    alone.ends("b"), alone.ends("c")
+    assert any(line.startswith("quorum a ->") for line in alone.ask("a", 3, failed=True, fenced=True) + alone.later(9))
+
+
+def test_the_first_quorum_is_recorded_by_both() -> None:
+    half = Half()
+    half.other(stands_by=True)
+    half.hello("a"), half.hello("b")
+    lines = half.ask("a") + half.ask("b") + half.later(0.2)
+    assert "propose a, b" in lines
+    assert half.room.current is None
+    assert any(line.startswith("quorum a, b ->") for line in half.records(lines))
+
+
+def test_the_first_quorum_is_formed_alone_only_of_the_whole_job() -> None:
+    half = Half()
+    half.other(stands_by=False, informed=False)
+    half.hello("a", expected=2)
+    half.ask("a")
+    half.later(15)
+    assert half.room.current is None
+    assert OTHER in half.room.waits.reason
+    half.hello("b", expected=2)
+    assert any(line.startswith("quorum a, b ->") for line in half.ask("b") + half.later(0.2))
+
+
+def test_more_than_half_go_on_alone() -> None:
+    half = Half()
+    half.trains("a", "b", "c")
+    half.other(stands_by=False)
+    half.dies("c")
+    half.asks_again("a")
+    assert any(line.startswith("quorum a, b ->") for line in half.asks_again("b") + half.later(9))
+
+
+def test_less_than_half_go_on_without_the_rule() -> None:
+    half = Half(rules=Rules(r22_grows=False))
+    half.trains("a", "b", "c", told=False)
+    half.dies("a"), half.dies("b")
+    assert any(line.startswith("quorum c ->") for line in half.asks_again("c") + half.later(30))
+
+
+def test_less_than_half_wait_for_the_other_lighthouse_in_words() -> None:
+    half = Half()
+    half.trains("a", "b", "c")
+    half.other(stands_by=False)
+    half.dies("a"), half.dies("b")
+    half.asks_again("c")
+    half.later(2 * ORPHAN)
+    assert half.room.current is not None
+    assert half.room.current.members == ("a", "b", "c")
+    assert OTHER in half.room.waits.reason
+    assert "a, b may train on under it" in half.room.waits.reason
+    assert "--peer" in half.room.waits.reason
+
+
+def test_less_than_half_go_on_once_the_other_lighthouse_has_recorded_it() -> None:
+    half = Half()
+    half.trains("a", "b", "c")
+    for name in "abc":
+        half.progress(name, 1)
+    half.dies("a"), half.dies("b")
+    lines = half.asks_again("c") + half.later(9)
+    assert "propose c" in lines
+    assert any(line.startswith("quorum c ->") for line in half.records(lines))
+
+
+def test_of_two_halves_the_one_with_the_first_member_goes_on_alone() -> None:
+    for survivor, goes_on in (("a", True), ("b", False)):
+        half = Half()
+        half.trains("a", "b")
+        half.other(stands_by=False)
+        half.dies("b" if survivor == "a" else "a")
+        lines = half.asks_again(survivor) + half.later(9)
+        assert any(line.startswith(f"quorum {survivor} ->") for line in lines) is goes_on
+
+
+def test_what_a_refused_proposal_was_for_is_not_announced_and_asked_again_later() -> None:
+    half = Half()
+    half.trains("a", "b", "c")
+    for name in "abc":
+        half.progress(name, 1)
+    half.dies("a"), half.dies("b")
+    lines = half.records(half.asks_again("c") + half.later(9), accepted=False)
+    assert not any(line.startswith("quorum") for line in lines)
+    lines = half.later(1.0)
+    assert "propose c" in lines, "it is asked again"
+    assert lines.count("propose c") == 1, "and not all the time"
+
+
+def test_a_record_for_other_asks_is_worth_nothing() -> None:
+    half = Half()
+    half.trains("a", "b", "c")
+    for name in "abc":
+        half.progress(name, 1)
+    half.dies("a"), half.dies("b")
+    lines = half.asks_again("c") + half.later(9)
+    proposed = half.room._succession._proposed
+    assert proposed is not None
+    half.hello("d")
+    again = half.ask("d") + half.later(0.2)  # it joins: that is another quorum
+    assert not any(line.startswith("quorum") for line in half.do(Recorded(proposed.proposal.quorum_id, True)))
+    assert "propose c, d" in lines + again
+
+
+def test_a_lighthouse_that_was_started_again_needs_all_of_the_last_quorum() -> None:
+    """Before its start it may have formed a quorum of one of them together with the other lighthouse."""
+    for who, goes_on, rules in (("ab", False, None), ("abc", True, None), ("ab", True, Rules(r22_informed=False))):
+        half = Half(boot=900, rules=rules)
+        half.other(stands_by=False, informed=False)
+        for name in who:
+            half.quorum[name], half.members[name] = 500 << 32 | 3, ("a", "b", "c")
+            half.hello(name, version=Version(5, 500 << 32 | 3), fenced=True)
+        lines = [line for name in who for line in half.asks_again(name)] + half.later(60)
+        assert any(line.startswith("quorum") for line in lines) is goes_on, (who, half.room.waits.reason)
+    half = Half(boot=900)  # the same two, once the other one has told what it knows
+    half.other(stands_by=False, informed=True)
+    for name in "ab":
+        half.quorum[name], half.members[name] = 500 << 32 | 3, ("a", "b", "c")
+        half.hello(name, version=Version(5, 500 << 32 | 3), fenced=True)
+    lines = half.asks_again("a") + half.asks_again("b") + half.later(60)
+    assert any(line.startswith("quorum a, b ->") for line in lines)
+
+
+def test_what_both_may_have_forgotten_is_not_contradicted() -> None:
+    """Both know one quorum of three, and one of them was started since: it may have formed one of the other two."""
+    for rules in (None, Rules(r22_remembers=False)):
+        half = Half(rules=rules)
+        half.trains("a", "b", "c")
+        half.later(3)
+        half.dies("a"), half.dies("b")
+        half.later(9)
+        half.other(stands_by=True)  # another life of the other lighthouse
+        lines = half.asks_again("c") + half.later(ORPHAN / 2)
+        assert any(line.startswith("propose") for line in lines) is (rules is not None), "the rule is not needed"
+        if rules is None:
+            assert "was last heard of" in half.room.waits.reason
+            assert "propose c" in half.later(ORPHAN), "nothing that may have been forgotten trains on by now"
+
+
+def test_attempts_that_may_have_been_entered_count() -> None:
+    """A newer quorum of five was entered by two of three at least, who gave their ballots: two are no longer enough."""
+    basis = Basis(500 << 32 | 3, ("a", "b", "c"))
+    five = ("a", "b", "c", "d", "e")
+    for cast, goes_on in ((True, False), (False, True)):
+        half = Half(boot=900)
+        half.other(stands_by=False)
+        for name in "bc":
+            half.quorum[name], half.members[name] = 500 << 32 | 4, five
+            half.hello(name, version=Version(5, basis.quorum_id), cast=cast, after=(basis,))
+        lines = half.asks_again("b", cast=cast, fenced=False) + half.asks_again("c", cast=cast, fenced=False)
+        lines += half.later(30)
+        assert any(line.startswith("quorum b, c ->") for line in lines) is goes_on, half.room.waits.reason
+
+
+def test_members_bring_along_what_their_quorum_grew_out_of() -> None:
+    half = Half()
+    half.trains("a", "b", "c")
+    half.other(stands_by=False)
+    half.dies("c")
+    half.asks_again("a"), half.asks_again("b")
+    half.later(9)
+    last = half.room.last_quorum
+    assert last is not None
+    assert last.ids == ("a", "b")
+    assert [basis.members for basis in last.after] == [("a", "b", "c")]
+
+
+def test_a_quorum_of_the_other_lighthouse_stands_beside_until_one_of_it_asks() -> None:
+    """The two were cut off from each other: what the other one formed may go on, though its id is the lower one."""
+    half = Half()
+    half.trains("a", "b", "c")
+    first = half.room.told.bases[0]
+    half.other(stands_by=False)
+    half.dies("c")
+    half.ids.observe(900 << 32)
+    half.asks_again("a"), half.asks_again("b")
+    half.later(9)
+    assert half.room.current is not None
+    assert half.room.current.members == ("a", "b")
+    apart = ("b", "c")  # of which b went here before it entered that
+    half.do(PartnerTold(Told("job", 600 << 32 | 1, apart, bases=(first, Basis(600 << 32 | 1, apart)))))
+    lines = half.asks_again("a", fenced=False) + half.later(ORPHAN / 2)
+    assert not any(line.startswith("quorum") for line in lines), "b and c may train by themselves"
+    lines = half.asks_again("b", fenced=False) + half.later(9)
+    assert any(line.startswith("quorum a, b ->") for line in lines)
+
+
+def test_the_state_is_not_called_lost_while_the_other_lighthouse_may_know_its_holders() -> None:
+    told = Told("job", 400 << 32 | 1, ("x", "y"), bases=(Basis(400 << 32 | 1, ("x", "y")),), furthest=7)
+    half = Half(told)
+    half.other(stands_by=False)
+    half.hello("a")
+    lines = half.ask("a") + half.later(2 * ORPHAN)
+    assert not any(line.startswith("refuse") for line in lines)
+    assert OTHER in half.room.waits.reason
+
+
+# ---------------------------------------------------------------- standing by
+
+
+def proposal(**more: Any) -> Proposal:
+    return replace(
+        Proposal("job", 9, ("c",), (Basis(5, ("a", "b", "c")), Basis(9, ("c",))), (5,), orphan_s=60.0), **more
+    )
+
+
+def test_only_what_contradicts_nothing_known_is_recorded() -> None:
+    five = Told("job", 5, ("a", "b", "c"), bases=(Basis(5, ("a", "b", "c")),))
+    newer = Told("job", 7, ("a", "b"), bases=(Basis(5, ("a", "b", "c")), Basis(7, ("a", "b"))))
+    assert accepts(proposal(), (), 0.0, 1.0)
+    assert accepts(proposal(), (five,), 0.0, 1.0)
+    assert not accepts(proposal(), (five, newer), 0.0, 1.0)
+    assert accepts(proposal(over=(5, 7)), (five, newer), 0.0, 1.0)
+
+
+def test_a_presumption_is_recorded_only_after_orphan_s_without_leases() -> None:
+    five = Told("job", 5, ("a", "b", "c"), bases=(Basis(5, ("a", "b", "c")),))
+    assert not accepts(proposal(presumed=True), (five,), 100.0, 159.0)
+    assert accepts(proposal(presumed=True), (five,), 100.0, 160.0)
+
+
+@given(st.integers(1, 8))
+def test_two_majorities_have_a_member_in_common(size: int) -> None:
+    members = tuple("abcdefgh"[:size])
+    basis = Basis(1, members)
+    grown = [set(c) for n in range(size + 1) for c in combinations(members, n) if most_of(basis, c)]
+    assert grown
+    assert all(one & other for one in grown for other in grown)
+
+
+@pytest.mark.parametrize("stands_by", [True, False])
+def test_many_attempts_are_formed_together_only(stands_by: bool) -> None:
+    """More of them than travel with a quorum would be forgotten by its members."""
+    bases = tuple(Basis(400 << 32 | n, ("a", "b", f"x{n}")) for n in range(1, 8))
+    half = Half(Told("job", bases[-1].quorum_id, bases[-1].members, bases=bases))
+    half.other(stands_by=stands_by, since=0.0)
+    for name in "ab":
+        half.quorum[name], half.members[name] = bases[-1].quorum_id, bases[-1].members
+        half.hello(name, after=bases[:-1])
+    lines = half.asks_again("a", fenced=False) + half.asks_again("b", fenced=False) + half.later(30)
+    assert not any(line.startswith("quorum") for line in lines)
+    assert any(line.startswith("propose") for line in lines) is stands_by

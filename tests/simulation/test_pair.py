@@ -1,0 +1,78 @@
+"""A job under two lighthouses: what its members are told by either never leads to two quorums beside each other (R22).
+
+In these runs a restart of one lighthouse, however it coincides with freezes and cuts, excuses nothing: the other one
+remembers. `both_down` lets both of them be gone at once; then what DESIGN 7 documents of a restart is counted.
+
+`FT_SIM_SEEDS` chooses how many seeds a mix gets: 2,000 in scripts/check-long. `python -m tests.simulation --pair` shows
+one. What the switches of R22 need where a seed shows it, or a script (tests/protocol/test_succession.py):
+
+| rule | switch | shown by |
+|---|---|---|
+| a quorum grows out of the last one | Rules.r22_grows | seed 2 |
+| a lighthouse that was started again is not informed | Rules.r22_informed | test_succession |
+| what both have forgotten is not contradicted | Rules.r22_remembers | seed 214, test_succession |
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from ft_core.protocol.lighthouse.rules import Rules
+from tests.simulation.config import PAIR_FAULTS, Config
+from tests.simulation.test_simulation import SEEDS, START, THOROUGH, story
+from tests.simulation.world import simulate
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+CUTS = ("cut_lighthouse", "cut_peers", "cut_all", "blip", "proxy", "oneway")
+MIXES: dict[str, dict[str, Any]] = {
+    "lighthouses": {"faults": ("lighthouse",)},
+    "deaths": {"faults": ("lighthouse", "kill")},
+    "cuts": {"faults": ("cut_pair", "cut_one", "kill", "blip")},
+    "freezes": {"faults": ("freeze_lighthouse", "cut_one", "kill", "freeze")},
+    "everything": {"faults": (*PAIR_FAULTS, *CUTS, "kill", "freeze", "pause", "late", "soft", "leave")},
+    "two ranks": {"faults": ("lighthouse", "cut_pair", "cut_one", "kill", "rank_stream", "late_vote"), "ranks": 2},
+    "both down": {"faults": ("lighthouse", "kill", "cut_one"), "both_down": 0.5},
+}
+PLAIN: dict[str, Any] = {
+    "ranks": 1, "finish_at": 0, "rounds": False, "data": False, "fixed_with_spares": False, "settle_s": 0.0,
+    "progress_s": 0.25, "min_replicas": 1, "expected": 0, "fault_every_s": 0.5,
+}  # fmt: skip
+
+
+def seeds() -> Iterable[int]:
+    """Of each mix."""
+    return range(START, START + (SEEDS // 5 if SEEDS >= THOROUGH else max(6, SEEDS // 50)))
+
+
+@pytest.mark.parametrize("mix", MIXES)
+def test_every_invariant_holds_under_two_lighthouses(mix: str) -> None:
+    commits = served = 0
+    for seed in seeds():
+        fixed = {"ranks": 1, "finish_at": 0, "rounds": False} | MIXES[mix]
+        result = simulate(seed, Config.draw(seed, pair=True, **fixed))
+        if result.violation:
+            pytest.fail(story(result), pytrace=False)
+        commits += result.world.history.commits
+        served += sum(text == "lighthouse %d serves" for _, text, _ in result.world.story)
+    assert commits > 20, "hardly anything is committed: it tests nothing"
+    assert served > len([*seeds()]), "the other lighthouse never takes over: it tests nothing"
+
+
+@pytest.mark.parametrize(
+    ("rules", "faults", "seed"),
+    [
+        (Rules(r22_grows=False), ("cut_pair", "cut_one", "kill"), 2),
+        (Rules(r22_remembers=False), ("lighthouse", "cut_pair", "cut_one", "cut_lighthouse", "kill"), 214),
+    ],
+    ids=["grows", "remembers"],
+)
+def test_without_the_rule_two_quorums_train_beside_each_other(rules: Rules, faults: tuple[str, ...], seed: int) -> None:
+    fixed = PLAIN | {"faults": faults, "pair": True} | ({"groups": 3} if seed > 100 else {})
+    found = simulate(seed, Config.draw(seed, room_rules=rules, **fixed)).violation
+    assert found is not None
+    assert found.rule in ("I1", "I3", "I6"), found
+    assert simulate(seed, Config.draw(seed, **fixed)).violation is None
