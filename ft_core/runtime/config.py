@@ -121,11 +121,6 @@ def resolve(arguments: Arguments, variables: Mapping[str, str]) -> Config:
     on_exhausted = ON_EXHAUSTED[0] if a.on_exhausted is None else a.on_exhausted
     if on_exhausted not in ON_EXHAUSTED:
         raise ConfigError(f"on_exhausted={a.on_exhausted!r} must be one of {', '.join(map(repr, ON_EXHAUSTED))}")
-    fence, setting = (a.fence, "fence") if a.fence is not None else (env.fence or FENCES[0], "FT_FENCE")
-    if fence not in FENCES:
-        raise ConfigError(
-            f"{setting}={fence!r} must be one of {', '.join(map(repr, FENCES))}, on all replicas the same"
-        )
     budget = _budget(a, env)
     lighthouse = _lighthouse(a, env, rank, variables)
     expected = a.expected_replicas if a.expected_replicas is not None else env.num_replica_groups or 0
@@ -167,11 +162,20 @@ def resolve(arguments: Arguments, variables: Mapping[str, str]) -> Config:
         parity_check_every=a.parity_check_every, parity_sample_steps=a.parity_sample_steps,
         quorum_retries=a.quorum_retries if a.quorum_retries is not None else env.quorum_retries or 0,
         incarnation_key=f"ft_core/{name if a.replica_id or env.replica_id else 'group'}/{start_of_group}",
-        on_exhausted=on_exhausted, fence=fence,
+        on_exhausted=on_exhausted, fence=_fence(a, env),
         room=a.room_id, from_scratch=env.from_scratch if a.from_scratch is None else a.from_scratch,
         use_async_quorum=a.use_async_quorum, warm_up=a.warm_up, events=env.events,
         metrics=env.metrics, admission=admission, started_at=env.started_at,
     )  # fmt: skip
+
+
+def _fence(a: Arguments, env: Environment) -> str:
+    """Where the ballots travel."""
+    fence, setting = (a.fence, "fence") if a.fence is not None else (env.fence or FENCES[0], "FT_FENCE")
+    if fence not in FENCES:
+        choices = ", ".join(map(repr, FENCES))
+        raise ConfigError(f"{setting}={fence!r} must be one of {choices}, on all replicas the same")
+    return fence
 
 
 def _place_in_group(a: Arguments, variables: Mapping[str, str]) -> tuple[int, int]:

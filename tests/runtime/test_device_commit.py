@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 import threading
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -234,7 +235,7 @@ def test_the_wait_ends_at_the_timeout(cluster: Cluster) -> None:
     assert "did not take part in a collective within timeout=1.5 s" in told[0], told
 
 
-def test_the_wait_ends_at_the_push_of_a_lost_member(cluster: Cluster, exit_s: Callable[[float], None]) -> None:
+def test_the_wait_ends_at_the_push_of_a_lost_member(cluster: Cluster) -> None:
     """No timeout is shorter than the test: the push alone ends it. The device itself is stuck for longer."""
     waiting = threading.Event()
 
@@ -249,6 +250,33 @@ def test_the_wait_ends_at_the_push_of_a_lost_member(cluster: Cluster, exit_s: Ca
     cluster.check(steps=6, survivors=1)
     assert stuck.waited > 0
     assert survivor.vetoes == [3]
+
+
+def test_the_wait_ends_at_the_push_before_the_abort_has_come_to_the_group(cluster: Cluster) -> None:
+    """The abort is held up until backward has returned; the rank knows already that its quorum is over."""
+    waiting, returned = threading.Event(), threading.Event()
+    held: list[bool] = []
+
+    def die(replica: Replica) -> None:
+        waiting.wait(LIMIT_S)
+        crash(replica)
+
+    def hold_abort(replica: Replica) -> None:
+        stuck(replica)
+        group = survivor.group
+        abort = group.abort
+
+        def late() -> None:
+            held.append(returned.wait(LIMIT_S / 4))
+            abort()
+
+        group.abort = late  # type: ignore[method-assign]
+
+    stuck = Stuck(lambda _replica: waiting.set())
+    survivor = OnDevice(0, at={(3, "boundary"): hold_abort, (3, "backward"): lambda _: returned.set()}, **PATIENT)
+    cluster.run(survivor, OnDevice(1, at={(3, "forward"): die}, **PATIENT))
+    cluster.check(steps=6, survivors=1)
+    assert held[0]
 
 
 def test_the_wait_ends_at_an_abort(cluster: Cluster) -> None:
@@ -441,3 +469,21 @@ def run_alone(cluster: Cluster, replica: Replica) -> BaseException:
     cluster.run(replica)
     assert replica.error is not None
     return replica.error
+
+
+def test_an_abort_reaches_first_the_groups_that_it_ends_at_once(cluster: Cluster) -> None:
+    """That of a device may take seconds, which its peers need not wait for on the control group."""
+    order: list[str] = []
+
+    def watch(replica: Replica) -> None:
+        groups = replica.manager._runtime.shell.communicators
+        for name, group in (("gradients", groups.gradients), ("control", groups._beside["control"])):
+            group.abort = partial(_noting, order, name, group.abort)  # type: ignore[method-assign]
+
+    cluster.run(OnDevice(0, at={(5, "stepped"): watch}))
+    assert order[:2] == ["control", "gradients"]
+
+
+def _noting(order: list[str], name: str, abort: Callable[[], None]) -> None:
+    order.append(name)
+    abort()
