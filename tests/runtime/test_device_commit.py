@@ -22,7 +22,10 @@ from tests.runtime.harness import (
     PATIENT,
     Cluster,
     Replica,
+    adamw,
+    batch_of,
     crash,
+    digest_of,
     sgd,
     soft_error,
     with_batch_norm,
@@ -487,3 +490,38 @@ def test_an_abort_reaches_first_the_groups_that_it_ends_at_once(cluster: Cluster
 def _noting(order: list[str], name: str, abort: Callable[[], None]) -> None:
     order.append(name)
     abort()
+
+
+# ------------------------------------------------------------ a real one
+
+
+class OnAccelerator(Replica):
+    """A replica whose model is on an accelerator, alone: threads of a process share autograd's thread of a device."""
+
+    def wrap(self) -> None:
+        device = torch.accelerator.current_accelerator()
+        assert device is not None
+        self.place = torch.device(device.type, torch.accelerator.current_device_index())
+        self.model = self.model.to(self.place)
+        self.inner = adamw(self.model)
+        self.ddp = DistributedDataParallel(self.manager, self.model, bucket_cap_mb=SMALL_MB)
+        self.optimizer = OptimizerWrapper(self.manager, self.inner)
+
+    def loss(self) -> Tensor:
+        x, y = batch_of(self.index, self.manager.current_step())
+        return nn.functional.cross_entropy(self.ddp(x.to(self.place)), y.to(self.place))
+
+    def digest(self) -> str:
+        return digest_of({name: value.cpu() for name, value in self.model.state_dict().items()})
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.accelerator.is_available(), reason="needs an accelerator")
+@pytest.mark.filterwarnings("ignore:gradients on")  # they are copied to the host for Gloo
+@pytest.mark.parametrize("fence", ["bucket", "cpu"])
+def test_steps_on_an_accelerator_commit(cluster: Cluster, fence: str) -> None:
+    replica = OnAccelerator(0, build=with_unused, fence=fence)
+    cluster.run(replica)
+    cluster.check(steps=6)
+    assert isinstance(replica.model, Unused)
+    assert replica.model.idle.weight.grad is None
