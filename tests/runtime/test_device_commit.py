@@ -121,8 +121,8 @@ def test_a_gradient_that_nobody_has_is_none_when_backward_returns(cluster: Clust
 # ------------------------------------------------------------ what is cut short
 
 
-def cut(number: int, step: int) -> Callable[[Replica], None]:
-    """At the boundary of `step`: the number-th work from here on is cut short, which its group knows before it ends."""
+def cut(number: int) -> Callable[[Replica], None]:
+    """The number-th work from here on is cut short, which its group knows before it ends."""
 
     def act(replica: Replica) -> None:
         assert isinstance(replica, OnDevice)
@@ -146,7 +146,7 @@ def test_a_step_whose_bucket_was_cut_short_is_not_applied_though_its_fence_is_wh
     def remember(replica: Replica) -> None:
         told.append(str(replica.manager.errored()))
 
-    cutting = OnDevice(1, at={(3, "boundary"): cut(0, 3), (3, "backward"): remember})
+    cutting = OnDevice(1, at={(3, "boundary"): cut(0), (3, "backward"): remember})
     other = OnDevice(0)
     cluster.run(other, cutting)
     cluster.check(steps=6)
@@ -158,7 +158,7 @@ def test_a_step_whose_bucket_was_cut_short_is_not_applied_though_its_fence_is_wh
 
 def test_with_the_fence_on_the_cpu_nobody_commits_what_one_device_has_not(cluster: Cluster) -> None:
     """Its ballot is sent after its device has finished; so here it never is, and the step is done again."""
-    cutting = OnDevice(1, at={(3, "boundary"): cut(0, 3)}, fence="cpu")
+    cutting = OnDevice(1, at={(3, "boundary"): cut(0)}, fence="cpu")
     other = OnDevice(0, fence="cpu")
     cluster.run(other, cutting)
     cluster.check(steps=6)
