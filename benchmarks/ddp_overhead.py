@@ -32,6 +32,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.spawn import spawn
 
 from ft_core.ddp import DistributedDataParallel
+from ft_core.device import device_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -70,6 +71,9 @@ class Attempt:
         tail.zero_()
         return self.group.allreduce([flat])
 
+    def read(self, tensor: Tensor) -> Tensor:
+        return tensor
+
     def fence_arrived(self, tail: Tensor) -> None:
         pass
 
@@ -84,7 +88,7 @@ class Host:
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.attempt = Attempt(group)
-        self.backend, self.through_host, self.batch_ratio = "gloo", True, 1.0
+        self.backend, self.through_host, self.batch_ratio, self.device_of = "gloo", True, 1.0, device_of
 
     @property
     def hooks(self) -> Host:

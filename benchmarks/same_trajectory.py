@@ -42,7 +42,7 @@ MODELS: dict[str, tuple[tuple[int, ...], int]] = {
 class Attempt:
     """A healthy quorum over one process group."""
 
-    number = 0
+    number, rides = 0, True
 
     def __init__(self, group: Any) -> None:
         self.group = group
@@ -59,6 +59,9 @@ class Attempt:
         tail.zero_()
         return self.group.allreduce([flat])
 
+    def read(self, tensor: Any) -> Any:
+        return tensor
+
     def fence_arrived(self, tail: Any) -> None:
         pass
 
@@ -72,6 +75,11 @@ class Host:
     """What a wrapper and a sampler need of a Manager, where nothing ever fails."""
 
     backend, through_host, batch_ratio = "gloo", True, 1.0
+
+    def device_of(self, device: Any) -> Any:
+        from ft_core.device import device_of
+
+        return device_of(device)
 
     def __init__(self, group: Any) -> None:
         self.group = group

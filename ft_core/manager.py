@@ -62,8 +62,7 @@ class Manager:
         quorum_timeout, connect_timeout: defaults 60 s, or TORCHFT_*_TIMEOUT_SEC.
         rank, world_size: inside the replica group; default RANK and WORLD_SIZE, else 0 and 1.
         world_size_mode: DYNAMIC or FIXED_WITH_SPARES; the same on all replicas.
-        store_addr, store_port: c10d store of the group; default MASTER_ADDR and MASTER_PORT; a group of one rank
-            without either starts its own.
+        store_addr, store_port: the group's c10d store; default MASTER_ADDR, MASTER_PORT; else, with one rank, its own.
         lighthouse_addr: host:port or http://host:port, or two with a comma between; default FT_LIGHTHOUSE.
         replica_id: stable name of this group; a fresh suffix is added at every start. Default FT_REPLICA_ID.
         port: where group rank 0 of a group of several ranks listens for the others; 0: any.
@@ -76,8 +75,7 @@ class Manager:
         parity_check_every: compare digests of the state every so many commits; 0: never. Costs one pass over the state.
         parity_sample_steps: within so many commits each parameter is compared once, a few at each step; 0: never.
         time_overrides: single fields of the time budget by name, for example {"liveness_s": 1.0}.
-        expected_replicas: how many groups the job is configured with; default FT_NUM_REPLICA_GROUPS.
-        token: the job's secret; default FT_TOKEN.
+        expected_replicas, token: groups of the job (default FT_NUM_REPLICA_GROUPS), and its secret (FT_TOKEN).
         exit_on_drain: SIGTERM or an operator's drain order makes the next start_quorum leave in agreement and raise
             SystemExit(0). False: only `drain_reason` is set.
         on_exhausted: what `run_out` does when this replica has no data left: "shadow", "leave" or "stop_all".
@@ -85,6 +83,7 @@ class Manager:
             so that its compiling and loading holds nobody up (`ft_core.runtime.warm_up` says where it does not).
         from_scratch: whether to begin at step 0 if all state of the job is lost (R21); None: FT_FROM_SCRATCH, else no.
         room_id: this Manager's quorum namespace at the lighthouse; one that finished training is closed for latecomers.
+        fence: where ballots travel, alike on all: "bucket" (default) or "cpu" (docs/device-commit.md); else FT_FENCE.
 
     Raises:
         ConfigError: an argument or environment variable cannot work; names it, the value and what to do.
@@ -126,6 +125,7 @@ class Manager:
         warm_up: bool = True,
         room_id: str = DEFAULT_ROOM,
         from_scratch: bool | None = None,
+        fence: str | None = None,
     ) -> None:
         del heartbeat_interval
         config = resolve(
@@ -136,7 +136,7 @@ class Manager:
                 port=port, hostname=hostname, init_sync=init_sync, max_retries=max_retries, from_scratch=from_scratch,
                 quorum_retries=quorum_retries, parity_check_every=parity_check_every, time_overrides=time_overrides,
                 expected_replicas=expected_replicas, token=token, exit_on_drain=exit_on_drain,
-                on_exhausted=on_exhausted, parity_sample_steps=parity_sample_steps, warm_up=warm_up,
+                on_exhausted=on_exhausted, parity_sample_steps=parity_sample_steps, warm_up=warm_up, fence=fence,
                 use_async_quorum=use_async_quorum,
             ),
             os.environ,

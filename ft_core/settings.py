@@ -182,6 +182,7 @@ KNOWN_ENVIRONMENT = (
     "FT_TLS_CERT", "FT_TLS_KEY", "FT_TLS_CA", "FT_WITNESS", "FT_LIVENESS_S", "FT_GRACE_S", "FT_JOIN_S", "FT_CONNECT_S",
     "FT_QUORUM_S", "FT_HEAL_S", "FT_TRANSFER_IDLE_S", "FT_AUTONOMY_S", "FT_ORPHAN_S", "FT_PROGRESS_S", "FT_RECONNECT_S",
     "FT_GROUP_ATTEMPT", "FT_PREDECESSORS", "FT_FROM_SCRATCH", "FT_LOG", "FT_EVENTS", "FT_METRICS", "FT_STARTED_AT",
+    "FT_FENCE",
 )  # fmt: skip
 _OVERRIDES = {
     f"FT_{name.upper()}": name
@@ -214,6 +215,8 @@ class Environment:
     """ftrun has made the token, for its own job."""
     from_scratch: bool
     """A job that has committed, and whose state is lost, may begin again at step 0 (R21)."""
+    fence: str
+    """Where ballots travel (`Manager(fence=...)`); '': not said."""
     events: str
     """Folder of the job's event files; '': none are written."""
     metrics: str
@@ -276,6 +279,7 @@ class Environment:
             token=env.get("FT_TOKEN", ""),
             made_token=switch(env, "FT_MADE_TOKEN"),
             from_scratch=switch(env, "FT_FROM_SCRATCH"),
+            fence=env.get("FT_FENCE", ""),
             events=env.get("FT_EVENTS", ""),
             metrics=env.get("FT_METRICS", ""),
             started_at=number("FT_STARTED_AT"),

@@ -20,6 +20,7 @@ NEAR_VERSION = ("grpcio", "protobuf", "numpy", "lightning", "pytorch-lightning",
 MUST_BE_EQUAL = {
     "FT_NUM_REPLICA_GROUPS": "how many groups the job has",
     "FT_FROM_SCRATCH": "whether it may begin again",
+    "FT_FENCE": "where ballots travel",
     "WORLD_SIZE": "how many ranks a group has",
 }
 SHOULD_BE_EQUAL = (

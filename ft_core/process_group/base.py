@@ -100,6 +100,15 @@ class ProcessGroup(dist.ProcessGroup):
         """Whether collectives of tensors in CPU memory work on it; a group of devices alone says no."""
         return True
 
+    @property
+    def blocks_host(self) -> bool:
+        """Whether a work's `wait` returns when the collective has ended, and raises if it failed.
+
+        A group of devices says no: there `wait` only puts what the current stream is given next behind the collective,
+        which an abort ends with anything in its tensors. `errored` is set before an abort ends anything.
+        """
+        return True
+
     def sibling(self) -> ProcessGroup:
         """Return a new, unconfigured group of the same kind and settings (another one beside it)."""
         raise NotImplementedError

@@ -16,7 +16,8 @@ Invariants:
 - A backward that raised in the middle is completed with zeros and reported (`ReductionAttempt.report`): the peers'
   collectives stay aligned, and the step is vetoed.
 - A flat buffer is never written while a collective may still use it: every work launched is waited for, also after a
-  failure (the Manager's abort is what makes that short).
+  failure (the Manager's abort is what makes that short). On a device waiting puts what is queued next behind the work;
+  what the host decides by (the fence, which gradients nobody has) it takes from `ReductionAttempt.read` alone.
 - A member that does not contribute (scale 0) puts in exact zeros, whatever its gradients are.
 
 Threads: hooks run on the thread that executes that part of backward: the caller's on CPU, one thread per device on
@@ -33,10 +34,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from ft_core.errors import CollectiveError, ConfigError, UsageError
+from ft_core.errors import CollectiveError, UsageError
 from ft_core.reduction.autograd import NO_GRAPH_TASK, graph_task_id, is_nested_backward, queue_callback
 from ft_core.reduction.buffer_sync import BufferSync
-from ft_core.reduction.flat_buckets import FlatGradients
+from ft_core.reduction.flat_buckets import FlatGradients, copy_special
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -111,7 +112,7 @@ class BucketReducer:
 
     def _allocate(self, parameters: Sequence[Parameter], devices: Sequence[torch.device]) -> Allocated:
         """The memory of the gradients, and in whose tail, and where, the buffers travel."""
-        memory = FlatGradients(self._plan, parameters, devices)
+        memory = FlatGradients(self._plan, parameters, devices, device_of=self._manager.device_of)
         return memory, self._plan, memory.buckets[-1].flat
 
     def __repr__(self) -> str:
@@ -197,7 +198,7 @@ class BucketReducer:
             if not bucket.pending:
                 advance()
 
-        return on_gradient
+        return bucket.on_stream(on_gradient)
 
     def _begin(self) -> bool:
         """Open a reduction if this gradient is to be reduced. Called by every hook that finds none open."""
@@ -260,6 +261,7 @@ class BucketReducer:
         attempt, bucket = self._attempt, self._buckets[index]
         assert attempt is not None
         try:
+            bucket.join_streams()
             if index < self._bucket_count - 1:
                 work = attempt.launch(bucket.flat)
             else:
@@ -337,10 +339,13 @@ class BucketReducer:
         self._settled = attempt
         if self._broken:
             return
-        if not self._scale_value or 0 in self._arrived:  # else this member used them all
-            self._memory.forget_unused()
+        memory = self._memory
+        asks = memory.used is not None and (not self._scale_value or 0 in self._arrived)  # else it used them all
         try:
-            attempt.fence_arrived(self._memory.fence)
+            fence, used = memory.in_told(attempt.read(memory.told) if asks or attempt.rides else memory.told)
+            if asks:
+                memory.forget_unused(used)
+            attempt.fence_arrived(fence)
         except Exception as error:  # noqa: BLE001 (backward must not raise; the attempt decides what it means)
             attempt.fail(error)
             self._broken = True
@@ -375,20 +380,9 @@ class BucketReducer:
     # ------------------------------------------------------------------------------------------ rare gradients, errors
 
     def _copy_special(self, index: int, scale: Tensor, error: RuntimeError) -> None:
-        """A gradient the fast path refused: one with a graph of its own (create_graph), or a caller's mistake."""
-        parameter, view, name = self._memory.parameters[index], self._views[index], self._name(index)
-        gradient = parameter.grad
-        assert gradient is not None
-        if gradient.layout != torch.strided:
-            self._reject(ConfigError(f"parameter {name} has a sparse gradient; only dense ones can be reduced"), error)
-        if gradient.requires_grad and gradient.dtype == view.dtype and gradient.device == view.device:
-            with torch.no_grad():
-                torch.mul(gradient, scale, out=view)
-            parameter.grad = view
-            return
-        have, want = (f"{t.dtype} {list(t.shape)} on {t.device}" for t in (gradient, view))
-        text = f"the gradient of {name} is {have}, its bucket {want}: wrap the module after moving or casting it"
-        self._reject(UsageError(text), error)
+        mistake = copy_special(self._memory.parameters[index], self._views[index], scale, self._name(index))
+        if mistake is not None:
+            self._reject(mistake, error)
 
     def _reject(self, mistake: Exception, cause: BaseException | None) -> None:
         assert self._attempt is not None

@@ -89,9 +89,10 @@ class GroupReducer(BucketReducer):
                 shared = inside.share([(bucket.numel, getattr(torch, bucket.dtype)) for bucket in planned])
         self._shared = shared is not None
         own = [None] * len(planned) if shared is None else shared[inside.rank]
-        memory = FlatGradients(plans.summed, parameters, devices, own[:count])
+        device_of = self._manager.device_of
+        memory = FlatGradients(plans.summed, parameters, devices, own[:count], device_of)
         crossing = zip(plans.crossing.buckets, own[count:], strict=True)
-        self._shards = [Bucket(bucket, devices[bucket.device], flat) for bucket, flat in crossing]
+        self._shards = [Bucket(bucket, devices[bucket.device], flat, device_of) for bucket, flat in crossing]
         """What crosses; `gradients` is the shard alone."""
         tail, last, summed = plans.crossing.tail, self._shards[-1].flat, plans.summed.tail
         with torch.inference_mode(False):
@@ -106,6 +107,8 @@ class GroupReducer(BucketReducer):
                 self._others.append([mine[count + index][: bucket.gradients] for mine in shared])
             self._fence = last[tail.fence : tail.fence + tail.fence_slots]
             self._weights = memory.buckets[-1].flat[summed.pieces : summed.end]
+            self._sums = memory.buckets[-1].flat[summed.used : summed.end]
+            """How many participants used each parameter, where that is counted, and the digits of the weights."""
         return memory, plans.crossing, last
 
     # ------------------------------------------------------------------------------------------- a reduction begins
@@ -148,7 +151,7 @@ class GroupReducer(BucketReducer):
         if index == self._bucket_count - 1:
             self._memory.pack_used(self._arrived_tensor if self._scale_value else None)
             digits = [self._weight // WEIGHT_DIGIT**place % WEIGHT_DIGIT for place in range(WEIGHT_DIGITS)]
-            self._weights.copy_(torch.tensor(digits, dtype=torch.float32))
+            self._buckets[-1].device.put(torch.tensor(digits, dtype=torch.float32), self._weights)
         self._next = index + 1
         if len(self._inside.reducers) == 1:
             self._exchange(index)
@@ -161,6 +164,7 @@ class GroupReducer(BucketReducer):
         attempt = self._attempt
         assert attempt is not None
         try:
+            self._buckets[index].join_streams()
             if self._shared:
                 self._exchanges.append(self._inside.meet())
             else:
@@ -252,7 +256,7 @@ class GroupReducer(BucketReducer):
             self._reduction.scale = None
             self._settled = attempt
         if not self._ring_broken:
-            self._correct()
+            self._correct(attempt)
 
     def _wait_for(self, work: PendingWork | None, attempt: ReductionAttempt) -> None:
         if work is not None:
@@ -267,16 +271,22 @@ class GroupReducer(BucketReducer):
         if self._ring_broken:
             return
         try:
-            attempt.fence_arrived(self._fence)
+            attempt.fence_arrived(attempt.read(self._fence) if attempt.rides else self._fence)
         except Exception as error:  # noqa: BLE001 (the attempt decides what it means)
             attempt.fail(error)
             self._ring_broken = True
 
-    def _correct(self) -> None:
+    def _correct(self, attempt: ReductionAttempt) -> None:
         """The gathered gradients were divided by members times ranks: divide them by the weights that are in them."""
+        try:
+            told = attempt.read(self._sums)
+        except Exception as error:  # noqa: BLE001 (the ring broke meanwhile: these gradients are nobody's)
+            attempt.fail(error)
+            self._ring_broken = True
+            return
         if not self._scale_value or 0 in self._arrived:  # else this member used them all
-            self._memory.forget_unused()
-        digits: list[float] = self._weights.tolist()
+            self._memory.forget_unused(None if self._memory.used is None else told[:-WEIGHT_DIGITS])
+        digits: list[float] = told[-WEIGHT_DIGITS:].tolist()
         weight = sum(digit * WEIGHT_DIGIT**place for place, digit in enumerate(digits))
         if weight > 0 and weight != self._divisor:  # another ring that is broken may have left anything there
             self._memory.rescale(self._divisor / weight)

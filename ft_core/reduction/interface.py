@@ -6,10 +6,11 @@ attempt they belong to. Neither imports the other: both import this file.
 How one step goes. `Manager.start_quorum` opens a `ReductionAttempt`. At the first gradient of a backward pass the
 reducer takes `ReducerHost.current_attempt()`, calls `ready()` once (it may block until the quorum is configured), then
 reads `scale` and, at the last bucket, `is_source`. It calls `launch` for every bucket in plan order and `launch_fence`
-for the last one. That is one *reduction*. At the end of backward it waits for all works of the reduction, then calls
-`fence_arrived`, or `fail` if one of them failed. An attempt sees several reductions if `backward` runs several times
-without `no_sync`; the last one's fence counts. `Manager.should_commit` first calls `GradientReducer.flush`, then
-decides, then calls exactly one of `committed` and `vetoed`.
+for the last one. That is one *reduction*. At the end of backward it waits for all works of the reduction, takes what
+the host has to know of the sums from `read`, then calls `fence_arrived`, or `fail` if one of them failed. An attempt
+sees several reductions if `backward` runs several times without `no_sync`; the last one's fence counts.
+`Manager.should_commit` first calls `GradientReducer.flush`, then decides, then calls exactly one of `committed` and
+`vetoed`.
 
 Invariants:
 - Within one attempt all members launch the same collectives in the same order; the plan is fixed at construction.
@@ -30,8 +31,10 @@ from ft_core.protocol.rank.ballot import FENCE_SLOTS
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    import torch
     from torch import Tensor, dtype
 
+    from ft_core.device import Device
     from ft_core.reduction.bucket_plan import BucketPlan
     from ft_core.reduction.sharded.parameter import ShardedParameter
 
@@ -47,7 +50,11 @@ class PendingWork(Protocol):
     """What a launch returns; torch.distributed.Work is one."""
 
     def wait(self) -> object:
-        """Block until the collective ended; raises if it failed or was aborted."""
+        """Block until the collective ended; raises if it failed or was aborted.
+
+        On a group that does not block the host (`ProcessGroup.blocks_host`) it only puts what is queued next behind the
+        collective, and raises nothing: `ReductionAttempt.read` tells how it ended.
+        """
         ...
 
 
@@ -110,8 +117,16 @@ class ReductionAttempt(Protocol):
         """
         ...
 
+    def read(self, tensor: Tensor) -> Tensor:
+        """A tensor that was reduced, in CPU memory, once its device has it; all works were waited for before.
+
+        Itself, at once, if it is in CPU memory. The wait ends with the attempt. Raises: something that was launched in
+        this attempt was cut short, so nothing that was reduced in it may be used.
+        """
+        ...
+
     def fence_arrived(self, tail: Tensor) -> None:
-        """All works of the reduction completed; `tail` holds the sums, until the next reduction: read it now."""
+        """All works of the reduction completed; `tail`, in CPU memory, holds the sums until the next: read it now."""
         ...
 
     def fail(self, error: BaseException) -> None:
@@ -240,6 +255,10 @@ class ReducerHost(Protocol):
     @property
     def through_host(self) -> bool:
         """That group reduces in CPU memory."""
+        ...
+
+    def device_of(self, device: torch.device) -> Device:
+        """What the host does with the memory of a device."""
         ...
 
     @property

@@ -110,5 +110,6 @@ class CollectiveLimits:
             self._end(f"{', '.join(unreachable)} cannot be reached over the network")
 
     def _end(self, reason: str) -> None:
-        self._communicators.abort()  # also if this rank is broken already: whatever waits must end
-        self._dispatch(on.CollectiveFailed(CollectiveError(reason)))
+        quorum_id = self._communicators.quorum_id
+        self._dispatch(on.CollectiveFailed(CollectiveError(reason)))  # first: who waits is told this, not of an abort
+        self._communicators.abort(quorum_id)  # also if this rank is broken already: whatever waits must end

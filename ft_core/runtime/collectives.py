@@ -59,7 +59,10 @@ class Collectives:
             group = shell.communicators.users(tensor)
             options = sum_options(ReduceOp.SUM if average else reduce_op)
             work = group.allreduce([torch.view_as_real(tensor) if tensor.is_complex() else tensor], options)
-            shell.works.add(work)
+            if group.blocks_host:
+                shell.works.add(work)
+            else:
+                shell.works.add_on_device(work, group, shell.communicators.device_of(tensor.device))
             if average:
                 attempt.averaged.append(tensor)
         except Exception as error:  # noqa: BLE001 - recorded in the step, spent at the commit

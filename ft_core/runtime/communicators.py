@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch.distributed import AllreduceOptions, ReduceOp, Work
 
+from ft_core.device import device_of
 from ft_core.errors import CollectiveError
 from ft_core.process_group import default_process_group
 from ft_core.protocol.rank.ballot import FENCE_SLOTS
@@ -32,6 +33,7 @@ from ft_core.protocol.rank.ballot import FENCE_SLOTS
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from ft_core.device import Device
     from ft_core.process_group import ProcessGroup
 
 ABORT_RETRY_S = 0.005
@@ -67,6 +69,8 @@ class Communicators:
         self._forming = 0
         self._quorum_id = 0
         self._users_with_gradients = False
+        self.device_of: Callable[[torch.device], Device] = device_of
+        """What the host does with the memory of a device."""
         self.on_formed: Callable[[], None] = lambda: None
         """Called when one of the groups has formed."""
         self._told: list[Work] = []
@@ -132,7 +136,7 @@ class Communicators:
 
     def users(self, tensor: torch.Tensor) -> ProcessGroup:
         """The group for a collective of the script's over `tensor`, configured; on all members at the same point."""
-        in_cpu_memory = tensor.device.type == "cpu"
+        in_cpu_memory = self.device_of(tensor.device).immediate
         if self._users_with_gradients and (self.gradients.carries_cpu_memory or not in_cpu_memory):
             return self.gradients
         return self.control() if in_cpu_memory else self._group("users", self.gradients.sibling)
@@ -166,14 +170,14 @@ class Communicators:
         """Launch an in-place SUM over the members of the quorum."""
         return group.allreduce([tensor], self._sum)
 
-    def put(self, slots: Sequence[float], tail: torch.Tensor) -> None:
-        """Write a fence's slots into `tail` (FENCE_SLOTS float32 elements on any device).
+    def put(self, slots: Sequence[float], tail: torch.Tensor, memory: Device) -> None:
+        """Write a fence's slots into `tail`, FENCE_SLOTS float32 elements in `memory`.
 
         Through memory of our own that is packed in one call: making a tensor of a list asks each of its numbers for its
         type, and costs five times as much.
         """
         _FLOATS.pack_into(self._slots, 0, *slots)
-        tail.copy_(self._slots_tensor)
+        memory.put(self._slots_tensor, tail)
 
     def set_timeout(self, timeout: timedelta) -> None:
         """Set the collective timeout of all groups."""
@@ -191,7 +195,8 @@ class Communicators:
                 if quorum_id is not None and quorum_id < self._quorum_id:
                     return
                 self._aborted = True
-                groups = [self.gradients, *self._beside.values()]
+                # One of devices may take seconds: peers that wait on the others need not.
+                groups = sorted((self.gradients, *self._beside.values()), key=lambda group: not group.blocks_host)
             for group in groups:
                 group.abort()
             with self._formed:

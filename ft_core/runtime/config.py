@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from ft_core.protocol.rank.heal_plan import WorldSizeMode
 
 ON_EXHAUSTED = ("shadow", "leave", "stop_all")
+FENCES = ("bucket", "cpu")
+"""Where the ballots travel: on the last bucket of the one model, or in a sum of their own over the CPU's group."""
 DEFAULT_TIMEOUT_S = 60.0
 
 
@@ -62,6 +64,7 @@ class Arguments:
     from_scratch: bool | None = None
     use_async_quorum: bool = True
     warm_up: bool = True
+    fence: str | None = None
 
 
 @dataclass(frozen=True)
@@ -89,6 +92,8 @@ class Config:
     incarnation_key: str
     """Of this start of the group, in its c10d store: its ranks must not find their predecessors."""
     on_exhausted: str
+    fence: str
+    """One of FENCES."""
     room: str
     from_scratch: bool
     use_async_quorum: bool
@@ -158,11 +163,20 @@ def resolve(arguments: Arguments, variables: Mapping[str, str]) -> Config:
         parity_check_every=a.parity_check_every, parity_sample_steps=a.parity_sample_steps,
         quorum_retries=a.quorum_retries if a.quorum_retries is not None else env.quorum_retries or 0,
         incarnation_key=f"ft_core/{name if a.replica_id or env.replica_id else 'group'}/{start_of_group}",
-        on_exhausted=on_exhausted,
+        on_exhausted=on_exhausted, fence=_fence(a, env),
         room=a.room_id, from_scratch=env.from_scratch if a.from_scratch is None else a.from_scratch,
         use_async_quorum=a.use_async_quorum, warm_up=a.warm_up, events=env.events,
         metrics=env.metrics, admission=admission, started_at=env.started_at,
     )  # fmt: skip
+
+
+def _fence(a: Arguments, env: Environment) -> str:
+    """Where the ballots travel."""
+    fence, setting = (a.fence, "fence") if a.fence is not None else (env.fence or FENCES[0], "FT_FENCE")
+    if fence not in FENCES:
+        choices = ", ".join(map(repr, FENCES))
+        raise ConfigError(f"{setting}={fence!r} must be one of {choices}, on all replicas the same")
+    return fence
 
 
 def _place_in_group(a: Arguments, variables: Mapping[str, str]) -> tuple[int, int]:

@@ -15,7 +15,10 @@ from ft_core.errors import ConfigError, UsageError
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    import torch
+
     from ft_core.data.interface import DataListener
+    from ft_core.device import Device
     from ft_core.reduction.interface import GradientReducer
     from ft_core.runtime.step_attempt import StepAttempt
     from ft_core.runtime.steps import Steps
@@ -66,6 +69,10 @@ class Hooks:
     def through_host(self) -> bool:
         """That group reduces in CPU memory, so gradients on other devices are copied there and back."""
         return self._steps.shell.communicators.gradients.carries_cpu_memory
+
+    def device_of(self, device: torch.device) -> Device:
+        """What the host does with the memory of a device."""
+        return self._steps.shell.communicators.device_of(device)
 
     @property
     def leads(self) -> bool:

@@ -68,6 +68,7 @@ def describe(
         settings["min_replica_size"] = (
             config.rank_settings.min_replicas
         )  # so many participate; else it only bounds the quorum
+    settings["fence"] = config.fence
     settings["parity_check_every"] = config.parity_check_every
     settings["parity_sample_steps"] = config.parity_sample_steps
     settings["pg"] = backend

@@ -7,6 +7,10 @@ that runs meanwhile has been verified or given up (R7), because the fence says w
 sum of weights that comes with the fence is not what gradients were divided by beforehand, they are rescaled at once, so
 that they are right when `backward` returns.
 
+On a device the host learns of the sum by `read`: it marks the streams behind all that this attempt has launched, copies
+a few numbers into pinned memory, and waits for the marks (`device_wait`). Where no ballot rides on gradients, each
+member waits so for its device before it sends its ballot: the sum then shows that all devices have finished.
+
 Threads: training thread and autograd threads. Invariant: one fence per attempt decides; once judged, the verdict is
 the step machine's.
 """
@@ -18,15 +22,19 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from ft_core.device import HOST
+from ft_core.errors import CollectiveError
 from ft_core.protocol.rank.phases import USABLE
 from ft_core.protocol.types import Outcome, Verdict
 from ft_core.reduction.interface import FENCE_SLOTS
+from ft_core.runtime.device_wait import outlast
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from torch.distributed import Work
 
+    from ft_core.device import Device
     from ft_core.reduction.batch_weights import BatchWeights
     from ft_core.reduction.interface import GradientReducer
     from ft_core.runtime.shell import RankShell
@@ -63,6 +71,8 @@ class StepAttempt:
         self._contributes = False
         self._counted = 0, 0
         """What a gradient counts as, and the whole step."""
+        self._devices: set[torch.device] = set()
+        """Where this attempt has launched something."""
 
     def __repr__(self) -> str:
         return f"StepAttempt({self.number}, verdict={self.verdict})"
@@ -139,6 +149,7 @@ class StepAttempt:
             if not self._rank.may_launch(time.monotonic()):
                 return None
         shell.limits.expect()
+        self._devices.add(tensor.device)
         try:
             return shell.communicators.sum(tensor, shell.communicators.gradients)
         except Exception as error:  # noqa: BLE001 - recorded in the step: the caller is inside autograd
@@ -148,11 +159,32 @@ class StepAttempt:
     def launch_fence(self, flat: torch.Tensor, tail: torch.Tensor) -> Work | None:
         """Fill `tail` with this member's slots and launch `flat`. If no fence rides here, only launch."""
         if self._rides:
-            if not self._fill(tail):
+            if not self._fill(tail, self._shell.communicators.device_of(tail.device)):
                 return None
         else:
             tail.zero_()
         return self.launch(flat)
+
+    def read(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A reduced tensor in CPU memory. Raises: something of this attempt was cut short."""
+        device = self._shell.communicators.device_of(tensor.device)
+        if device.immediate:
+            return tensor
+        self._devices.add(tensor.device)
+        numbers = device.fetch(tensor)
+        self._outlast()
+        return numbers
+
+    def _outlast(self) -> None:
+        """Wait for the devices, however long peers take: until this rank's part in the quorum is over. Raises then."""
+        devices = map(self._shell.communicators.device_of, self._devices)
+        outlast([device.mark() for device in devices if not device.immediate], self._cut_short)
+
+    def _cut_short(self) -> Exception | None:
+        rank, group = self._rank, self._shell.communicators.gradients
+        if rank.phase not in USABLE:
+            return rank.error or CollectiveError(rank.broken_reason or "the quorum is over")
+        return None if group.blocks_host else group.errored()
 
     def fence_arrived(self, tail: torch.Tensor) -> None:
         """The sum of all members' slots has arrived, and every earlier bucket with it."""
@@ -194,7 +226,7 @@ class StepAttempt:
         """Launch the fence as a reduction of its own, over the control group, and wait for it."""
         shell = self._shell
         tail = torch.zeros(FENCE_SLOTS)
-        if not self.ready() or not self._fill(tail):
+        if not self.ready() or not self._devices_finished() or not self._fill(tail, HOST):
             return
         with shell.lock:
             if not self._rank.may_launch(time.monotonic()):
@@ -208,7 +240,18 @@ class StepAttempt:
         self._rides = True
         self.fence_arrived(tail)
 
-    def _fill(self, tail: torch.Tensor) -> bool:
+    def _devices_finished(self) -> bool:
+        """What this member has launched is complete. False: it was cut short, and this rank is broken."""
+        shell = self._shell
+        shell.limits.expect()
+        try:
+            self._outlast()
+        except Exception as error:  # noqa: BLE001 - recorded in the step
+            shell.fail(error)
+            return False
+        return True
+
+    def _fill(self, tail: torch.Tensor, memory: Device) -> bool:
         shell, rank = self._shell, self._rank
         if rank.receiving:
             shell.wait_received()
@@ -217,5 +260,5 @@ class StepAttempt:
                 return False
             rank.acknowledged(shell.control.last_ack)
             slots = rank.ballot(time.monotonic())
-        shell.communicators.put(slots, tail)
+        shell.communicators.put(slots, tail, memory)
         return True

@@ -26,6 +26,7 @@ from ft_core.protocol.rank.phases import Go, Heal, MustAsk, Phase
 from ft_core.protocol.types import Outcome, Verdict, Version
 from ft_core.reduction.batch_weights import BatchWeights, refuse_unequal
 from ft_core.runtime import identity
+from ft_core.runtime.config import FENCES
 from ft_core.runtime.drain_signal import EXIT_S
 from ft_core.runtime.lease_wait import wait_for_a_lease
 from ft_core.runtime.parity_check import digest
@@ -74,7 +75,9 @@ class Steps:
         """start_quorum was called, and should_commit not yet."""
         self.room = config.room
         self.rides = False
-        """The ballot rides on the last bucket of the one model there is; known from the first quorum on."""
+        """The ballot rides on the last bucket of the one model there is; known from the first quorum on.
+
+        Not with fence="cpu": then ballots go over `control`, after this member's device has finished."""
         self.quorum_lost = False
         """The last `conclude` found the quorum broken."""
         self.next_quorum = False
@@ -184,7 +187,7 @@ class Steps:
         fresh = rank.wish is None
         signature, lines = self.describe()
         if fresh:
-            self.rides = len(self.reducers) == 1
+            self.rides = len(self.reducers) == 1 and self.config.fence == FENCES[0]
             with shell.lock:
                 rank.describe(signature)
         version = rank.held.version
@@ -343,9 +346,11 @@ class Steps:
         if abort:
             # They could wait for a peer; the tensors are the script's again when this returns.
             shell.communicators.abort()
+            shell.works.forget_devices()
         else:
             shell.limits.expect()
         shell.works.wait()
+        shell.works.outlast_devices(lambda: self.rank.error if self.rank.broken else None)
         shell.limits.disarm()
 
     def _check_parity(self) -> None:

@@ -4,7 +4,8 @@ futures given to `Manager.wrap_future`.
 How it works. A work is kept until its end was seen here, whoever else waits for it; those that ended are dropped from
 the head, because collectives of one group end in the order in which they were launched. `should_commit` waits for the
 futures before the fence, so that a failure of theirs still vetoes for everybody, and for the works after it: a work
-that a peer never launched shows in the fence's tag at once, and would be waited for in vain here.
+that a peer never launched shows in the fence's tag at once, and would be waited for in vain here. On a group that
+does not block the host neither the script's wait nor ours tells how a work ended: the vote waits for the device, too.
 
 Invariants: when a vote is given no work is under way (the tensor that a step is made of is final, or known to be
 undefined). A failed work is reported once. Threads: the training thread; `all_ended` is for the watchdog's, too.
@@ -15,15 +16,20 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ft_core.futures import FutureTimeoutError
+from ft_core.runtime.device_wait import outlast
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from torch.distributed import Work
     from torch.futures import Future
+
+    from ft_core.device import Device
+    from ft_core.process_group import ProcessGroup
 
 MAX_WORKS = 1024
 """Collectives under way; before one more is launched, the oldest is waited for."""
@@ -38,12 +44,19 @@ class UserWorks:
         self._report = report
         self._works: deque[Work] = deque()
         self._futures: deque[Future[Any]] = deque()
+        self._on_devices: dict[ProcessGroup, set[Device]] = {}
+        """Where something was launched since the last vote, on groups that do not block the host."""
 
     def __repr__(self) -> str:
         return f"UserWorks({len(self._works)} collectives, {len(self._futures)} futures)"
 
     def __bool__(self) -> bool:
-        return bool(self._works or self._futures)
+        return bool(self._works or self._futures or self._on_devices)
+
+    def add_on_device(self, work: Work, group: ProcessGroup, device: Device) -> None:
+        """A collective was launched on a group that does not block the host."""
+        self._on_devices.setdefault(group, set()).add(device)
+        self.add(work)
 
     def add(self, work: Work) -> None:
         """A collective was launched."""
@@ -81,8 +94,28 @@ class UserWorks:
         while self._works:
             self._end(self._works.popleft())
 
+    def outlast_devices(self, over: Callable[[], Exception | None]) -> None:
+        """After `wait`: until the devices have ended them. One that was cut short is reported.
+
+        `over`: why nothing that was launched counts any more, if it is so; then nothing more is waited for.
+        """
+        launched, self._on_devices = self._on_devices, {}
+        for group, devices in launched.items():
+            try:
+                outlast([device.mark() for device in devices], partial(_cut_short, group, over))
+            except Exception as error:  # noqa: BLE001 - recorded in the step, spent at the commit
+                self._report(error)
+
+    def forget_devices(self) -> None:
+        """The step is broken: nobody uses what they bring."""
+        self._on_devices = {}
+
     def _end(self, work: Work) -> None:
         try:
             work.wait()
         except Exception as error:  # noqa: BLE001 - recorded in the step, spent at the commit
             self._report(error)
+
+
+def _cut_short(group: ProcessGroup, over: Callable[[], Exception | None]) -> Exception | None:
+    return over() or group.errored()

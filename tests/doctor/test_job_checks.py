@@ -95,7 +95,8 @@ def test_hosts_are_listed_as_people_count() -> None:
 
 @pytest.mark.parametrize(
     ("variable", "value", "level"),
-    [("FT_NUM_REPLICA_GROUPS", "5", "PROBLEM"), ("FT_FROM_SCRATCH", "1", "PROBLEM"), ("WORLD_SIZE", "2", "PROBLEM"),
+    [("FT_NUM_REPLICA_GROUPS", "5", "PROBLEM"), ("FT_FROM_SCRATCH", "1", "PROBLEM"),
+     ("FT_FENCE", "cpu", "PROBLEM"), ("WORLD_SIZE", "2", "PROBLEM"),
      ("FT_LIVENESS_S", "2", "WARNING"), ("FT_MIN_REPLICAS", "2", "WARNING")],
 )  # fmt: skip
 def test_a_setting_that_differs(variable: str, value: str, level: str) -> None:

@@ -15,6 +15,7 @@ from ft_core.fixed_order import FixedOrderDataParallel
 from ft_core.reduction.fixed_order import tree_exchange
 from tests.fixed_order.host import Host, wrap
 from tests.fixed_order.reference import CLASSES, FEATURES
+from tests.reduction.fakes import FakeAttempt
 
 
 def linear() -> nn.Module:
@@ -65,6 +66,24 @@ def test_gradients_are_final_when_backward_returns() -> None:
     host.end()
     assert model.step_loss == pytest.approx(math.log(CLASSES), abs=0.7)
     assert host.whole_steps
+
+
+def test_the_host_decides_by_what_was_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The losses of its nodes, the header, the fence: nothing else of what lies on the device."""
+    reads: list[torch.dtype] = []
+
+    def read(_: FakeAttempt, tensor: Tensor) -> Tensor:
+        reads.append(tensor.dtype)
+        told = tensor.clone()
+        if tensor.dtype == torch.float32:
+            told.fill_(5)
+        return told
+
+    monkeypatch.setattr(FakeAttempt, "read", read)
+    model, host, loader = wrap(linear())
+    one_step(model, host, loader)
+    assert reads == [torch.float64, torch.int64, torch.float32]
+    assert host.attempts[-1].tails[0].unique().tolist() == [5.0]
 
 
 def test_small_exchanges_give_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:

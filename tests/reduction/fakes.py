@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.spawn import spawn
 
 from ft_core.ddp import DistributedDataParallel
+from ft_core.device import device_of
 from ft_core.reduction.interface import FENCE_SLOTS, GradientReducer, ReductionAttempt
 
 if TYPE_CHECKING:
@@ -75,6 +76,9 @@ class FakeAttempt:
         tail.copy_(torch.arange(1, FENCE_SLOTS + 1))
         return self._launch("fence", flat)
 
+    def read(self, tensor: Tensor) -> Tensor:
+        return tensor
+
     def fence_arrived(self, tail: Tensor) -> None:
         assert all(work.waited for work in self.works)
         self.events.append("arrived")
@@ -108,7 +112,7 @@ class FakeHost:
     def __init__(self, attempt: ReductionAttempt | None = None) -> None:
         self.attempt = attempt
         self.reducers: list[GradientReducer] = []
-        self.backend, self.through_host, self.batch_ratio = "gloo", True, 1.0
+        self.backend, self.through_host, self.batch_ratio, self.device_of = "gloo", True, 1.0, device_of
 
     @property
     def hooks(self) -> FakeHost:
@@ -157,6 +161,9 @@ class GlooAttempt:
         tail.zero_()
         tail[0] = 1.0
         return self.launch(flat)
+
+    def read(self, tensor: Tensor) -> Tensor:
+        return tensor
 
     def fence_arrived(self, tail: Tensor) -> None:
         self.verdict = bool(tail[0] == self.group.size())

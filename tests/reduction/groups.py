@@ -65,6 +65,9 @@ class RingAttempt:
         tail[0] = 1.0
         return self.launch(flat)
 
+    def read(self, tensor: Tensor) -> Tensor:
+        return tensor
+
     def fence_arrived(self, tail: Tensor) -> None:
         self.verdict = bool(tail[0] == self.members)
 

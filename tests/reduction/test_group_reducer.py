@@ -12,8 +12,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from ft_core.reduction.bucket_plan import WEIGHT_DIGITS
 from ft_core.reduction.interface import FENCE_SLOTS
-from tests.reduction.groups import TIMEOUT_S, Member, World
+from tests.reduction.groups import TIMEOUT_S, Member, RingAttempt, World
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -207,6 +208,37 @@ _LOST = RuntimeError("a rank was lost")
 
 def _lost(*_: object) -> Any:
     raise _LOST
+
+
+def test_the_host_decides_by_what_was_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of each step the fence, and the weights in the sum: it is told twice those, and divides by that."""
+    reads: list[int] = []
+
+    def read(_: RingAttempt, tensor: Tensor) -> Tensor:
+        reads.append(tensor.numel())
+        told = tensor.clone()
+        if tensor.numel() != FENCE_SLOTS:
+            told[-WEIGHT_DIGITS:] *= 2
+        return told
+
+    monkeypatch.setattr(RingAttempt, "read", read)
+    with World(2, 2) as world:
+        found = world.run(stepping(models(world, find_unused_parameters=False), Member.start_quorum))
+        assert_equal_and_close(found, [gradient / 2 for gradient in alone(range(4), [1] * 4)])
+        assert sorted(reads) == sorted([FENCE_SLOTS, WEIGHT_DIGITS] * 4)
+
+
+def test_a_read_that_was_cut_short_breaks_the_ring_and_leaves_backward(monkeypatch: pytest.MonkeyPatch) -> None:
+    def read(_: RingAttempt, tensor: Tensor) -> Tensor:
+        if tensor.numel() == FENCE_SLOTS:
+            return tensor
+        raise RuntimeError("cut short")
+
+    monkeypatch.setattr(RingAttempt, "read", read)
+    with World(2, 2) as world:
+        world.run(stepping(models(world), Member.start_quorum))
+        attempts = [member.attempt for member in world.members]
+        assert [[str(error) for error in attempt.errors] for attempt in attempts] == [["cut short"]] * 4  # type: ignore[union-attr]
 
 
 def test_parameters_that_some_ranks_do_not_use() -> None:

@@ -44,6 +44,7 @@ OTHER: list[tuple[dict[str, Any], dict[str, Any], str, str]] = [
         {"world_size_mode": FIXED}, {"world_size_mode": FIXED, "min_replica_size": 2}, "min_replica_size=2",
         "min_replica_size=1",
     ),
+    ({"fence": "cpu"}, {}, "fence=bucket", "fence=cpu"),
     ({"parity_check_every": 2}, {}, "parity_check_every=0", "parity_check_every=2"),
     ({"parity_sample_steps": 0}, {}, "parity_sample_steps=1000", "parity_sample_steps=0"),
 ]  # fmt: skip

@@ -65,6 +65,11 @@ class ProcessGroupWrapper(ProcessGroup):
         """Whether the wrapped group does."""
         return self._pg.carries_cpu_memory
 
+    @property
+    def blocks_host(self) -> bool:
+        """Whether the wrapped group does."""
+        return self._pg.blocks_host
+
     def sibling(self) -> ProcessGroup:
         """Return the same kind of wrapper around a sibling of the wrapped group."""
         return type(self)(self._pg.sibling())

@@ -82,7 +82,7 @@ class FixedOrderReducer:
         self._buffer_owners = [(name, part) for name, part in module.named_modules() if part._buffers]
         self.parameters = self._parameters = list(parameters)
         self._max_count = max_count
-        self._result = FlatGradients(plan, parameters, [device])
+        self._result = FlatGradients(plan, parameters, [device], device_of=manager.device_of)
         self._pool: list[Partial] = []
         self._sum: OrderedSum[Partial] = OrderedSum(self._add)
         self._used = bytearray(len(self._parameters))
@@ -269,8 +269,7 @@ class FixedOrderReducer:
             contributes = False
         header = Header(self._max_count, len(self._parameters))
         if contributes:
-            nodes = [(node, float(partial.loss)) for node, partial in self._sum.parts]
-            header.fill(nodes, self._used, self._losses, self._count)
+            header.fill(self._with_losses(attempt), self._used, self._losses, self._count)
         told = self._exchange.tell(attempt, header)
         if told is None:
             return
@@ -294,7 +293,14 @@ class FixedOrderReducer:
         works.wait(fence)
         if told.complete:
             self._publish(told)
-        attempt.fence_arrived(tail)
+        attempt.fence_arrived(attempt.read(tail) if attempt.rides else tail)
+
+    def _with_losses(self, attempt: ReductionAttempt) -> list[tuple[Node, float]]:
+        """This member's nodes, and the loss of each."""
+        if not self._sum.parts:
+            return []
+        losses: list[float] = attempt.read(torch.stack([partial.loss for _, partial in self._sum.parts])).tolist()
+        return [(node, loss) for (node, _), loss in zip(self._sum.parts, losses, strict=True)]
 
     @property
     def _complete(self) -> bool:
@@ -304,7 +310,7 @@ class FixedOrderReducer:
     def _publish(self, told: Told) -> None:
         """The sums are there: they are the parameters' gradients now."""
         result = self._result
-        result.pack_used(torch.tensor(told.used, dtype=torch.float32, device=self._device))
+        result.pack_used(torch.tensor(told.used, dtype=torch.float32))
         for parameter, view, used in zip(self._parameters, result.views, told.used, strict=True):
             parameter.grad = view if used else None
         self._step_loss = told.loss

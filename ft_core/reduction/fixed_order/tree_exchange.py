@@ -166,12 +166,15 @@ class NodeExchange:
 
     def tell(self, attempt: ReductionAttempt, header: Header) -> Told | None:
         """Sum the headers of all members; None: the attempt is broken."""
-        numbers = torch.tensor(header.numbers, device=self._device)
+        numbers, memory = torch.tensor(header.numbers), self._result.buckets[-1].device
+        if not memory.immediate:
+            on_host, numbers = numbers, torch.empty_like(numbers, device=self._device)
+            memory.put(on_host, numbers)
         work = self.works.add(attempt.launch(numbers))
         if work is None:
             return None
         self.works.wait(work)
-        return Told(numbers.tolist(), header)
+        return Told(attempt.read(numbers).tolist(), header)
 
     def send(self, attempt: ReductionAttempt, told: Told, mine: Mapping[Node, FlatGradients]) -> list[Chunk] | None:
         """Bring the nodes of all to all. Returns the chunks that `add_up` has not seen yet; None: the attempt broke."""

@@ -1,0 +1,148 @@
+"""What the step needs of the memory that its tensors are in: small copies and an event, none of which blocks the host.
+
+How it works. On an accelerator the host only queues work on streams; it learns that the work is done from an event,
+which it asks now and then. Numbers go to the device, and come back, through pinned memory: a copy from or to any other
+memory blocks the host until the stream has come so far, and for good if a collective before it waits for a dead peer.
+`HostMemory` is the same for tensors of the CPU: what returns is done.
+
+Invariants: nothing here blocks. What `fetch` returned may be read once a mark that was made later has been reached.
+Pinned memory that is let go is used again only after the copy it was for: torch's allocator sees to it.
+Threads: any; the current stream is the calling thread's.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["HOST", "Accelerator", "Device", "HostMemory", "Mark", "Stream", "device_of"]
+
+
+class Mark(Protocol):
+    """A place in a stream; torch's events are such."""
+
+    def query(self) -> bool:
+        """Whether the stream has come so far. Raises what the device reports."""
+        ...
+
+
+class Stream(Protocol):
+    """A queue of a device; torch's streams are such. Two are equal if they are the same queue."""
+
+    def wait_stream(self, stream: Any) -> None:
+        """What is queued here from now on runs after what was queued on `stream` until now."""
+        ...
+
+
+class Device(Protocol):
+    """The memory of one device."""
+
+    @property
+    def immediate(self) -> bool:
+        """Operations on its tensors are done when they return: there is nothing to wait for, and one stream."""
+        ...
+
+    def put(self, numbers: Tensor, into: Tensor) -> None:
+        """Copy `numbers`, which are in CPU memory and may be changed afterwards, `into` a tensor of this device."""
+        ...
+
+    def fetch(self, tensor: Tensor) -> Tensor:
+        """Begin to copy `tensor`, of this device, into CPU memory, which is returned."""
+        ...
+
+    def mark(self) -> Mark:
+        """Mark the place that the current stream has been queued to."""
+        ...
+
+    def current_stream(self) -> Stream:
+        """The stream that this thread queues on."""
+        ...
+
+
+class _Reached:
+    """A mark, and a stream, of what is done at once."""
+
+    def __repr__(self) -> str:
+        return "_Reached()"
+
+    def query(self) -> bool:
+        return True
+
+    def wait_stream(self, stream: Any) -> None:
+        """Nothing is queued."""
+
+
+_REACHED = _Reached()
+
+
+class HostMemory:
+    """The memory of the CPU."""
+
+    immediate = True
+
+    def __repr__(self) -> str:
+        return "HostMemory()"
+
+    def put(self, numbers: Tensor, into: Tensor) -> None:
+        """Copy it."""
+        into.copy_(numbers)
+
+    def fetch(self, tensor: Tensor) -> Tensor:
+        """Return it: it is there."""
+        return tensor
+
+    def mark(self) -> Mark:
+        """Return one that has been reached."""
+        return _REACHED
+
+    def current_stream(self) -> Stream:
+        """Return the only one."""
+        return _REACHED
+
+
+class Accelerator:
+    """The memory of a GPU, or of another accelerator that torch has a module for (`torch.cuda`, `torch.xpu`)."""
+
+    immediate = False
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._module: Any = torch.get_device_module(device)
+
+    def __repr__(self) -> str:
+        return f"Accelerator({self._device})"
+
+    def put(self, numbers: Tensor, into: Tensor) -> None:
+        """Copy through pinned memory, in the order of the current stream."""
+        staged = torch.empty(numbers.shape, dtype=into.dtype, pin_memory=True).copy_(numbers)
+        into.copy_(staged, non_blocking=True)
+
+    def fetch(self, tensor: Tensor) -> Tensor:
+        """Queue a copy into pinned memory on the current stream."""
+        numbers = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        return numbers.copy_(tensor, non_blocking=True)
+
+    def mark(self) -> Mark:
+        """Record an event on the current stream."""
+        event: Mark = self._module.Event()
+        event.record(self._module.current_stream(self._device))  # type: ignore[attr-defined]
+        return event
+
+    def current_stream(self) -> Stream:
+        """Return this thread's stream of the device."""
+        stream: Stream = self._module.current_stream(self._device)
+        return stream
+
+
+HOST = HostMemory()
+
+
+@functools.lru_cache(maxsize=64)
+def device_of(device: torch.device) -> Device:
+    """The memory that tensors of `device` are in."""
+    return HOST if device.type == "cpu" else Accelerator(device)
