@@ -26,7 +26,7 @@ sys.path[:0] = [path for path in [os.environ.get("FT_BENCH_CORE", "")] if path]
 import torch
 from torch import Tensor, nn
 
-from ft_core import DistributedDataParallel, Manager, Optimizer, ProcessGroupGloo
+from ft_core import DistributedDataParallel, Manager, Optimizer, ProcessGroupGloo, default_process_group
 from ft_core.protocol.pushes import Answer, Lost
 from ft_core.protocol.rank.actions import TellGroup
 
@@ -139,6 +139,7 @@ def main() -> None:
     parser.add_argument("--inert-mb", type=int, default=0, help="size of a tensor that only has to be healed")
     parser.add_argument("--resident-mb", type=int, default=0, help="memory that is only held")
     parser.add_argument("--step-ms", type=float, default=0.0, help="what a step takes at least")
+    parser.add_argument("--device", default="cpu", help="cpu or cuda, on which the model is")
     parser.add_argument("--gated", action="store_true", help="wait for `go` before making the Manager")
     args = parser.parse_args()
     torch.set_num_threads(1)
@@ -148,7 +149,8 @@ def main() -> None:
     orders.start()
 
     torch.manual_seed(0)
-    model = build()
+    device = torch.device("cuda", 0) if args.device == "cuda" else torch.device(args.device)
+    model = build().to(device)
     inner = torch.optim.SGD(model.parameters(), lr=1e-3)
     inert = torch.arange(args.inert_mb * 250_000, dtype=torch.float32).mul_(0.5)
     resident = torch.ones(args.resident_mb * 250_000)
@@ -162,7 +164,8 @@ def main() -> None:
         inner.load_state_dict(state["optimizer"])
 
     manager = Manager(
-        pg=ProcessGroupGloo(),
+        # An older ft_core (FT_BENCH_CORE) chooses no group by itself.
+        pg=ProcessGroupGloo() if device.type == "cpu" else default_process_group(device),
         load_state_dict=load,
         state_dict=lambda: {"model": model.state_dict(), "optimizer": inner.state_dict()},
         timeout=timedelta(seconds=30),
@@ -184,7 +187,7 @@ def main() -> None:
         optimizer.zero_grad()
         if args.step_ms:
             pace.wait(args.step_ms / 1e3)
-        ddp(batch).square().mean().backward()
+        ddp(batch.to(device)).square().mean().backward()
         optimizer.step()
         if not optimizer.committed:
             notes.note("veto", manager.errored())
@@ -196,7 +199,7 @@ def main() -> None:
     manager.leave("finished", finished=True)
     digest = hashlib.sha256()
     for tensor in [*model.state_dict().values(), inert]:
-        digest.update(tensor.numpy().tobytes())
+        digest.update(tensor.cpu().numpy().tobytes())
     notes.note("digest", digest.hexdigest()[:16])
     manager.shutdown()
 

@@ -35,7 +35,7 @@ from ft_accelerate.kept import weakly
 from ft_accelerate.model import WrappedModel
 from ft_accelerate.optimizer import GroupScheduler, VotedOptimizer
 from ft_accelerate.plugin import FaultTolerancePlugin, plugin_or_none
-from ft_accelerate.run import Run
+from ft_accelerate.run import BY_DEVICE, Run
 from ft_accelerate.sharing import SharedResults
 from ft_core.loop.job_checkpoint import keeping_none
 
@@ -96,6 +96,7 @@ class FaultTolerantAccelerator(
         self._begin(plugin)
 
     def _begin(self, plugin: FaultTolerancePlugin) -> None:
+        BY_DEVICE.check(self.device)
         kind, owner = type(self), weakref.ref(self)
         functions = healed_state.save, healed_state.load, kind._lead, kind._divide
         save, load, lead, divide = (weakly(owner, function) for function in functions)

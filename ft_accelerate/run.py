@@ -25,6 +25,7 @@ from ft_core.errors import UsageError
 from ft_core.loop.division import Division
 from ft_core.loop.replica_group import ReplicaGroup
 from ft_core.loop.run import TrainingRun
+from ft_core.process_group import ByDevice
 
 if TYPE_CHECKING:
     import weakref
@@ -35,6 +36,10 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("ft_accelerate")
 ENDED = "end_training() was called"
+BY_DEVICE = ByDevice(
+    "Accelerator(cpu=True), or ft-accelerate launch --cpu, trains on CPUs, and without them on the accelerator"
+)
+"""Makes the process group of the gradients, by the device that Accelerate puts the model on."""
 
 
 class Run(TrainingRun):
@@ -66,7 +71,8 @@ class Run(TrainingRun):
         place = ReplicaGroup(plugin.group, plugin.groups, ranks, rank, plugin.name, plugin.address)
         division = Division(plugin.groups, divide)
         super().__init__(
-            place, plugin.for_manager(), load, save, division=division, changed=changed, ended=ENDED,
+            place, plugin.for_manager(), load, save, division=division, changed=changed, by_device=BY_DEVICE,
+            ended=ENDED,
         )  # fmt: skip
         self.plugin, self._owner = plugin, owner
         self.uneven = GroupUnevenEnd(self.window, plugin.on_exhausted, self.leave_others)

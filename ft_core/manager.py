@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from torch.futures import Future
 
     from ft_core.checkpointing import CheckpointTransport
-    from ft_core.process_group import ProcessGroup
+    from ft_core.process_group import ByDevice, ProcessGroup
     from ft_core.runtime.hooks import Hooks
     from ft_core.runtime.managed_work import ManagedWork
 
@@ -51,7 +51,7 @@ class Manager:
     """Drives fault-tolerant training on one rank. Constructs and starts; call `shutdown` (or leave it to exit).
 
     Args:
-        pg: unconfigured fault-tolerant process group for the collectives between replica groups.
+        pg: unconfigured group for the collectives between replicas; None: by the model's device, or FT_BACKEND.
         load_state_dict: called on a healing replica with what `state_dict` returned on a donor; None: register later.
         state_dict: returns all state that must be equal on all replicas (model, optimizer, ...). Its tensors are served
             to healing peers from live memory until the next `optimizer.step`.
@@ -92,7 +92,7 @@ class Manager:
 
     def __init__(
         self,
-        pg: ProcessGroup,
+        pg: ProcessGroup | ByDevice | None = None,
         load_state_dict: Callable[[Any], None] | None = None,
         state_dict: Callable[[], Any] | None = None,
         min_replica_size: int | None = None,

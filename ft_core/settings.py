@@ -29,6 +29,9 @@ MAX_STEP = 1 << 48
 """No job makes so many steps (at one per microsecond it takes nine years): a larger number is a mistake."""
 DEFAULT_ROOM = "default"
 """The quorum namespace of a job that names none."""
+AUTO = "auto"
+BACKENDS = (AUTO, "gloo", "nccl", "xccl", "baby-gloo", "baby-nccl")
+"""What FT_BACKEND may be: which process group carries the gradients (`backends`)."""
 
 
 @dataclass(frozen=True)
@@ -182,7 +185,7 @@ KNOWN_ENVIRONMENT = (
     "FT_TLS_CERT", "FT_TLS_KEY", "FT_TLS_CA", "FT_WITNESS", "FT_LIVENESS_S", "FT_GRACE_S", "FT_JOIN_S", "FT_CONNECT_S",
     "FT_QUORUM_S", "FT_HEAL_S", "FT_TRANSFER_IDLE_S", "FT_AUTONOMY_S", "FT_ORPHAN_S", "FT_PROGRESS_S", "FT_RECONNECT_S",
     "FT_GROUP_ATTEMPT", "FT_PREDECESSORS", "FT_FROM_SCRATCH", "FT_LOG", "FT_EVENTS", "FT_METRICS", "FT_STARTED_AT",
-    "FT_FENCE",
+    "FT_FENCE", "FT_BACKEND",
 )  # fmt: skip
 _OVERRIDES = {
     f"FT_{name.upper()}": name
@@ -223,6 +226,8 @@ class Environment:
     """HOST:PORT to serve metrics at; '': nowhere."""
     started_at: float | None
     """When ftrun started this process, or gave a standby process its work (seconds since 1970)."""
+    backend: str
+    """One of BACKENDS; '': nothing is said."""
     overrides: Mapping[str, float]
 
     @staticmethod
@@ -283,8 +288,18 @@ class Environment:
             events=env.get("FT_EVENTS", ""),
             metrics=env.get("FT_METRICS", ""),
             started_at=number("FT_STARTED_AT"),
+            backend=check_backend(env.get("FT_BACKEND", ""), "FT_BACKEND") if env.get("FT_BACKEND") else "",
             overrides=overrides,
         )
+
+
+def check_backend(value: str, setting: str) -> str:
+    """Itself. Raises ConfigError, which begins with `setting`, if no process group is called so."""
+    if value not in BACKENDS:
+        near = difflib.get_close_matches(value.lower(), BACKENDS, 1)
+        hint = f"did you mean {near[0]}? " if near else ""
+        raise ConfigError(f"{setting}={value!r}: unknown; {hint}(known: {', '.join(BACKENDS)})")
+    return value
 
 
 def switch(env: Mapping[str, str], name: str) -> bool:

@@ -87,6 +87,7 @@ class StartsGroups(Placed):
             this.accelerator, this.precision if host == "Fabric" else this.precision_plugin, strategy=self._name
         )
         _placement.check(self.place, self.wanted_devices, this.num_nodes, host)
+        _placement.BY_DEVICE.check(this.root_device)
         self._launcher = None if self.place.launched else launcher(self._tree, self)
 
 

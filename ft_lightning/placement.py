@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from ft_core.addresses import hosts_of
 from ft_core.errors import ConfigError
 from ft_core.network import advertised_host
-from ft_core.process_group import open_store
+from ft_core.process_group import ByDevice, open_store
 from ft_core.settings import Environment
 from ft_lightning import _compat
 from ft_lightning.names import NAME
@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 
     from ft_lightning.arguments import Arguments
 
+BY_DEVICE = ByDevice("write accelerator='gpu' for a model on GPUs, accelerator='cpu' for one on CPUs")
+"""Makes the process group of the gradients, by the device that Lightning puts the model on."""
 CHILD = "FTRUN_LIGHTNING"
 """In the environment of the processes that our own launcher starts: '<run id>:<groups>'."""
 

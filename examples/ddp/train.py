@@ -25,7 +25,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from ft_core import DistributedDataParallel, DistributedSampler, Manager, Optimizer, ProcessGroupGloo
+from ft_core import DistributedDataParallel, DistributedSampler, Manager, Optimizer
 from ft_core.errors import JobFinishedError
 
 CONTEXT = 64
@@ -112,7 +112,6 @@ def train(args: argparse.Namespace) -> None:
         inner.load_state_dict(state["optimizer"])
 
     manager = Manager(
-        pg=ProcessGroupGloo(),
         load_state_dict=load_state,
         state_dict=lambda: {"model": model.state_dict(), "optimizer": inner.state_dict()},
     )

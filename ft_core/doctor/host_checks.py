@@ -9,8 +9,11 @@ from __future__ import annotations
 import ipaddress
 from typing import TYPE_CHECKING
 
+from ft_core.backends import DEVICE_OF, TorchBuild, Wish, choose
 from ft_core.doctor.findings import Finding, note, ok, problem, warning
 from ft_core.doctor.lighthouse_checks import lighthouse
+from ft_core.errors import ConfigError
+from ft_core.settings import AUTO
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -290,8 +293,12 @@ def gpus(facts: HostFacts) -> Iterator[Finding]:
     """Accelerators, as far as there are any."""
     seen = facts.gpus
     cuda_torch = "+cu" in facts.versions.get("torch", "") or bool(seen.cuda)
+    wanted = facts.settings.get("FT_BACKEND", "") or AUTO
     if not seen.devices and not seen.error:
-        yield ok("GPUs", facts.name, "none on this host: it trains on CPUs, over Gloo")
+        if DEVICE_OF.get(wanted) == "cuda":
+            yield _backend(facts, wanted)
+        else:
+            yield ok("GPUs", facts.name, "none on this host: it trains on CPUs, over Gloo")
         return
     if seen.error:
         yield problem(
@@ -319,6 +326,7 @@ def gpus(facts: HostFacts) -> Iterator[Finding]:
         )
     else:
         yield ok("GPUs", facts.name, f"{told}, torch for CUDA {seen.cuda} uses {seen.torch_devices}, NCCL {seen.nccl}")
+        yield _backend(facts, wanted)
     busy = [str(i) for i, gpu in enumerate(seen.devices) if gpu.used_mb > GPU_USED_MB]
     if busy:
         yield warning(
@@ -327,6 +335,21 @@ def gpus(facts: HostFacts) -> Iterator[Finding]:
             f"memory of GPU {', '.join(busy)} is taken already (more than {GPU_USED_MB} MB)",
             "see nvidia-smi for who has it: an earlier job may have left processes",
         )
+
+
+def _backend(facts: HostFacts, wanted: str) -> Finding:
+    """What carries the gradients of a model on this host's GPUs, by the rule that the job itself asks."""
+    seen, visible = facts.gpus, facts.settings.get("CUDA_VISIBLE_DEVICES")
+    build = TorchBuild(
+        facts.versions.get("torch", ""), seen.cuda, bool(seen.nccl), seen.torch_devices, visible,
+    )  # fmt: skip
+    wish = Wish(wanted, "" if wanted == AUTO else f"FT_BACKEND={wanted}", "train on {device}")
+    try:
+        carries = choose(wish, ["cuda" if seen.torch_devices else "cpu"], build)
+    except ConfigError as error:
+        return problem("gradients", facts.name, str(error), "set FT_BACKEND to one that works here, or leave it out")
+    how = "through host memory, which is slow" if carries == "gloo" and seen.torch_devices else "between replicas"
+    return ok("gradients", facts.name, f"those on this host's devices travel over {carries} {how}")
 
 
 def storage(facts: HostFacts) -> Iterator[Finding]:

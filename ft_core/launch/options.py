@@ -22,12 +22,13 @@ from typing import TYPE_CHECKING
 
 from ft_core.access import Tokens, check_listener, insecure, own_admin_token
 from ft_core.addresses import Addresses, hosts_of
+from ft_core.backends import DEVICE_OF, Wish, check_build
 from ft_core.certificates import Tls
 from ft_core.control.lighthouse.dashboards import AUTO
 from ft_core.errors import ConfigError
 from ft_core.launch.argument_parser import read
 from ft_core.launch.chaos_schedule import ChaosSettings
-from ft_core.launch.gpus import divide
+from ft_core.launch.gpus import divide, visible_gpus
 from ft_core.launch.restart_policy import RestartSettings
 from ft_core.launch.run_events import OFF, folder_for
 from ft_core.launch.spec import JobSpec, Script, Streams
@@ -87,7 +88,7 @@ def parse(argv: Sequence[str], environ: Mapping[str, str]) -> JobSpec:
         connect_s=env.connect_s or JobSpec.connect_s, nodes=_nodes(a)[1], min_nodes=_nodes(a)[0],
         rdzv_endpoint=a.rdzv_endpoint or "", restarts=settings, monitor_s=a.monitor_interval, tee=tee,
         redirects=redirects,
-        gpus=tuple(_gpus(a.gpus, most, nproc, environ)), standby=a.standby, drain_s=a.drain_timeout,
+        gpus=tuple(_gpus(a.gpus, most, nproc, env.backend, environ)), standby=a.standby, drain_s=a.drain_timeout,
         chaos=_chaos(a, whole, total),
         log_dir=(log_dir := _log_dir(a.log_dir, any(s.default or s.ranks for s in (tee, redirects)))),  # it creates one
         events=folder_for(a.events, log_dir, run_id, environ),
@@ -375,15 +376,19 @@ def _nproc(text: str) -> int:
         raise ConfigError(f"--nproc-per-replica {text}: {error}") from None
 
 
-def _gpus(mode: str, groups: int, nproc: int, environ: Mapping[str, str]) -> list[str | None]:
+def _gpus(mode: str, groups: int, nproc: int, backend: str, environ: Mapping[str, str]) -> list[str | None]:
+    if backend in DEVICE_OF:
+        from ft_core.process_group.default import torch_build
+
+        said = f"FT_BACKEND={backend}"
+        if mode == "none":
+            raise ConfigError(f"{said} with --gpus none: {backend} needs devices; leave out one of the two")
+        check_build(backend, Wish(backend, said), torch_build())
     visible: list[str] = []
     named = environ.get("CUDA_VISIBLE_DEVICES")
-    if named is not None:
-        for name in named.split(","):
-            if name.strip() in ("-1", "NoDevFiles"):
-                break  # CUDA hides everything from here on
-            visible += [name.strip()] if name.strip() else []
-    elif mode in ("auto", "share") and os.path.exists("/dev/nvidiactl"):
+    if named is not None and mode in ("auto", "share"):
+        visible = visible_gpus(named)
+    elif named is None and mode in ("auto", "share") and os.path.exists("/dev/nvidiactl"):
         import torch
 
         visible = [str(index) for index in range(torch.cuda.device_count())]

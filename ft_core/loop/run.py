@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ft_core import Manager, default_process_group
+from ft_core import Manager
 from ft_core.errors import ConfigError, UsageError
 from ft_core.loop.garbage import collect_once
 from ft_core.loop.job_checkpoint import MANAGER, JobCheckpoint
@@ -30,6 +30,7 @@ from ft_core.loop.publishing import PlacedFile, Publisher
 from ft_core.loop.runs import RUNS, PassedOverError, RunLostError, Words
 from ft_core.loop.stopping import stop_together
 from ft_core.loop.window import StepWindow
+from ft_core.process_group import ByDevice
 from ft_core.settings import DEFAULT_ROOM
 
 if TYPE_CHECKING:
@@ -59,6 +60,7 @@ class TrainingRun:
         division: of the training data.
         changed: called with True when this group begins to lead, with False when it no longer does.
         opened: called after each quorum was opened.
+        by_device: makes the process group of the gradients.
         ended: said to who goes on after the end; in the words of the framework.
     """
 
@@ -72,10 +74,11 @@ class TrainingRun:
         division: Division,
         changed: Callable[[bool], None] | None = None,
         opened: Callable[[], None] | None = None,
+        by_device: ByDevice | None = None,
         ended: str,
     ) -> None:
         self._options, self._functions, self._ended = options, (load, save), ended
-        self._after_opening = opened
+        self._after_opening, self._by_device = opened, by_device or ByDevice()
         self.window = StepWindow(place, self.start_manager, self._opened, division)
         self.publisher = Publisher(self.window, self.leave)
         self.leadership = Leadership(self.window, self.publisher, changed or _nothing)
@@ -119,7 +122,7 @@ class TrainingRun:
             }  # fmt: skip
 
             def make(room: str) -> Manager:
-                return Manager(pg=default_process_group(), **{**options, "room_id": room})
+                return Manager(**{"pg": self._by_device, **options, "room_id": room})
 
             try:
                 window.manager = manager = RUNS.join(make, window.address, self._first_room, WORDS)

@@ -1,7 +1,7 @@
 """Process groups between the replicas: re-formed at every quorum, aborted in milliseconds (DESIGN 3.2, 3.9)."""
 
 from ft_core.process_group.base import ProcessGroup
-from ft_core.process_group.default import default_process_group
+from ft_core.process_group.default import ByDevice, check_group, default_process_group, host_process_group
 from ft_core.process_group.done_work import DoneWork
 from ft_core.process_group.fork_safety import close_in_child
 from ft_core.process_group.gloo.group import ProcessGroupGloo
@@ -39,6 +39,9 @@ __all__ = [
     "ProcessGroupBabyAccelerator",
     "DoneWork",
     "default_process_group",
+    "host_process_group",
+    "ByDevice",
+    "check_group",
     "create_store_client",
     "open_store",
     "warm_store",

@@ -1,10 +1,147 @@
-"""The process group that is taken where the user names none: by front ends, and for what travels in CPU memory."""
+"""The process groups that are taken where the user names none: for gradients by their device, and for CPU memory.
+
+How it works. `backends.choose` decides, on what `torch_build` finds here; the class is looked up by its name when it is
+made. A group is made while the model's device is the current one, so one that belongs to a device takes that.
+
+Threads: the caller's.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import importlib
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+
+from ft_core.backends import DEVICE_OF, MOVE, TorchBuild, Wish, check_devices, choose
 from ft_core.process_group.gloo.group import ProcessGroupGloo
+from ft_core.settings import check_backend
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from contextlib import AbstractContextManager
+
+    from ft_core.process_group.base import ProcessGroup
+
+Devices = torch.device | str | Iterable[torch.device | str] | None
+"""Of the model: one, several, or not known."""
+CLASSES = {
+    "gloo": "ProcessGroupGloo",
+    "nccl": "ProcessGroupNCCL",
+    "xccl": "ProcessGroupXCCL",
+    "baby-gloo": "ProcessGroupBabyGloo",
+    "baby-nccl": "ProcessGroupBabyNCCL",
+}
+"""By the names that FT_BACKEND takes, those of the classes."""
 
 
-def default_process_group() -> ProcessGroupGloo:
-    """A new, unconfigured group for tensors in CPU memory; tensors on other devices are copied through it."""
+def default_process_group(device: Devices = None, backend: str | None = None, *, move: str = MOVE) -> ProcessGroup:
+    """Make the process group for gradients on `device`, unconfigured: NCCL for CUDA, XCCL for Intel's GPUs, else Gloo.
+
+    Args:
+        device: of the trained parameters, one or several; None: the accelerator that this process can use, else the
+            CPU.
+        backend: "gloo", "nccl", "xccl", "baby-gloo", "baby-nccl", or "auto", which decides by the device; None:
+            FT_BACKEND, else "auto".
+        move: how the user puts the model on another device, for errors; "{device}" stands for the kind of device.
+
+    Raises:
+        ConfigError: an unknown name; the backend, the devices of the model and this torch cannot work together.
+        NotAvailableError: the group needs something that is not there.
+    """
+    devices = names_of(_each(device))
+    name = choose(wish(backend, move), devices, torch_build())
+    with current_device(devices if name in DEVICE_OF else ()):
+        return _new(name)
+
+
+@dataclass(frozen=True)
+class ByDevice:
+    """Stands for the group for gradients, until it is known on which device the models are.
+
+    Args:
+        move: as of `default_process_group`.
+    """
+
+    move: str = MOVE
+
+    def check(self, device: Devices) -> None:
+        """See that there is a group for models on `device`. Raises ConfigError, as `make`."""
+        choose(wish(move=self.move), names_of(_each(device)), torch_build())
+
+    def make(self, device: Devices) -> ProcessGroup:
+        """Make it. Raises as `default_process_group`."""
+        return default_process_group(device, move=self.move)
+
+
+def check_group(group: ProcessGroup, devices: Iterable[torch.device | str]) -> None:
+    """See that gradients on these devices can travel over a group that the user gave. Raises ConfigError."""
+    backend = group.torch_backend
+    if backend in DEVICE_OF or group.carries_cpu_memory:
+        check_devices(backend, Wish(backend, f"pg={type(group).__name__}()"), names_of(devices))
+
+
+def names_of(devices: Iterable[torch.device | str]) -> list[str]:
+    """The names of the devices, each once, in order."""
+    return sorted({str(torch.device(device)) for device in devices})
+
+
+def host_process_group() -> ProcessGroup:
+    """Make an unconfigured group for tensors in CPU memory, whatever carries the gradients."""
     return ProcessGroupGloo()
+
+
+def wish(backend: str | None = None, move: str = MOVE) -> Wish:
+    """What the user asks for: by the argument, else by FT_BACKEND. Raises ConfigError for an unknown name."""
+    if backend is not None:
+        return Wish(check_backend(backend, "backend"), f"backend={backend!r}", move)
+    said = os.environ.get("FT_BACKEND", "")
+    return Wish(check_backend(said, "FT_BACKEND"), f"FT_BACKEND={said}", move) if said else Wish(move=move)
+
+
+@functools.cache
+def _built() -> TorchBuild:
+    distributed = torch.distributed
+    return TorchBuild(
+        version=str(torch.__version__), cuda=torch.version.cuda or torch.version.hip or "",
+        nccl=distributed.is_available() and distributed.is_nccl_available(),
+        xccl=distributed.is_available() and bool(getattr(distributed, "is_xccl_available", bool)()),
+    )  # fmt: skip
+
+
+def torch_build() -> TorchBuild:
+    """What this build of torch can do here. Initialises no device."""
+    built = _built()
+    return TorchBuild(
+        built.version, built.cuda, built.nccl, torch.cuda.device_count(), os.environ.get("CUDA_VISIBLE_DEVICES"),
+        built.xccl, torch.xpu.device_count() if built.xccl else 0,
+    )  # fmt: skip
+
+
+def current_device(devices: Iterable[str]) -> AbstractContextManager[Any]:
+    """Inside, the accelerator among `devices` is the current one of this thread; a kind alone leaves it as it is."""
+    for device in map(torch.device, devices):
+        if device.type == "cuda" and device.index is not None:
+            return torch.cuda.device(device)
+        if device.type == "xpu" and device.index is not None:
+            return cast("AbstractContextManager[Any]", torch.xpu.device(device))
+    return contextlib.nullcontext()
+
+
+def _each(device: Devices) -> list[torch.device | str]:
+    if isinstance(device, torch.device | str):
+        return [device]
+    if device is not None:
+        return list(device)
+    return ["cuda" if torch.cuda.is_available() else "xpu" if torch.xpu.is_available() else "cpu"]
+
+
+def _new(name: str) -> ProcessGroup:
+    # By name, where users find it: the package imports this module.
+    made: Callable[[], ProcessGroup] = getattr(importlib.import_module(__package__ or ""), CLASSES[name])
+    return made()

@@ -1,15 +1,17 @@
-"""The process groups of one rank: `gradients`, which the user gave, and `control`, made when somebody needs it.
+"""The process groups of one rank: `gradients`, given or chosen by device, and `control`, made when somebody needs it.
 
 How it works. Collectives on one group pair up in launch order, so what must never mix travels on groups of its own
 (R4). `gradients` carries the buckets, and the ballot that rides on the last of them. `control` carries what the members
 tell each other in CPU memory: ballots of their own, digests, who has a lease; it is a group for CPU memory whatever
-`gradients` is. The script's own collectives go over `gradients` where no ballot rides there, else over `control`, or,
-if their tensors are not in CPU memory, over one more group of the kind of `gradients`. All are configured from the
-quorum's store under prefixes that name room, quorum, group rank and group, so nothing of an older quorum can meet them.
+`gradients` is. Where the user gave no group, `serve` chooses one by the devices of the models that were announced,
+again with each model until the first quorum. The script's own collectives go over `gradients` where no ballot rides
+there, else over `control`, or, if their tensors are not in CPU memory, over one more group of the kind of `gradients`.
+All are configured from the quorum's store under prefixes that name room, quorum, group rank and group, so nothing of an
+older quorum can meet them.
 
 Invariants: nothing is launched on a group before `configure` or after `abort`; `abort` may be called from any thread,
-at any time, and ends what is pending. Ownership: `configure` runs on the quorum worker; `control()` and `users()` on
-the training thread, on all members at the same point.
+at any time, and ends what is pending. Ownership: `configure` runs on the quorum worker; `serve()`, `control()` and
+`users()` on the training thread, the last two on all members at the same point.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ from torch.distributed import AllreduceOptions, ReduceOp, Work
 
 from ft_core.device import device_of
 from ft_core.errors import CollectiveError
-from ft_core.process_group import default_process_group
+from ft_core.process_group import ByDevice, check_group, host_process_group
 from ft_core.protocol.rank.ballot import FENCE_SLOTS
 
 if TYPE_CHECKING:
@@ -56,8 +58,11 @@ def sum_options(op: ReduceOp.RedOpType) -> AllreduceOptions:
 class Communicators:
     """The process groups of one rank; see the module's text."""
 
-    def __init__(self, gradients: ProcessGroup) -> None:
-        self.gradients = gradients
+    def __init__(self, gradients: ProcessGroup | ByDevice) -> None:
+        self._choice = gradients if isinstance(gradients, ByDevice) else None
+        self._gradients = None if isinstance(gradients, ByDevice) else gradients
+        self._serves: list[torch.device] | None = None
+        """The devices that `gradients` was chosen for."""
         self._beside: dict[str, ProcessGroup] = {}
         """The groups beside it, by name: made once, configured anew in each quorum that needs them."""
         self._ready: set[str] = set()
@@ -82,7 +87,40 @@ class Communicators:
 
     def __repr__(self) -> str:
         state = "aborted" if self._aborted else "up"
-        return f"Communicators({state}, gradients={self.gradients!r}, beside={sorted(self._ready)})"
+        return f"Communicators({state}, gradients={self._gradients or self._choice!r}, beside={sorted(self._ready)})"
+
+    @property
+    def gradients(self) -> ProcessGroup:
+        """The group of the gradients; there is one from the first model on, or the first quorum."""
+        assert self._gradients is not None, "serve() chooses it"
+        return self._gradients
+
+    @property
+    def backend(self) -> str:
+        """The name of its backend; '' before it is chosen."""
+        return "" if self._gradients is None else str(self._gradients.getBackendName())
+
+    def serve(self, devices: Sequence[torch.device]) -> None:
+        """Choose the group of the gradients by the devices of all models; one that was given is checked.
+
+        Before the first quorum: with each model that is announced, and then once more.
+
+        Args:
+            devices: of the trained parameters; none: there is no model, and the script reduces by itself.
+
+        Raises:
+            ConfigError: no group carries gradients on these devices, or the one that was given does not.
+            NotAvailableError: the group needs something that is not there.
+        """
+        if self._choice is None:
+            check_group(self.gradients, devices)
+        elif self._gradients is None or self._serves != list(devices):
+            chosen = self._choice.make(devices or None)
+            chosen.set_timeout(self._timeout)
+            with self._lock:
+                before, self._gradients, self._serves = self._gradients, chosen, list(devices)
+            if before is not None:
+                before.shutdown()
 
     def configure(self, store_prefix: str, replica_id: str, rank: int, world_size: int, *, rides: bool) -> None:
         """(Re)build the groups for one quorum. Raises what they raise.
@@ -142,7 +180,7 @@ class Communicators:
         return self.control() if in_cpu_memory else self._group("users", self.gradients.sibling)
 
     def _new_control(self) -> ProcessGroup:
-        return self.gradients.sibling() if self.gradients.carries_cpu_memory else default_process_group()
+        return self.gradients.sibling() if self.gradients.carries_cpu_memory else host_process_group()
 
     def _group(self, name: str, make: Callable[[], ProcessGroup]) -> ProcessGroup:
         with self._lock:
@@ -160,7 +198,7 @@ class Communicators:
 
     def connection_fds(self) -> list[int]:
         """Return the descriptors of all connections to the peers of this quorum, of which they tell."""
-        found = self.gradients.connection_fds()
+        found = [] if self._gradients is None else self._gradients.connection_fds()
         for name, group in list(self._beside.items()):
             if name in self._ready:  # until then it is the last quorum's, which peers end
                 found += group.connection_fds()
@@ -182,7 +220,8 @@ class Communicators:
     def set_timeout(self, timeout: timedelta) -> None:
         """Set the collective timeout of all groups."""
         self._timeout = timeout
-        self.gradients.set_timeout(timeout)
+        if self._gradients is not None:
+            self._gradients.set_timeout(timeout)
 
     def abort(self, quorum_id: int | None = None) -> None:
         """End everything pending on all groups, here and (by closing the connections) at the peers.
@@ -196,7 +235,7 @@ class Communicators:
                     return
                 self._aborted = True
                 # One of devices may take seconds: peers that wait on the others need not.
-                groups = sorted((self.gradients, *self._beside.values()), key=lambda group: not group.blocks_host)
+                groups = sorted(self._groups, key=lambda group: not group.blocks_host)
             for group in groups:
                 group.abort()
             with self._formed:
@@ -252,5 +291,10 @@ class Communicators:
     def shutdown(self) -> None:
         """Abort and release all groups."""
         self.abort()
-        for group in (self.gradients, *self._beside.values()):
+        for group in self._groups:
             group.shutdown()
+
+    @property
+    def _groups(self) -> list[ProcessGroup]:
+        """All there are."""
+        return [*([] if self._gradients is None else [self._gradients]), *self._beside.values()]

@@ -41,9 +41,11 @@ class Hooks:
 
         Raises:
             UsageError: after the first start_quorum; where the ballot rides is fixed by then (R4).
+            ConfigError: no process group carries gradients on its devices, or the Manager's does not.
         """
         if self._rank.wish is not None:
             raise UsageError("wrap the model in DistributedDataParallel before the first start_quorum")
+        self._steps.serve([*self._steps.reducers, reducer])
         self._steps.reducers.append(reducer)
 
     def unregister_reducer(self, reducer: GradientReducer) -> None:

@@ -14,7 +14,7 @@ from threading import get_ident
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from ft_core.errors import ConfigError, UsageError
-from ft_core.process_group import ProcessGroup
+from ft_core.process_group import ByDevice, ProcessGroup
 from ft_core.protocol.rank.departure import DrainedError
 from ft_core.runtime import drain_signal, exit_message, identity, startup
 from ft_core.runtime.collectives import Collectives
@@ -46,9 +46,11 @@ class RankRuntime:
     """The parts of one rank. `start` opens threads and sockets."""
 
     def __init__(
-        self, config: Config, pg: ProcessGroup, transport: CheckpointTransport[Any] | None, live: LiveState
-    ) -> None:
-        if not isinstance(pg, ProcessGroup):
+        self, config: Config, pg: ProcessGroup | ByDevice | None, transport: CheckpointTransport[Any] | None,
+        live: LiveState,
+    ) -> None:  # fmt: skip
+        pg = ByDevice() if pg is None else pg
+        if not isinstance(pg, ProcessGroup | ByDevice):
             raise ConfigError(f"pg must be an ft_core.process_group.ProcessGroup, got {type(pg).__name__}")
         started = startup.start(config, pg, transport)
         self.config = config

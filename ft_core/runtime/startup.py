@@ -20,7 +20,7 @@ from ft_core.control.lighthouse.lease_client import LeaseSettings
 from ft_core.control.link import Control, LeaderControl, LocalControl, RankControl
 from ft_core.errors import ConfigError, LighthouseError
 from ft_core.network import is_here, is_loopback
-from ft_core.process_group import ProcessGroup, create_store_client, open_store
+from ft_core.process_group import ByDevice, ProcessGroup, create_store_client, open_store
 from ft_core.protocol.rank.rank import Rank
 from ft_core.runtime.communicators import Communicators
 from ft_core.runtime.shell import RankShell
@@ -48,7 +48,7 @@ class Parts:
     """Of this process, to tell it from its predecessors of the same name."""
 
 
-def start(config: Config, pg: ProcessGroup, transport: CheckpointTransport[Any] | None) -> Parts:
+def start(config: Config, pg: ProcessGroup | ByDevice, transport: CheckpointTransport[Any] | None) -> Parts:
     """Open the group's store, the heal server and the control link (the link's `start` is the caller's)."""
     store, store_address = _open_store(config)
     settings = config.rank_settings

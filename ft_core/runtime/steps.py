@@ -33,7 +33,7 @@ from ft_core.runtime.parity_check import digest
 from ft_core.runtime.step_attempt import StepAttempt
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
+    from collections.abc import Collection, Sequence
     from datetime import timedelta
 
     from ft_core.data.interface import DataListener
@@ -185,6 +185,8 @@ class Steps:
         if shell.works:  # should_commit was skipped
             self._end_works(abort=rank.broken)
         fresh = rank.wish is None
+        if fresh:
+            self.serve(self.reducers)
         signature, lines = self.describe()
         if fresh:
             self.rides = len(self.reducers) == 1 and self.config.fence == FENCES[0]
@@ -234,11 +236,20 @@ class Steps:
         self.attempt = StepAttempt(self._attempts, self.shell, self.weights, self.reducers, rides=self.rides)
         return self.attempt
 
+    def serve(self, reducers: Sequence[GradientReducer]) -> None:
+        """Have a process group for the gradients of all of these. Raises as `Communicators.serve`."""
+        devices = dict.fromkeys(parameter.device for reducer in reducers for parameter in reducer.parameters)
+        self.shell.communicators.serve(list(devices))
+
     def describe(self) -> tuple[int, tuple[str, ...]]:
         """What has to be equal on all replicas: its digest, and in lines."""
-        backend = str(self.shell.communicators.gradients.getBackendName())
         return identity.describe(
-            self.config, self.rank, backend, self.reducers, self.data, says_positions=self.says_positions
+            self.config,
+            self.rank,
+            self.shell.communicators.backend,
+            self.reducers,
+            self.data,
+            says_positions=self.says_positions,
         )
 
     # ------------------------------------------------------------ should_commit

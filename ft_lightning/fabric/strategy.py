@@ -55,6 +55,7 @@ from ft_lightning._compat import writers
 from ft_lightning.arguments import Arguments, check_fabric, check_kwargs
 from ft_lightning.launcher import StartsGroups
 from ft_lightning.names import NAME
+from ft_lightning.placement import BY_DEVICE
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -208,7 +209,7 @@ class FabricFaultTolerance(StartsGroups):
             )  # fmt: skip
             self._run = TrainingRun(
                 place, self._arguments.for_manager(), self._load, self._state,
-                division=Division(place.total, _cannot_divide), ended=ENDED,
+                division=Division(place.total, _cannot_divide), by_device=BY_DEVICE, ended=ENDED,
             )  # fmt: skip
             self._knows_stop = False
             self._modules, self._optimizers, self._first = [], [], None

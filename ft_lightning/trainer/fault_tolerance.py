@@ -20,15 +20,17 @@ import contextlib
 import logging
 from typing import TYPE_CHECKING, Any
 
-from ft_core import Manager, default_process_group
+from ft_core import Manager
 from ft_core.errors import LighthouseError, QuorumTimeoutError
 from ft_core.loop.division import Division
 from ft_core.loop.garbage import collect_once
 from ft_core.loop.replica_group import ReplicaGroup
 from ft_core.loop.runs import RUNS
 from ft_core.loop.window import StepWindow
+from ft_core.process_group import host_process_group
 from ft_lightning._compat import position as _position
 from ft_lightning.launcher import StartsGroups
+from ft_lightning.placement import BY_DEVICE
 from ft_lightning.trainer.checkpoints import Checkpoints
 from ft_lightning.trainer.elastic import ElasticData
 from ft_lightning.trainer.optimizer_steps import OptimizerSteps
@@ -141,7 +143,7 @@ class FaultTolerance(OptimizerSteps, Checkpoints, StartsGroups):
             self._takeover = Takeover(trainer, self._sharding, self.elastic)
             collect_once()
             self.manager = self._new_manager(
-                pg=default_process_group(),
+                pg=BY_DEVICE,
                 load_state_dict=self._load_state,
                 state_dict=self._hand_out,
                 use_async_quorum=False,  # a replica that is behind must know the others' position before it trains
@@ -224,7 +226,7 @@ class FaultTolerance(OptimizerSteps, Checkpoints, StartsGroups):
             return None
         known = {} if RUNS.members is None else {"expected_replicas": RUNS.members}
         own = {
-            "pg": default_process_group(), "room_id": RUNS.evaluation(self.first_room, stage), "rank": self.global_rank,  # type: ignore[attr-defined]
+            "pg": host_process_group(), "room_id": RUNS.evaluation(self.first_room, stage), "rank": self.global_rank,  # type: ignore[attr-defined]
             "world_size": self.world_size, "use_async_quorum": False, "exit_on_drain": False, "min_replica_size": 1,  # type: ignore[attr-defined]
         }  # fmt: skip
         manager: Manager | None = None

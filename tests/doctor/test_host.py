@@ -209,6 +209,12 @@ def test_without_torch_there_is_a_problem() -> None:
     assert "pip install torch" in about(changed(versions={"python": "3.11.7"}), "versions", Level.PROBLEM).todo
 
 
+def said(gpus: GpuFacts, backend: str = "") -> list[str]:
+    """What is said of the group of the gradients, if FT_BACKEND is that."""
+    found = changed(gpus=gpus, settings={"FT_BACKEND": backend} if backend else {})
+    return [finding.text for finding in found if finding.check == "gradients"]
+
+
 def test_gpus() -> None:
     two = [Gpu("H200", 141000, 5), Gpu("H200", 141000, 90000)]
     assert "none on this host" in about(changed(), "GPUs", Level.OK).text
@@ -220,6 +226,22 @@ def test_gpus() -> None:
     about(changed(gpus=GpuFacts(two[:1], "550", 0, "")), "GPUs", Level.WARNING)
     broken = about(changed(gpus=GpuFacts(error="nvidia-smi: no answer within 5 s")), "GPUs", Level.PROBLEM)
     assert "no answer within 5 s" in broken.text
+
+
+def test_what_carries_the_gradients_is_said_by_the_rule_that_the_job_asks() -> None:
+    gpus = GpuFacts([Gpu("H200", 141000, 5)], "550", 1, "12.8", "2.27.5")
+    assert said(gpus) == ["those on this host's devices travel over nccl between replicas"]
+    assert said(gpus, "baby-nccl") == ["those on this host's devices travel over baby-nccl between replicas"]
+    assert said(gpus, "gloo") == ["those on this host's devices travel over gloo through host memory, which is slow"]
+    assert said(dataclasses.replace(gpus, nccl="")) == [
+        "those on this host's devices travel over gloo through host memory, which is slow"
+    ]
+    assert said(gpus, "xccl")[0].startswith("FT_BACKEND=xccl: torch finds no xpu device")
+    assert said(GpuFacts()) == said(GpuFacts(), "gloo") == []
+    assert said(GpuFacts(), "nccl") == [
+        "FT_BACKEND=nccl: torch 2.13.0 is built without CUDA: install a CUDA build of it; or leave out FT_BACKEND=nccl"
+        ": then the device decides"
+    ]
 
 
 SMI = """#!/bin/sh

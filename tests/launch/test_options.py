@@ -10,12 +10,14 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from ft_core.backends import TorchBuild
 from ft_core.errors import ConfigError
 from ft_core.launch.__main__ import main
 from ft_core.launch.argument_parser import TORCHRUNS, parser
 from ft_core.launch.chaos_schedule import ChaosSettings
 from ft_core.launch.options import parse
 from ft_core.launch.spec import Streams
+from ft_core.process_group import default
 from tests.certificates import Authority, environment
 
 if TYPE_CHECKING:
@@ -376,6 +378,10 @@ ENVIRONMENT = [
     ("", {"FT_INTERFACE": "nosuch0"}, ["FT_INTERFACE='nosuch0'", "interfaces here"]),
     ("--replicas 4", {"CUDA_VISIBLE_DEVICES": "0,1"}, ["4 replicas", "need 4 GPUs, 2 are visible", "--replicas 2"]),
     ("--replicas 1:4", {"CUDA_VISIBLE_DEVICES": "0,1"}, ["need 4 GPUs, 2 are visible"]),
+    ("--replicas 2", {"CUDA_VISIBLE_DEVICES": "0,x"}, ["CUDA_VISIBLE_DEVICES=0,x: entry 2, 'x', names no GPU"]),
+    ("--replicas 2 --gpus share", {"CUDA_VISIBLE_DEVICES": "0,0"}, ["entry 2: 0 is named twice"]),
+    ("--replicas 2", {"FT_BACKEND": "ncll"}, ["FT_BACKEND='ncll': unknown; did you mean nccl?", "baby-nccl"]),
+    ("--replicas 2 --gpus none", {"FT_BACKEND": "nccl"}, ["FT_BACKEND=nccl with --gpus none: nccl needs devices"]),
     ("--nproc-per-replica gpu", {}, ["--nproc-per-replica gpu"]),
 ]  # fmt: skip
 
@@ -514,3 +520,15 @@ def test_a_lighthouse_for_groups_elsewhere_demands_no_token_that_they_cannot_hav
         spec = job(script, here + options, environ)
         assert (spec.token, spec.made_token) == ("", False)
     assert job(script, here, {"FT_TOKEN": "job"}).token == "job"
+
+
+def test_a_backend_that_this_machine_lacks_is_refused_before_anything_starts(
+    monkeypatch: pytest.MonkeyPatch, script: str
+) -> None:
+    monkeypatch.setattr(default, "torch_build", lambda: TorchBuild("2.13.0+cpu"))
+    assert refusal(["--replicas", "2", script], {"FT_BACKEND": "nccl"}).startswith(
+        "FT_BACKEND=nccl: torch 2.13.0+cpu is built without CUDA: install a CUDA build of it; or leave out FT_BACKEND"
+    )
+    monkeypatch.setattr(default, "torch_build", lambda: TorchBuild("2.13.0", "13.0", nccl=True, cuda_devices=2))
+    found = {"FT_BACKEND": "nccl", "CUDA_VISIBLE_DEVICES": "0,1"}
+    assert job(script, "--replicas 2", found).gpus == ("0", "1")

@@ -61,6 +61,11 @@ class ProcessGroupWrapper(ProcessGroup):
         return self._pg.connection_fds()
 
     @property
+    def torch_backend(self) -> str:
+        """Its kind."""
+        return self._pg.torch_backend
+
+    @property
     def carries_cpu_memory(self) -> bool:
         """Whether the wrapped group does."""
         return self._pg.carries_cpu_memory

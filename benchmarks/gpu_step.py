@@ -1,0 +1,82 @@
+"""What vote and quorum add to a step on a GPU: a real Manager beside torch's DDP, over the same backend.
+
+Two long-lived processes (`gpu_step_worker.py`) train the same model under torch's DDP, under it again (A/A) and under
+ours, in short blocks in turn, with a barrier between. A step ends when the device has done all of it. The figure is the
+median over blocks of the difference of the median step times.
+
+    python -m benchmarks.gpu_step --device cpu       the same over Gloo, where there is no GPU
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+from typing import TYPE_CHECKING
+
+from benchmarks.common import BenchmarkError, Job, Options, Row, spread, table, tail
+from benchmarks.gpu_pair import Pair, pairs
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+BASE, AGAIN, OURS = "torch DDP", "torch DDP again (A/A)", "ft_core"
+LIMIT_S, LIMIT_US = 240.0, 100.0
+Times = dict[str, list[float]]
+"""Per way: the median step time of each block, in seconds."""
+
+
+def measure(options: Options, pair: Pair) -> list[Row]:
+    """One pair of processes."""
+    with Job("gpu-step", options, ["--join-timeout-ms", "2000"], min_replicas=2) as job:
+        job.start_lighthouse()
+        both = [
+            job.start(
+                f"step{rank}",
+                ["benchmarks.gpu_step_worker", pair.device, str(rank), str(options.runs), str(job.folder)],
+                FT_LIGHTHOUSE=job.address, FT_HOSTNAME="127.0.0.1", **pair.of(rank),
+            )
+            for rank in range(2)
+        ]  # fmt: skip
+
+        def over() -> bool:
+            codes = [child.process.poll() for child in both]
+            return None not in codes or any(code not in (None, 0) for code in codes)
+
+        job.wait(over, "the steps", LIMIT_S)
+        bad = [child for child in both if child.process.poll() != 0]
+        if bad:
+            raise BenchmarkError(
+                f"a step process failed: {tail(bad[0].log, 1)}\n" + "\n".join(tail(c.log) for c in both)
+            )
+        return rows(json.loads((job.folder / "times.json").read_text()), pair)
+
+
+def rows(times: Times, pair: Pair) -> list[Row]:
+    """The table's part."""
+    base = statistics.median(times[BASE]) * 1e3
+    out = []
+    for way in (AGAIN, OURS):
+        added = [(a - b) * 1e6 for a, b in zip(times[way], times[BASE], strict=True)]
+        value, promised = statistics.median(added), way == OURS and pair.device != "cpu"
+        out.append(
+            Row("gpu_step", f"{way}: added to a step of torch DDP over {pair.backend}", value, "us",
+                f"<= {LIMIT_US:g} us" if promised else "", value <= LIMIT_US if promised else None,
+                f"a step of {base:.3f} ms; {spread(added, ' us', 0)}", tuple(added))
+        )  # fmt: skip
+    return out
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
+    parser.add_argument("--blocks", type=int, default=12)
+    args = parser.parse_args(argv)
+    pair = pairs(args.device, 1, nccl=True)[0]
+    print(table(measure(Options(runs=args.blocks), pair)))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

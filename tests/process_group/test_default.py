@@ -1,0 +1,164 @@
+"""The group that is taken where the user names none, on this machine and on one that has GPUs."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+
+from ft_core import process_group
+from ft_core.backends import TorchBuild
+from ft_core.errors import ConfigError, NotAvailableError
+from ft_core.process_group import (
+    ByDevice,
+    FakeProcessGroupWrapper,
+    ProcessGroup,
+    ProcessGroupDummy,
+    ProcessGroupGloo,
+    check_group,
+    default,
+    default_process_group,
+    host_process_group,
+)
+from ft_core.settings import AUTO, BACKENDS
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+EIGHT = TorchBuild("2.13.0+cu130", cuda="13.0", nccl=True, cuda_devices=8)
+
+
+class OfDevice(ProcessGroup):
+    """Stands for ProcessGroupNCCL."""
+
+    made_on: list[str] = []  # noqa: RUF012 - reset by the fixture
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made_on.append(Current.device)
+
+    @property
+    def torch_backend(self) -> str:
+        return "nccl"
+
+    @property
+    def carries_cpu_memory(self) -> bool:
+        return False
+
+    def shutdown(self) -> None:
+        """Nothing was opened."""
+
+
+class Current:
+    """Stands for `torch.cuda.device`, the context."""
+
+    device = "none"
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def __enter__(self) -> None:
+        Current.device = str(self._device)
+
+    def __exit__(self, *_: object) -> None:
+        Current.device = "none"
+
+
+@pytest.fixture
+def gpus(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """A machine with eight, as far as one sees that."""
+    monkeypatch.delenv("FT_BACKEND", raising=False)
+    monkeypatch.setattr(default, "torch_build", lambda: EIGHT)
+    monkeypatch.setattr(torch.cuda, "device", Current)
+    monkeypatch.setattr(process_group, "ProcessGroupNCCL", OfDevice)
+    OfDevice.made_on.clear()
+    return iter([OfDevice.made_on])
+
+
+def test_every_name_has_a_class_and_the_other_way_round() -> None:
+    assert set(default.CLASSES) == set(BACKENDS) - {AUTO}
+    for name in default.CLASSES.values():
+        assert issubclass(getattr(process_group, name), ProcessGroup)
+
+
+@pytest.mark.usefixtures("gpus")
+def test_a_model_on_a_gpu_has_the_gpus_collectives_made_on_that_gpu() -> None:
+    assert isinstance(default_process_group("cuda:5"), OfDevice)
+    assert isinstance(default_process_group(torch.device("cuda", 2)), OfDevice)
+    assert isinstance(ByDevice().make([torch.device("cuda:7")]), OfDevice)
+    assert isinstance(default_process_group("cuda"), OfDevice)
+    assert OfDevice.made_on == ["cuda:5", "cuda:2", "cuda:7", "none"]
+
+
+@pytest.mark.usefixtures("gpus")
+def test_the_environment_overrides_and_an_argument_overrides_that(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FT_BACKEND", "gloo")
+    assert isinstance(default_process_group("cuda:0"), ProcessGroupGloo)
+    assert isinstance(default_process_group("cuda:0", "nccl"), OfDevice)
+    assert isinstance(default_process_group("cuda:0", "auto"), OfDevice)
+    monkeypatch.setenv("FT_BACKEND", "nccl")
+    with pytest.raises(ConfigError, match=r"^FT_BACKEND=nccl: the model is on cpu"):
+        default_process_group("cpu")
+    assert isinstance(host_process_group(), ProcessGroupGloo), "what travels in CPU memory does so whatever is said"
+    monkeypatch.setenv("FT_BACKEND", "ncll")
+    with pytest.raises(ConfigError, match="FT_BACKEND='ncll': unknown; did you mean nccl"):
+        default_process_group("cpu")
+    with pytest.raises(ConfigError, match=r"backend='ncll': unknown"):
+        default_process_group("cpu", "ncll")
+
+
+@pytest.mark.usefixtures("gpus")
+def test_mixed_devices_are_refused_unless_gloo_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match="on cpu and cuda:0"):
+        default_process_group(["cuda:0", "cpu", "cuda:0"])
+    with pytest.raises(ConfigError, match="on cpu and cuda:0"):
+        ByDevice().check(["cuda:0", "cpu"])
+    monkeypatch.setenv("FT_BACKEND", "gloo")
+    assert isinstance(default_process_group(["cuda:0", "cpu"]), ProcessGroupGloo)
+
+
+def test_on_a_machine_without_gpus_it_is_gloo(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("FT_BACKEND", raising=False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.xpu, "is_available", lambda: False)
+    assert isinstance(default_process_group(), ProcessGroupGloo)
+    assert isinstance(default_process_group("cpu"), ProcessGroupGloo)
+
+
+def test_without_a_model_it_is_that_of_the_accelerator(
+    monkeypatch: pytest.MonkeyPatch, gpus: Iterator[list[str]]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert isinstance(default_process_group(), OfDevice)
+
+
+def test_what_torch_has_is_read_without_initialising_a_device() -> None:
+    found = default.torch_build()
+    assert found.version == torch.__version__
+    assert bool(found.cuda) == bool(torch.version.cuda or torch.version.hip)
+    assert not torch.cuda.is_initialized()
+
+
+def test_a_group_that_was_given_is_compared_with_the_model() -> None:
+    check_group(ProcessGroupGloo(), ["cpu"])
+    check_group(ProcessGroupGloo(), ["cpu", "cuda:0"])
+    check_group(OfDevice(), ["cuda:1"])
+    with pytest.raises(
+        ConfigError, match=r"^pg=OfDevice\(\): the model is on cpu, and nccl works on cuda devices only"
+    ):
+        check_group(OfDevice(), ["cpu"])
+    with pytest.raises(ConfigError, match=r"^pg=FakeProcessGroupWrapper\(\): the model is on cpu and cuda:0"):
+        check_group(FakeProcessGroupWrapper(OfDevice()), ["cpu", "cuda:0"])
+    with pytest.raises(ConfigError, match="gloo works for models on the CPU"):
+        check_group(ProcessGroupDummy(0, 1), ["mps:0"])
+
+
+@pytest.mark.parametrize("backend", ["baby-gloo"])
+def test_a_group_that_is_not_there_yet_says_so_when_it_is_made(backend: str) -> None:
+    try:
+        made = default_process_group("cpu", backend)
+    except NotAvailableError as error:
+        assert "ProcessGroupBabyGloo" in str(error)  # noqa: PT017 - or it is there
+    else:
+        made.shutdown()
