@@ -100,6 +100,16 @@ class ProcessGroup(dist.ProcessGroup):
         """Whether collectives of tensors in CPU memory work on it; a group of devices alone says no."""
         return True
 
+    @property
+    def blocks_host(self) -> bool:
+        """Whether a work's wait() returns only when the result is there.
+
+        A group of devices says no: there it puts the collective before what the current stream runs next, and returns.
+        Whether it ended well is known to who first waits for an event recorded after the last work, and then reads
+        `errored()`.
+        """
+        return True
+
     def sibling(self) -> ProcessGroup:
         """Return a new, unconfigured group of the same kind and settings (another one beside it)."""
         raise NotImplementedError
@@ -112,6 +122,11 @@ class ProcessGroup(dist.ProcessGroup):
     def torch_backend(self) -> str:
         """Name of the backend of torch's own whose kind of group this is; what torch reports for a registered one."""
         return "gloo"
+
+    @property
+    def torch_device_type(self) -> str:
+        """The kind of device whose tensors torch is told that a registered one carries."""
+        return "cpu"
 
     def size(self) -> int:
         """Return the number of ranks in the current group."""
@@ -159,7 +174,7 @@ class ProcessGroup(dist.ProcessGroup):
         tag = f"user:{full_name}"
         world.pg_map[self] = (self.torch_backend, HashStore())
         world.pg_names[self] = c10d.GroupName(full_name)
-        world.pg_backend_config[self] = f"cpu:{self.torch_backend}"
+        world.pg_backend_config[self] = f"{self.torch_device_type}:{self.torch_backend}"
         world.pg_to_tag[self] = tag
         world.tags_to_pg.setdefault(tag, []).append(self)
         self._registered_as = full_name
