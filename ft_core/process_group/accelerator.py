@@ -23,7 +23,9 @@ def kind_for(device_type: str | None) -> type[DeviceProcessGroup]:
     """Return the kind of group for `torch.accelerator`'s device; raises ConfigError if there is none."""
     if device_type in KINDS:
         return KINDS[device_type]
-    found = "torch sees no accelerator here" if device_type is None else f"there is no group for tensors on {device_type}"
+    found = (
+        "torch sees no accelerator here" if device_type is None else f"there is no group for tensors on {device_type}"
+    )
     raise ConfigError(f"ProcessGroupAccelerator: {found} (it knows {', '.join(KINDS)}); use ProcessGroupGloo")
 
 

@@ -59,7 +59,7 @@ class Communicator(Protocol):
         ...
 
     def launch(self, name: str, *arguments: Any) -> Launched:
-        """Start the collective `name` of `ProcessGroup._launch` behind the current stream, without blocking the host."""
+        """Start the collective `name` of `ProcessGroup._launch` behind the current stream; does not block the host."""
         ...
 
     def query(self) -> str | None:

@@ -158,9 +158,7 @@ class Incarnation:
                 actions = self._life.formed(self._host.now())
             else:
                 self._life.failed(
-                    problem
-                    if isinstance(problem, FaultToleranceError)
-                    else wrap(f"{self.spec} did not form", problem)
+                    problem if isinstance(problem, FaultToleranceError) else wrap(f"{self.spec} did not form", problem)
                 )
                 actions = self._life.leave(self._host.now())
             ready = self._life.phase is Phase.READY
@@ -191,7 +189,7 @@ class Incarnation:
     # ---------------------------------------------------------------------------------------------------------- running
 
     def launch(self, name: str, arguments: tuple[Any, ...]) -> DeviceWork:
-        """Launch a collective; raises CollectiveError if the group has ended or fails, the caller's mistake as it is."""
+        """Launch a collective; CollectiveError if the group has ended or fails, a mistake of the caller's as it is."""
         with self._launching:
             with self._lock:
                 entered = len(self._works) < MAX_IN_FLIGHT and self._life.enter()
@@ -253,7 +251,7 @@ class Incarnation:
         return self.refusal(self.error)
 
     def look(self) -> bool:
-        """Find what has ended, failed, or takes too long (the watch calls this). Returns whether works are in flight."""
+        """Find what has ended, failed, or takes too long (for the watch). Returns whether works are in flight."""
         late = ""
         while True:
             with self._lock:
@@ -303,6 +301,8 @@ class Incarnation:
         for action in actions:
             if isinstance(action, WatchDeadline):
                 self._take_deadline_back = self._host.after(action.at - self._host.now(), self._tick)
+                if self._ended.is_set():  # another thread's abort of the communicator was faster
+                    self._take_deadline_back()
             elif isinstance(action, CallAbort):
                 self._host.start("ft-device-abort", self._abort_communicator)
             else:
@@ -325,9 +325,9 @@ class Incarnation:
         runs = problem is not None and self.in_flight > 0
         with self._lock:
             actions = self._life.abort_ended(problem, runs=runs)
-        self._take_deadline_back()
         self._meeting.left()
         self._ended.set()
+        self._take_deadline_back()
         self._perform(actions)
 
     def try_destroy(self) -> bool:
@@ -335,9 +335,9 @@ class Incarnation:
         self.abort(CollectiveError(f"{self.spec} was dropped"))
         if self.phase is not Phase.ABORTED:
             given_up_at = self._given_up_at
-            if not self._life.abort_called and given_up_at is not None:
-                if self._host.now() - given_up_at > STUCK_S:
-                    self._meeting.cut()  # it is stuck in a question to a store that does not answer
+            assert given_up_at is not None
+            if not self._life.abort_called and self._host.now() - given_up_at > STUCK_S:
+                self._meeting.cut()  # it is stuck in a question to a store that does not answer
             return False
         with self._lock:
             self._works.clear()

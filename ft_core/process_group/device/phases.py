@@ -6,13 +6,13 @@ first. `enter` and `leave` are around each launch; init counts as inside from th
 and closes the way in at once, and the communicator's own abort (`CallAbort`) is called for when nothing is inside any
 more: immediately, or by the `leave` of what was.
 
-The abort has `abort_s` from the moment it was wanted; after that nobody can say what its kernels still write to, and the
-process has to end (`EndProcess`). What is given up while it forms has no such limit: no kernel of it runs, its thread
-is left behind, and its abort is called for when init has returned.
+The abort has `abort_s` from the moment it was wanted; after that nobody can say what its kernels still write to, and
+the process has to end (`EndProcess`). What is given up while it forms has no such limit: no kernel of it runs, its
+thread is left behind, and its abort is called for when init has returned.
 
 Invariants: the error is the first one and stays, and is there before `CallAbort` is returned: whoever saw a collective
-end that the abort has cut short finds it. `CallAbort` is returned at most once, never while something is inside; nothing
-enters after an abort was wanted. Pure: no clock, thread or torch; times are float seconds of one clock.
+end that the abort has cut short finds it. `CallAbort` is returned at most once, never while something is inside;
+nothing enters after an abort was wanted. Pure: no clock, thread or torch; times are float seconds of one clock.
 """
 
 from __future__ import annotations

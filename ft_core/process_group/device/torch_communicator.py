@@ -40,9 +40,7 @@ if TYPE_CHECKING:
 POLL_S = 0.001
 MAX_ASKED = 64
 """Of the collectives in flight so many of the oldest ones are asked whether the library has failed them."""
-_ONLY_THROUGH_DISPATCHER = frozenset(
-    {"allgather_into_tensor_coalesced", "reduce_scatter_tensor_coalesced", "allgather_coalesced"}
-)
+_ONLY_THROUGH_DISPATCHER = frozenset({"allgather_into_tensor_coalesced", "reduce_scatter_tensor_coalesced"})
 _RESULTS = {1: "timed out", 2: "failed: the library reports an error, as it does when a peer has gone"}
 """torch's WorkResult: 0 is success."""
 

@@ -15,14 +15,17 @@ from __future__ import annotations
 
 import time
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-import torch
 from torch.distributed import Work
 
 from ft_core.errors import CollectiveError
 from ft_core.process_group.done_work import NO_TIMEOUT, DoneWork
-from ft_core.process_group.device.communicator import Launched
+
+if TYPE_CHECKING:
+    import torch
+
+    from ft_core.process_group.device.communicator import Launched
 
 POLL_FIRST_S = 20e-6
 POLL_LAST_S = 0.001

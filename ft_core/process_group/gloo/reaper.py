@@ -8,8 +8,8 @@ Invariants: `retire` never blocks, takes no lock and starts no thread (SimpleQue
 finalizer may call it in the middle of anything, also while the interpreter ends. A group is handed in at most once,
 by its owner. The list is bounded by what fails to end; beyond WARN_ABOVE that is logged.
 
-Threads: `start`, `retire` and `wait_empty` from any; the rest is the daemon thread "ft-<kind>-reaper", which polls while
-something is left, sleeps otherwise, and lives as long as the process. It must not be inside a destructor when the
+Threads: `start`, `retire` and `wait_empty` from any; the rest is the daemon thread "ft-<kind>-reaper", which polls
+while something is left, sleeps otherwise, and lives as long as the process. It must not be inside a destructor when the
 interpreter ends: taking the GIL back then ends the thread from within C++, which aborts the process. `stop` sees to it.
 """
 

@@ -63,7 +63,7 @@ NAMED_UP_TO = 64
 RECORDS, COUNT, ALL, READ = "records", "count", "all", "read"
 """What there is under the prefix of a group that forms: the records, how many, all of them in one, who has read it."""
 NAMES = "names"
-"""What else was written there, one name a line: what the communicator of a device group asks for (`device/meeting.py`)."""
+"""What else was written there, one name a line: what a device group's communicator asks for (`device/meeting.py`)."""
 _LENGTH = struct.Struct("<I")
 
 
@@ -241,7 +241,7 @@ class LeftRecords:
 def delete(store: Store, prefix: str) -> None:
     """Delete all that the ranks of a group wrote."""
     names = f"{prefix}/{NAMES}"
-    others = bytes(store.get(names)).decode().split() + [NAMES] if store.check([names]) else []
+    others = [*bytes(store.get(names)).decode().split(), NAMES] if store.check([names]) else []
     for what in (RECORDS, ALL, COUNT, READ, *others):
         store.delete_key(f"{prefix}/{what}")
 

@@ -1,8 +1,9 @@
 """`ProcessGroupNCCL`: NCCL between the replicas, over torch's own backend (`device/torch_communicator.py`).
 
 How it works: a communicator is made without blocking, connected at once, on a thread that may be left behind; it is
-never destroyed, only aborted. torch's own limits are switched off (`environment.py`), its timeout made longer than any
-job: the group has its own. Why not torch 2.14's reconfigurable backend, and what NCCL is known to hang on: docs/nccl.md.
+never destroyed, only aborted. torch's own limits are switched off (`environment.py`), its timeout made longer than
+any job: the group has its own. Why not torch 2.14's reconfigurable backend, and what NCCL is known to hang on:
+docs/nccl.md.
 
 Threads: as of `DeviceProcessGroup`.
 """
