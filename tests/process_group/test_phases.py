@@ -80,6 +80,14 @@ def test_an_init_that_failed_is_aborted_all_the_same() -> None:
     assert life.error is REASON
 
 
+def test_a_failure_while_a_launch_is_inside_begins_the_abort_s_time_too() -> None:
+    """Found by test_interleavings: what had failed passed for forming, and had no deadline."""
+    life = ready()
+    life.enter()
+    assert life.failed(REASON)
+    assert life.abort(REASON, 5.0) == (WatchDeadline(15.0),)
+
+
 @pytest.mark.parametrize(
     ("inside", "says"), [(False, "its abort has not returned"), (True, "a launch does not return")]
 )

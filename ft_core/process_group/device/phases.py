@@ -85,6 +85,8 @@ class Lifecycle:
         self.deadline: float | None = None
         """When its abort has to have returned."""
         self._abort_s = abort_s
+        self._is_init = True
+        """Whether what is inside is its init."""
 
     def __repr__(self) -> str:
         inside = ", something inside" if self.inside else ""
@@ -105,7 +107,7 @@ class Lifecycle:
 
     def leave(self, now: float) -> tuple[Action, ...]:
         """What was inside has returned, or raised."""
-        self.inside = False
+        self.inside = self._is_init = False
         return self._call_abort(now) if self.phase is Phase.ABORTING else NOTHING
 
     def failed(self, error: Exception) -> bool:
@@ -120,13 +122,12 @@ class Lifecycle:
         """End it. Idempotent: the first reason stays."""
         if self.phase in (Phase.ABORTING, Phase.ABORTED, Phase.STUCK):
             return NOTHING
-        was_forming = self.inside and self.phase is not Phase.READY
         if self.error is None:
             self.error = error
         self._go(Phase.ABORTING)
         if not self.inside:
             return self._call_abort(now)
-        return NOTHING if was_forming else self._begin_deadline(now)
+        return NOTHING if self._is_init else self._begin_deadline(now)
 
     def abort_ended(self, problem: Exception | None, *, runs: bool) -> tuple[Action, ...]:
         """The communicator's abort has returned, or raised `problem`; `runs`: a collective has not ended."""

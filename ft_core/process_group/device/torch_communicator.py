@@ -46,7 +46,10 @@ _RESULTS = {1: "timed out", 2: "failed: the library reports an error, as it does
 
 
 class TorchCommunicator:
-    """One group over the backend that `make(store, rank, world_size)` returns, for tensors on `device`."""
+    """One group over the backend that `make(store, rank, world_size)` returns, for tensors on `device`.
+
+    `streams`: the module with that kind of device's streams and events; torch's by default.
+    """
 
     def __init__(
         self,
@@ -54,12 +57,13 @@ class TorchCommunicator:
         device: torch.device,
         backend_type: Any,
         make: Callable[[Store, int, int], Any],
+        streams: Any = None,
     ) -> None:
         self.kind = kind
         self._device = device
         self._backend_type = backend_type
         self._make = make
-        self._streams: Any = torch.get_device_module(device.type)
+        self._streams: Any = streams or torch.get_device_module(device.type)
         self._backend: Any = None
         self._dispatcher: Any = None
         self._side: Any = None
@@ -74,15 +78,19 @@ class TorchCommunicator:
         with self._streams.device(self._device):
             self._backend = backend = self._make(store, rank, world_size)
             backend.eager_connect_single_device(self._device)
-            group = dist.ProcessGroup(PrefixStore("", HashStore()), rank, world_size)
-            group._register_backend(self._device, self._backend_type, backend)
-            self._dispatcher = group
+            self._dispatcher = self._new_dispatcher(rank, world_size)
             self._side = self._streams.Stream(self._device)
             self._one = torch.ones(1, device=self._device)
             first = self.launch("barrier", None)
             while not first.is_done():
                 checkpoint()
                 time.sleep(POLL_S)
+
+    def _new_dispatcher(self, rank: int, world_size: int) -> Any:
+        """Return torch's own C++ group over the backend, for the operations that it lacks in Python."""
+        group = dist.ProcessGroup(PrefixStore("", HashStore()), rank, world_size)
+        group._register_backend(self._device, self._backend_type, self._backend)
+        return group
 
     def launch(self, name: str, *arguments: Any) -> _TorchLaunched:
         """Start the collective behind the current stream."""
