@@ -134,10 +134,8 @@ class FakeLaunched:
     def order(self) -> None:
         """Block: CPU memory has no streams."""
         with self._fabric.changed:
-            while not self.ended:
-                self._fabric.changed.wait()
-        while not self.is_done():
-            time.sleep(0.001)
+            while not self.is_done():
+                self._fabric.changed.wait(self._done_at - time.monotonic() if self.ended else None)
 
     def is_done(self) -> bool:
         return self.ended and (self.cut_short or time.monotonic() >= self._done_at)
@@ -160,7 +158,6 @@ class FakeCommunicator:
         self.launched: list[FakeLaunched] = []
         self._collectives = itertools.count()
         self._messages: dict[tuple[int, int], itertools.count[int]] = {}
-        self._gave_up = False
 
     def init(self, store: Store, rank: int, world_size: int, checkpoint: Callable[[], None]) -> None:
         self.behaviour.calls.append("init")
@@ -226,8 +223,8 @@ class FakeCommunicator:
 
     def abort(self) -> None:
         self.behaviour.calls.append("abort")
-        if self.behaviour.hang_abort is not None and self.behaviour.hang_abort.wait(HANG_S):
-            self._gave_up = True
+        if self.behaviour.hang_abort is not None:
+            self.behaviour.hang_abort.wait(HANG_S)
         if self.behaviour.abort_error is not None:
             raise self.behaviour.abort_error
         if self.fabric is not None:

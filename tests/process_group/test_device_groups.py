@@ -131,6 +131,17 @@ def test_a_wait_does_not_say_how_a_collective_ended(groups: list[FakeNCCL]) -> N
     assert groups[1].errored() is None
 
 
+def test_what_takes_its_time_is_not_done_until_then(groups: list[FakeNCCL]) -> None:
+    groups[0].behaviour.delay_s = 0.05
+    begin = time.monotonic()
+    works = [launch(group) for group in groups]
+    assert works[1].is_completed()
+    assert not works[0].is_completed() or time.monotonic() - begin > 0.05
+    assert works[0].wait()
+    assert time.monotonic() - begin >= 0.05
+    assert works[0].is_success()
+
+
 def test_what_an_abort_cuts_short_ends_with_garbage_and_the_error_was_there_before(groups: list[FakeNCCL]) -> None:
     tensor = torch.ones(2)
     work = groups[0].allreduce([tensor])

@@ -55,10 +55,9 @@ _said = False
 
 def to_set(environment: Mapping[str, str]) -> dict[str, str]:
     """What has to be added to `environment`: what the user has not set, under either name. Pure."""
+    users = {name for name in NEEDED if name in environment or OLD_NAMES.get(name, name) in environment}
     return {
-        name: value
-        for name, value in {**NEEDED, **FOR_GOOD}.items()
-        if name not in environment and OLD_NAMES.get(name) not in environment
+        name: value for name, value in {**NEEDED, **FOR_GOOD}.items() if name not in environment and name not in users
     }
 
 
