@@ -76,6 +76,8 @@ class Backend:
         self.aborted = False
         self.sync = False
         self.codes: list[int] = []
+        self.reduced: list[int] = []
+        """How many elements each allreduce had."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.gloo, name)
@@ -84,6 +86,7 @@ class Backend:
         self.connected.append(device)
 
     def allreduce(self, tensors: list[torch.Tensor], opts: Any) -> Any:
+        self.reduced.append(tensors[0].numel())
         work = self.gloo.allreduce(tensors, opts)  # type: ignore[attr-defined]  # not in torch's stub
         work.wait()
         if self.sync:
@@ -139,7 +142,7 @@ def made() -> Callable[[int], list[tuple[TorchCommunicator, PretendedStreams, li
 def test_init_connects_the_device_and_sends_one_element_round(made: Any) -> None:
     for communicator, streams, backends in made(2):
         assert backends[0].connected == [CPU]
-        assert communicator._one.item() == 2.0
+        assert backends[0].reduced == [1]
         assert streams.told[0] == "on cpu"
         assert repr(communicator) == "TorchCommunicator(test 1, cpu)"
 
@@ -196,7 +199,8 @@ def test_a_backend_that_reports_nothing_is_not_asked_again(made: Any) -> None:
 def test_a_barrier_is_an_allreduce(made: Any) -> None:
     ranks = made(2)
     launched = in_threads(2, lambda rank: ranks[rank][0].launch("barrier", None))
-    assert [one.result()[0].item() for one in launched] == [4.0, 4.0]  # two, from init, on two ranks
+    assert [one.result()[0].item() for one in launched] == [0.0, 0.0]
+    assert [backends[0].reduced for _, _, backends in ranks] == [[1, 1]] * 2  # one of them from init
 
 
 def test_abort_ends_the_backend_and_needs_none(made: Any) -> None:

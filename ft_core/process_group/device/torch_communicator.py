@@ -22,6 +22,7 @@ Threads: `init` on the forming thread, launches one at a time, `abort` on a thre
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import deque
 from typing import TYPE_CHECKING, Any
@@ -67,8 +68,10 @@ class TorchCommunicator:
         self._backend: Any = None
         self._dispatcher: Any = None
         self._side: Any = None
-        self._one: torch.Tensor | None = None
+        self._zero: torch.Tensor | None = None
+        """What a barrier reduces: it stays zero."""
         self._asked: deque[_TorchLaunched] = deque()
+        self._asking = threading.Lock()
 
     def __repr__(self) -> str:
         return f"TorchCommunicator({self.kind}, {self._device})"
@@ -80,7 +83,7 @@ class TorchCommunicator:
             backend.eager_connect_single_device(self._device)
             self._dispatcher = self._new_dispatcher(rank, world_size)
             self._side = self._streams.Stream(self._device)
-            self._one = torch.ones(1, device=self._device)
+            self._zero = torch.zeros(1, device=self._device)
             first = self.launch("barrier", None)
             while not first.is_done():
                 checkpoint()
@@ -95,7 +98,7 @@ class TorchCommunicator:
     def launch(self, name: str, *arguments: Any) -> _TorchLaunched:
         """Start the collective behind the current stream."""
         if name == "barrier":
-            name, arguments = "allreduce", ([self._one], AllreduceOptions())
+            name, arguments = "allreduce", ([self._zero], AllreduceOptions())
         target = self._dispatcher if name in _ONLY_THROUGH_DISPATCHER else self._backend
         inner = getattr(target, name)(*arguments)
         event = self._streams.Event()
@@ -111,12 +114,14 @@ class TorchCommunicator:
 
     def query(self) -> str | None:
         """What torch's watchdog has found out about the collectives in flight."""
+        if not self._asking.acquire(blocking=False):
+            return None  # another thread is just asking
         try:
             while self._asked and self._asked[0].is_done():
                 self._asked.popleft()
             oldest = [self._asked[index] for index in range(min(MAX_ASKED, len(self._asked)))]
-        except IndexError:  # another thread has taken it
-            return None
+        finally:
+            self._asking.release()
         return next((found for launched in oldest if (found := launched.failure()) is not None), None)
 
     def abort(self) -> None:
