@@ -236,6 +236,11 @@ class Worker:
         assert self.pid is not None
         os.kill(self.pid, number)
 
+    def status(self, timeout_s: float) -> int | None:
+        """Wait for its end; its exit code."""
+        self._process.join(timeout_s)
+        return self._process.exitcode
+
     def end(self) -> None:
         self._process.kill()
         self._process.join(5)

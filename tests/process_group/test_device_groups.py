@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 import threading
 import time
 from datetime import timedelta
@@ -17,12 +14,7 @@ from torch.distributed import AllreduceOptions
 from ft_core.errors import CollectiveError, ConfigError, UsageError
 from ft_core.process_group import ProcessGroupGloo, ProcessGroupWrapper
 from ft_core.process_group.device import incarnation as incarnations
-from ft_core.process_group.device.group import DeviceProcessGroup
-from ft_core.process_group.device.host import EXIT_STUCK
-from ft_core.process_group.device.meeting import MAX_KEYS, MeetingStore
 from ft_core.process_group.device.phases import Phase
-from ft_core.process_group.device.watch import Watch
-from ft_core.process_group.device.work import DeviceWork
 from tests.process_group.fake_communicator import GARBAGE, Behaviour, FakeNCCL
 from tests.process_group.ranks import Store, configure_all, in_threads, nothing_is_left, wait_until
 
@@ -260,6 +252,46 @@ def test_the_next_group_waits_for_the_abort_of_the_one_before(groups: list[FakeN
     in_threads(2, lambda rank: launch(groups[rank]).wait())
 
 
+def test_the_next_but_one_waits_for_it_too(store: Store) -> None:
+    """What is given up while it waits hands its waiting on."""
+    release = threading.Event()
+    group = FakeNCCL(TIMEOUT, behaviour=Behaviour(hang_abort=release))
+    group.configure("", "r", 0, 1)
+    errors: list[Exception] = []
+
+    def configure() -> None:
+        try:
+            group.configure("", "r", 0, 1)
+        except CollectiveError as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=configure) for _ in range(2)]
+    threads[0].start()
+    assert wait_until(lambda: "forming" in repr(group))
+    threads[1].start()
+    threads[0].join(5)
+    assert len(errors) == 1  # the second call wins
+    assert group.behaviour.calls.count("init") == 1
+    release.set()
+    threads[1].join(5)
+    assert launch(group).wait()
+    group.shutdown()
+    assert nothing_is_left()
+
+
+def test_too_many_that_form_are_refused_and_released(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(incarnations, "_forming", threading.BoundedSemaphore(1))
+    assert incarnations._forming.acquire()
+    group = FakeNCCL(TIMEOUT)
+    with pytest.raises(CollectiveError, match="not starting another"):
+        group.configure("", "r", 0, 1)
+    incarnations._forming.release()
+    group.configure("", "r", 0, 1)
+    assert launch(group).wait()
+    group.shutdown()
+    assert nothing_is_left()
+
+
 def test_a_barrier_blocks_the_host_until_all_are_there_or_the_group_fails(groups: list[FakeNCCL]) -> None:
     work = groups[0].barrier()
     assert not work.is_completed()
@@ -289,80 +321,6 @@ def test_the_collective_runs_on_with_the_tensors_alone(groups: list[FakeNCCL]) -
     assert wait_until(lambda: tensors[0].tolist() == [2.0, 2.0])
 
 
-# ------------------------------------------------------------------------------------------------------ small parts
-
-
-class _Slow:
-    def __init__(self) -> None:
-        self.done = False
-        self.error: Exception | None = None
-        self.ordered = 0
-
-    def order(self) -> None:
-        self.ordered += 1
-
-    def is_done(self) -> bool:
-        return self.done
-
-    def result(self) -> list[torch.Tensor]:
-        return [torch.ones(1)]
-
-    def future(self) -> torch.futures.Future[Any]:
-        future: torch.futures.Future[Any] = torch.futures.Future()
-        future.set_result(self.result())
-        return future
-
-    def first_error(self) -> Exception | None:
-        return self.error
-
-    def refusal(self, error: Exception) -> Exception:
-        return CollectiveError(str(error))
-
-
-def test_wait_orders_the_stream_and_does_not_block() -> None:
-    """On a device: the collective still runs when wait() returns."""
-    slow = _Slow()
-    work = DeviceWork("allreduce", slow, slow)
-    assert work.wait()
-    assert (slow.ordered, slow.done, repr(work)) == (1, False, "DeviceWork(allreduce, running)")
-    assert work.get_future().wait() == work.result()
-    with pytest.raises(CollectiveError, match=r"allreduce was not done within 0\.010 s"):
-        work.wait(timedelta(milliseconds=10))
-    work.synchronize()
-    work.block_current_stream()
-    assert slow.ordered == 3
-    slow.error = RuntimeError("aborted")
-    with pytest.raises(CollectiveError, match="aborted"):
-        work.wait()
-    assert slow.ordered == 4  # what follows comes after it all the same
-    assert work.exception() is None
-    slow.done = True
-    assert isinstance(work.exception(), CollectiveError)
-    assert repr(work) == "DeviceWork(allreduce, failed)"
-
-
-def test_the_store_of_a_communicator_is_bounded_and_closes() -> None:
-    store = MeetingStore(None, "", lambda: None)
-    store.set("0", "id")
-    assert store.multi_get(["0"]) == [b"id"]
-    for number in range(1, MAX_KEYS):
-        store.set(str(number), b"x")
-    with pytest.raises(CollectiveError, match="more than 64 keys"):
-        store.set("one more", b"x")
-    store.close()
-    with pytest.raises(CollectiveError, match="its store has no 'late'"):
-        store.get("late")
-
-    class GivenUpError(Exception):
-        pass
-
-    def give_up() -> None:
-        raise GivenUpError
-
-    with pytest.raises(GivenUpError):
-        MeetingStore(None, "", give_up).get("0")
-
-
 def test_nothing_of_a_group_stays_in_the_store(store: Store) -> None:
     before = store.server.num_keys()
     made = [FakeNCCL(TIMEOUT) for _ in range(3)]
@@ -370,90 +328,3 @@ def test_nothing_of_a_group_stays_in_the_store(store: Store) -> None:
     assert store.server.num_keys() == before
     for group in made:
         group.shutdown()
-
-
-def test_the_watch_goes_on_after_a_group_that_cannot_be_looked_at(caplog: pytest.LogCaptureFixture) -> None:
-    looked = threading.Event()
-
-    class Bad:
-        def look(self) -> bool:
-            raise RuntimeError("bad")
-
-    class Good:
-        def look(self) -> bool:
-            looked.set()
-            return False
-
-    watch, bad, good = Watch(), Bad(), Good()
-    watch.add(bad)
-    watch.add(good)
-    assert looked.wait(5)
-    watch.remove(bad)
-    watch.remove(good)
-    assert wait_until(lambda: watch._thread is None)
-    assert "could not be looked at" in caplog.text
-
-
-def test_the_base_leaves_device_and_communicator_to_a_kind() -> None:
-    with pytest.raises(NotImplementedError):
-        DeviceProcessGroup(TIMEOUT)
-
-
-# --------------------------------------------------------------------------------------------------- real processes
-
-STUCK = """
-import logging, sys, threading, time
-from datetime import timedelta
-import torch
-from tests.process_group.fake_communicator import Behaviour, FakeNCCL
-
-logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s %(message)s")
-behaviour = Behaviour(hang_abort=threading.Event())
-if sys.argv[1] == "fails":
-    behaviour = Behaviour(abort_error=RuntimeError("no abort here"))
-group = FakeNCCL(timedelta(seconds=60), abort_s=0.5, behaviour=behaviour)
-group.configure("", "me", 0, 1)
-group.communicators[0].fabric.hold()
-group.allreduce([torch.ones(1)])
-print("aborting", flush=True)
-if sys.argv[1] == "exits":
-    raise SystemExit(3)
-begin = time.monotonic()
-group.abort()
-print("returned", flush=True)
-time.sleep(30)
-"""
-
-
-@pytest.mark.process
-def test_a_process_whose_abort_is_stuck_ends_and_says_why() -> None:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.getcwd()}
-    hanging, failing, exiting = (
-        subprocess.Popen(
-            [sys.executable, "-c", STUCK, how],
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for how in ("hangs", "fails", "exits")
-    )
-    why = {
-        hanging: "its abort has not returned 0.5 s after it was to be aborted",
-        failing: "its abort failed (no abort here) while a collective ran",
-    }
-    try:
-        for process, reason in why.items():
-            out, err = process.communicate(timeout=50)
-            assert (process.returncode, out.splitlines()[0]) == (EXIT_STUCK, "aborting")
-            assert [line for line in err.splitlines() if line.startswith("CRITICAL")] == [
-                "CRITICAL ft_core.process_group.device.host the NCCL group of 'me' (rank 0 of 1, ): "
-                f"{reason}; this process ends with status {EXIT_STUCK}, to be started again"
-            ]
-        exiting.communicate(timeout=50)
-        # By itself, or by the deadline of the abort, whichever is first; an exit never hangs.
-        assert exiting.returncode in (3, EXIT_STUCK)
-    finally:
-        for process in (hanging, failing, exiting):
-            process.kill()
-            process.wait()

@@ -53,10 +53,7 @@ class ProcessHost:
 
     def start(self, name: str, do: Callable[[], None]) -> None:
         """Run `do` on a daemon thread; on this one where the interpreter ends, and starts no threads any more."""
-        thread = threading.Thread(target=do, name=name, daemon=True)
-        try:
-            thread.start()
-        except RuntimeError:
+        if not self._starts(name, do):
             do()
 
     def after(self, seconds: float, do: Callable[[], None]) -> Callable[[], None]:
@@ -67,8 +64,18 @@ class ProcessHost:
             if not taken_back.wait(seconds):
                 do()
 
-        self.start("ft-device-deadline", wait)
+        self._starts("ft-device-deadline", wait)  # if not: the end of the interpreter has a limit of its own
         return taken_back.set
+
+    def _starts(self, name: str, do: Callable[[], None]) -> bool:
+        """Start a thread; False if the interpreter ends. Where the machine has none left, nothing can be aborted."""
+        try:
+            threading.Thread(target=do, name=name, daemon=True).start()
+        except RuntimeError as error:
+            if "shutdown" in str(error):
+                return False
+            self.end_process(f"no thread can be started to look after a device: {error}")
+        return True
 
     def end_process(self, reason: str) -> None:
         """Log one line and leave, without a destructor: one that touches the device would not return."""

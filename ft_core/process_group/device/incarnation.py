@@ -122,13 +122,12 @@ class Incarnation:
 
     def form(self) -> None:
         """Form the group; raises ConfigError or PeerError, also if `abort` comes first. Bounded by the timeout."""
-        if not _forming.acquire(blocking=False):
-            raise CollectiveError(f"{MAX_FORMING} groups are still forming or stuck in forming; not starting another")
         _live.add(self)
         if _exiting:
             self.abort(CollectiveError("the process is exiting"))
-        if self.is_aborted:  # an abort came before its thread was there
-            _forming.release()
+        room = not self.is_aborted and _forming.acquire(blocking=False)
+        if not room:  # or an abort came before its thread was there
+            self.abort(CollectiveError(f"{MAX_FORMING} groups are forming or stuck in forming; not starting another"))
             self._perform_leave()
             raise self._refusal()
         self._host.start("ft-device-form", self._form_on_thread)
@@ -165,6 +164,8 @@ class Incarnation:
         _forming.release()
         if ready:
             watching.watch.add(self)
+            if self.is_aborted:  # meanwhile: that has removed it already
+                watching.watch.remove(self)
         self._settled.set()
         self._perform(actions)
 
@@ -276,7 +277,7 @@ class Incarnation:
         """How many works have not ended."""
         with self._lock:
             works = list(self._works)
-        return sum(1 for work, _, _ in works if not work.is_completed())
+        return sum(work.is_running for work, _, _ in works)
 
     # ----------------------------------------------------------------------------------------------------------- ending
 
@@ -294,6 +295,9 @@ class Incarnation:
 
         Two groups on one device: what the next one allocates may wait for the kernels of this one.
         """
+        before = self._before
+        if before is not None:  # given up itself while it waited
+            before.wait_ended(checkpoint)
         while self._life.abort_called and not self._ended.wait(POLL_S):
             checkpoint()
 
@@ -341,7 +345,7 @@ class Incarnation:
             return False
         with self._lock:
             self._works.clear()
-        self._communicator = None
+        self._communicator = self._before = None
         _live.discard(self)
         return True
 

@@ -58,7 +58,7 @@ class DeviceWork(Work):
         self._ended_well = False
 
     def __repr__(self) -> str:
-        state = "running" if not self.is_completed() else "done" if self.exception() is None else "failed"
+        state = "running" if self.is_running else "done" if self.exception() is None else "failed"
         return f"DeviceWork({self._name}, {state})"
 
     def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
@@ -80,6 +80,11 @@ class DeviceWork(Work):
         if error is not None and not self._ended_well:
             return DoneWork(None, self._owner.refusal(error)).get_future()
         return self._launched.future()
+
+    @property
+    def is_running(self) -> bool:
+        """Whether it has not ended on the device; asks nothing else, and changes nothing."""
+        return not self._launched.is_done()
 
     def is_completed(self) -> bool:
         """Whether it has ended on the device; never blocks."""
