@@ -14,13 +14,20 @@ def _count_only_ours() -> None:
     set_aside_lost_groups()
 
 
-@pytest.fixture(autouse=True)
-def _no_abort_ends_this_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """One that is stuck by mistake fails its test, not all of them."""
+@pytest.fixture(scope="session")
+def reasons_to_end() -> Iterator[list[str]]:
+    """Why this process would have ended: an abort that is stuck by mistake fails its test, and not all of them."""
     reasons: list[str] = []
-    monkeypatch.setattr(ProcessHost, "end_process", lambda _host, reason: reasons.append(reason))
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(ProcessHost, "end_process", lambda _host, reason: reasons.append(reason))
+        yield reasons
+
+
+@pytest.fixture(autouse=True)
+def _no_abort_is_stuck(reasons_to_end: list[str]) -> Iterator[None]:
+    reasons_to_end.clear()
     yield
-    assert not reasons
+    assert not reasons_to_end
 
 
 @pytest.fixture(scope="session")
