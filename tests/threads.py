@@ -12,6 +12,7 @@ import time
 
 STAY = {
     "ft-gloo-reaper": "destroys the process' Gloo groups",
+    "ft-device-reaper": "releases the process' groups of devices",
     "ft-timer": "runs the process' timeouts",
     "ft-witness": "keeps the process' link with its witness",
 }

@@ -122,6 +122,11 @@ class ProcessGroup(dist.ProcessGroup):
         """Name of the backend of torch's own whose kind of group this is; what torch reports for a registered one."""
         return "gloo"
 
+    @property
+    def torch_device_type(self) -> str:
+        """The kind of device whose tensors torch is told that a registered one carries."""
+        return "cpu"
+
     def size(self) -> int:
         """Return the number of ranks in the current group."""
         raise NotImplementedError
@@ -168,7 +173,7 @@ class ProcessGroup(dist.ProcessGroup):
         tag = f"user:{full_name}"
         world.pg_map[self] = (self.torch_backend, HashStore())
         world.pg_names[self] = c10d.GroupName(full_name)
-        world.pg_backend_config[self] = f"cpu:{self.torch_backend}"
+        world.pg_backend_config[self] = f"{self.torch_device_type}:{self.torch_backend}"
         world.pg_to_tag[self] = tag
         world.tags_to_pg.setdefault(tag, []).append(self)
         self._registered_as = full_name

@@ -19,18 +19,6 @@ class _Unavailable(ProcessGroup):
         raise NotAvailableError(f"{cls.__name__} needs {cls._needs}; use ProcessGroupGloo until then")
 
 
-class ProcessGroupNCCL(_Unavailable):
-    """NCCL between the replicas."""
-
-    _needs = "NVIDIA GPUs and a later release of ft_core"
-
-
-class ProcessGroupXCCL(_Unavailable):
-    """XCCL between the replicas."""
-
-    _needs = "Intel GPUs and a later release of ft_core"
-
-
 class ProcessGroupBabyGloo(_Unavailable):
     """Gloo in a child process that can be killed."""
 
@@ -47,12 +35,6 @@ class ProcessGroupBabyXCCL(_Unavailable):
     """XCCL in a child process that can be killed."""
 
     _needs = "Intel GPUs and the child-process groups of a later release of ft_core"
-
-
-class ProcessGroupAccelerator(_Unavailable):
-    """The collectives of whatever accelerator this machine has, between the replicas."""
-
-    _needs = "an accelerator and a later release of ft_core"
 
 
 class ProcessGroupBabyAccelerator(_Unavailable):

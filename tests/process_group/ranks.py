@@ -19,8 +19,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from ft_core.process_group import ProcessGroupGloo, open_store
+from ft_core.process_group import ProcessGroup, ProcessGroupGloo, open_store
+from ft_core.process_group.device import incarnation as devices
 from ft_core.process_group.gloo import reaper as reaping
+from tests.process_group.fake_communicator import FakeNCCL
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -28,6 +30,10 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 ANSWER_S = 30.0
 GROUP_TIMEOUT = timedelta(seconds=20)
+
+
+KINDS: dict[str, Callable[[timedelta], ProcessGroup]] = {"gloo": ProcessGroupGloo, "nccl": FakeNCCL}
+"""The kinds of group that keep the base class's contract on CPU tensors, each by its name."""
 
 
 class Store:
@@ -77,6 +83,23 @@ def gloo_groups(count: int, store: Store, timeout: timedelta = GROUP_TIMEOUT) ->
     finally:
         for group in groups:
             group.shutdown()
+
+
+@contextlib.contextmanager
+def groups_of(kind: str, count: int, store: Store, timeout: timedelta = GROUP_TIMEOUT) -> Iterator[list[ProcessGroup]]:
+    """Formed groups of a kind in KINDS, one per rank."""
+    groups = [KINDS[kind](timeout) for _ in range(count)]
+    try:
+        configure_all(groups, store.fresh())
+        yield groups
+    finally:
+        for group in groups:
+            group.shutdown()
+
+
+def nothing_is_left(timeout_s: float = 5.0) -> bool:
+    """Wait until all groups that were ended are released; whether that came true."""
+    return reaping.reaper.wait_empty(timeout_s) and devices.reaper.wait_empty(timeout_s)
 
 
 _set_aside: list[object] = []
@@ -212,6 +235,11 @@ class Worker:
     def signal(self, number: signal.Signals) -> None:
         assert self.pid is not None
         os.kill(self.pid, number)
+
+    def status(self, timeout_s: float) -> int | None:
+        """Wait for its end; its exit code."""
+        self._process.join(timeout_s)
+        return self._process.exitcode
 
     def end(self) -> None:
         self._process.kill()

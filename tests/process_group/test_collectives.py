@@ -1,8 +1,10 @@
-"""Every collective, on two and three ranks, against what it should give; a group of one; torch's own front doors."""
+"""Every collective, on one to three ranks, over each kind of group, against what it should give; torch's front doors.
+
+Where a kind has no such collective it says so, and the group is as good as before."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 import torch
@@ -12,31 +14,36 @@ from torch._C._distributed_c10d import AllreduceOptions, BroadcastOptions, Gathe
 from torch.distributed import ReduceOp
 
 from ft_core.errors import ConfigError, NotAvailableError, UsageError
-from ft_core.process_group import ProcessGroupGloo
-from ft_core.process_group.gloo import reaper
-from tests.process_group.ranks import Store, configure_all, gloo_groups, in_threads
+from ft_core.process_group import ProcessGroup, ProcessGroupGloo
+from tests.process_group.fake_communicator import FakeNCCL
+from tests.process_group.ranks import KINDS, Store, configure_all, groups_of, in_threads, nothing_is_left
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 wait_tensor: Callable[[torch.Tensor], torch.Tensor] = functional.wait_tensor
 
-Groups = list[ProcessGroupGloo]
+Groups = list[ProcessGroup]
 
 
-@pytest.fixture(params=[1, 2, 3], scope="module")
+@pytest.fixture(params=[(kind, n) for kind in KINDS for n in (1, 2, 3)], scope="module", ids=lambda p: f"{p[0]}-{p[1]}")
 def groups(request: pytest.FixtureRequest, store: Store) -> Iterator[Groups]:
-    with gloo_groups(request.param, store) as formed:
+    kind, count = request.param
+    with groups_of(kind, count, store) as formed:
         yield formed
-    assert reaper.reaper.wait_empty(5)  # no collective left something behind that keeps its group alive
+    assert nothing_is_left()  # no collective left something behind that keeps its group alive
 
 
 def own(rank: int, numel: int = 2) -> torch.Tensor:
     return torch.full((numel,), float(rank + 1))
 
 
-def on_all(groups: Groups, do: Callable[[ProcessGroupGloo, int], Any]) -> list[Any]:
+def on_all(groups: Groups, do: Callable[[ProcessGroup, int], Any]) -> list[Any]:
     return in_threads(len(groups), lambda rank: do(groups[rank], rank))
+
+
+def is_nccl(groups: Groups) -> bool:
+    return isinstance(groups[0], FakeNCCL)
 
 
 def values(result: Any) -> Any:
@@ -60,7 +67,7 @@ def rooted(kind: Any, root: int) -> Any:
     ],
 )
 def test_allreduce(groups: Groups, operation: Any, expected: Callable[[int], float]) -> None:
-    def do(group: ProcessGroupGloo, rank: int) -> torch.Tensor:
+    def do(group: ProcessGroup, rank: int) -> torch.Tensor:
         tensor = own(rank)
         group.allreduce([tensor], operation).wait()
         return tensor
@@ -69,32 +76,39 @@ def test_allreduce(groups: Groups, operation: Any, expected: Callable[[int], flo
 
 
 def test_allreduce_bitwise_or_takes_options_and_a_bare_tensor(groups: Groups) -> None:
-    def do(group: ProcessGroupGloo, rank: int) -> torch.Tensor:
+    def do(group: ProcessGroup, rank: int) -> torch.Tensor:
         opts = AllreduceOptions()
         opts.reduceOp = ReduceOp(ReduceOp.BOR)
         tensor = torch.tensor([1 << rank])
+        if is_nccl(groups):
+            with pytest.raises(ValueError, match="cannot reduce with"):
+                group.allreduce(tensor, opts)
+            opts.reduceOp = ReduceOp(ReduceOp.SUM)
         group.allreduce(tensor, opts).wait()
         return tensor
 
     assert values(on_all(groups, do)) == [[2 ** len(groups) - 1]] * len(groups)
 
 
-def test_average_is_refused_before_anything_is_sent(groups: Groups) -> None:
-    with pytest.raises(ConfigError, match=r"AVG.*SUM"):
-        groups[0].allreduce([own(0)], ReduceOp.AVG)
+def test_an_average_is_refused_before_anything_is_sent_where_there_is_none(groups: Groups) -> None:
+    if is_nccl(groups):
+        on_all(groups, lambda group, rank: group.allreduce([own(rank)], ReduceOp.AVG).wait())
+    else:
+        with pytest.raises(ConfigError, match=r"AVG.*SUM"):
+            groups[0].allreduce([own(0)], ReduceOp.AVG)
     with pytest.raises(ConfigError, match="expected AllreduceOptions"):
         groups[0].allreduce([own(0)], "sum")
     assert groups[0].errored() is None
 
 
 def test_a_mistake_in_the_arguments_does_not_break_the_group(groups: Groups) -> None:
-    with pytest.raises(RuntimeError, match="ProcessGroupGloo::allreduce"):
+    with pytest.raises((RuntimeError, ValueError), match=r"ProcessGroupGloo::allreduce|allreduce of no tensor"):
         groups[0].allreduce([])
     assert groups[0].errored() is None
 
 
 def test_allreduce_coalesced(groups: Groups) -> None:
-    def do(group: ProcessGroupGloo, rank: int) -> list[torch.Tensor]:
+    def do(group: ProcessGroup, rank: int) -> list[torch.Tensor]:
         tensors = [own(rank, 1), own(rank, 3)]
         group.allreduce_coalesced(tensors).wait()
         return tensors
@@ -106,7 +120,7 @@ def test_allreduce_coalesced(groups: Groups) -> None:
 def test_allgather(groups: Groups) -> None:
     n = len(groups)
 
-    def do(group: ProcessGroupGloo, rank: int) -> list[torch.Tensor]:
+    def do(group: ProcessGroup, rank: int) -> list[torch.Tensor]:
         outputs = [torch.zeros(2) for _ in range(n)]
         group.allgather([outputs], [own(rank)]).wait()
         return outputs
@@ -117,8 +131,12 @@ def test_allgather(groups: Groups) -> None:
 def test_allgather_coalesced(groups: Groups) -> None:
     n = len(groups)
 
-    def do(group: ProcessGroupGloo, rank: int) -> list[list[torch.Tensor]]:
+    def do(group: ProcessGroup, rank: int) -> list[list[torch.Tensor]]:
         outputs = [[torch.zeros(1), torch.zeros(2)] for _ in range(n)]
+        if is_nccl(groups):
+            with pytest.raises(NotImplementedError):
+                group.allgather_coalesced(outputs, [own(rank, 1), own(rank, 2)])
+            return [[own(r, 1), own(r, 2)] for r in range(n)]
         group.allgather_coalesced(outputs, [own(rank, 1), own(rank, 2)]).wait()
         return outputs
 
@@ -129,7 +147,7 @@ def test_allgather_coalesced(groups: Groups) -> None:
 def test_allgather_into_one_tensor(groups: Groups, name: str) -> None:
     n = len(groups)
 
-    def do(group: ProcessGroupGloo, rank: int) -> torch.Tensor:
+    def do(group: ProcessGroup, rank: int) -> torch.Tensor:
         output = torch.zeros(2 * n)
         getattr(group, name)(output, own(rank)).wait()
         return output
@@ -141,7 +159,7 @@ def test_allgather_into_one_tensor(groups: Groups, name: str) -> None:
 def test_allgather_into_tensors(groups: Groups, name: str) -> None:
     n = len(groups)
 
-    def do(group: ProcessGroupGloo, rank: int) -> list[torch.Tensor]:
+    def do(group: ProcessGroup, rank: int) -> list[torch.Tensor]:
         outputs = [torch.zeros(n), torch.zeros(2 * n)]
         getattr(group, name)(outputs, [own(rank, 1), own(rank, 2)]).wait()
         return outputs
@@ -154,7 +172,7 @@ def test_allgather_into_tensors(groups: Groups, name: str) -> None:
 def test_reduce_scatter_from_one_tensor(groups: Groups, name: str) -> None:
     n = len(groups)
 
-    def do(group: ProcessGroupGloo, rank: int) -> torch.Tensor:
+    def do(group: ProcessGroup, rank: int) -> torch.Tensor:
         output = torch.zeros(1)
         getattr(group, name)(output, torch.arange(n, dtype=torch.float32) * (rank + 1)).wait()
         return output
@@ -167,7 +185,7 @@ def test_reduce_scatter_from_one_tensor(groups: Groups, name: str) -> None:
 def test_reduce_scatter_from_tensors(groups: Groups, name: str) -> None:
     n = len(groups)
 
-    def do(group: ProcessGroupGloo, rank: int) -> list[torch.Tensor]:
+    def do(group: ProcessGroup, rank: int) -> list[torch.Tensor]:
         outputs = [torch.zeros(1), torch.zeros(2)]
         parts = torch.arange(n, dtype=torch.float32) * (rank + 1)
         getattr(group, name)(outputs, [parts, parts.repeat_interleave(2)]).wait()
@@ -180,7 +198,7 @@ def test_reduce_scatter_from_tensors(groups: Groups, name: str) -> None:
 def test_reduce_scatter(groups: Groups) -> None:
     n = len(groups)
 
-    def do(group: ProcessGroupGloo, rank: int) -> torch.Tensor:
+    def do(group: ProcessGroup, rank: int) -> torch.Tensor:
         output = torch.zeros(2)
         group.reduce_scatter([output], [[own(j) * (rank + 1) for j in range(n)]]).wait()
         return output
@@ -193,7 +211,7 @@ def test_reduce_scatter(groups: Groups) -> None:
 def test_alltoall_of_one_tensor(groups: Groups, name: str) -> None:
     n = len(groups)
 
-    def do(group: ProcessGroupGloo, rank: int) -> list[torch.Tensor]:
+    def do(group: ProcessGroup, rank: int) -> list[torch.Tensor]:
         equal, split = torch.zeros(n), torch.zeros(n)
         getattr(group, name)(equal, torch.arange(n) + 10.0 * rank).wait()
         getattr(group, name)(split, torch.arange(n) + 10.0 * rank, [1] * n, [1] * n).wait()
@@ -205,7 +223,7 @@ def test_alltoall_of_one_tensor(groups: Groups, name: str) -> None:
 def test_alltoall(groups: Groups) -> None:
     n = len(groups)
 
-    def do(group: ProcessGroupGloo, rank: int) -> list[torch.Tensor]:
+    def do(group: ProcessGroup, rank: int) -> list[torch.Tensor]:
         outputs = [torch.zeros(1) for _ in range(n)]
         group.alltoall(outputs, [torch.tensor([10.0 * rank + j]) for j in range(n)]).wait()
         return outputs
@@ -216,7 +234,7 @@ def test_alltoall(groups: Groups) -> None:
 def test_broadcast(groups: Groups) -> None:
     last = len(groups) - 1
 
-    def do(group: ProcessGroupGloo, rank: int) -> list[torch.Tensor]:
+    def do(group: ProcessGroup, rank: int) -> list[torch.Tensor]:
         first, second = own(rank), own(rank)
         group.broadcast([first], rooted(BroadcastOptions, last)).wait()
         group.broadcast_one(second, 0).wait()
@@ -228,7 +246,7 @@ def test_broadcast(groups: Groups) -> None:
 def test_reduce(groups: Groups) -> None:
     last = len(groups) - 1
 
-    def do(group: ProcessGroupGloo, rank: int) -> torch.Tensor:
+    def do(group: ProcessGroup, rank: int) -> torch.Tensor:
         tensor = own(rank)
         group.reduce([tensor], rooted(ReduceOptions, last)).wait()
         return tensor
@@ -240,7 +258,7 @@ def test_gather_and_scatter(groups: Groups) -> None:
     n = len(groups)
     last = n - 1
 
-    def do(group: ProcessGroupGloo, rank: int) -> list[Any]:
+    def do(group: ProcessGroup, rank: int) -> list[Any]:
         gathered = [torch.zeros(2) for _ in range(n)] if rank == last else []
         group.gather([gathered] if rank == last else [], [own(rank)], rooted(GatherOptions, last)).wait()
         mine = torch.zeros(2)
@@ -258,17 +276,36 @@ def test_send_and_receive(groups: Groups) -> None:
     if n == 1:
         pytest.skip("nobody to send to")
 
-    def do(group: ProcessGroupGloo, rank: int) -> Any:
+    def do(group: ProcessGroup, rank: int) -> Any:
         if rank > 0:
             work = group.send([own(rank)], 0, rank)
             work.wait()
-            with pytest.raises(NotAvailableError, match="send"):
-                work.get_future()
-            group.send([own(rank)], 0, 77).wait()
+            if not is_nccl(groups):
+                with pytest.raises(NotAvailableError, match="send"):
+                    work.get_future()
             return None
         named = [torch.zeros(2) for _ in range(1, n)]
         for other in range(1, n):
             group.recv([named[other - 1]], other, other).wait()
+        return values(named)
+
+    assert on_all(groups, do)[0] == [[r + 1.0] * 2 for r in range(1, n)]
+
+
+def test_receive_from_any(groups: Groups) -> None:
+    n = len(groups)
+    if n == 1:
+        pytest.skip("nobody to send to")
+    if is_nccl(groups):
+        with pytest.raises(NotImplementedError):
+            groups[0].recv_anysource([torch.zeros(2)], 77)
+        assert groups[0].errored() is None
+        return
+
+    def do(group: ProcessGroup, rank: int) -> Any:
+        if rank > 0:
+            group.send([own(rank)], 0, 77).wait()
+            return None
         sources = []
         for _ in range(1, n):
             tensor = torch.zeros(2)
@@ -276,18 +313,22 @@ def test_send_and_receive(groups: Groups) -> None:
             work.wait()
             sources.append(work._source_rank())
             assert values(tensor) == [work._source_rank() + 1.0] * 2
-        return values(named), sorted(sources)
+        return sorted(sources)
 
-    assert on_all(groups, do)[0] == ([[r + 1.0] * 2 for r in range(1, n)], list(range(1, n)))
+    assert on_all(groups, do)[0] == list(range(1, n))
 
 
-def test_barrier_and_monitored_barrier(groups: Groups) -> None:
+def test_barrier(groups: Groups) -> None:
     on_all(groups, lambda group, _: group.barrier().wait())
-    on_all(groups, lambda group, _: group.monitored_barrier())
+
+
+def test_monitored_barrier(store: Store) -> None:
+    with groups_of("gloo", 2, store) as groups:
+        on_all(groups, lambda group, _: cast("ProcessGroupGloo", group).monitored_barrier())
 
 
 def test_the_future_and_the_result_hold_the_tensors(groups: Groups) -> None:
-    def do(group: ProcessGroupGloo, rank: int) -> Any:
+    def do(group: ProcessGroup, rank: int) -> Any:
         work = group.allreduce([own(rank)])
         doubled = work.get_future().then(lambda future: future.value()[0] * 2)
         total = doubled.wait()
@@ -295,7 +336,7 @@ def test_the_future_and_the_result_hold_the_tensors(groups: Groups) -> None:
         assert work.is_completed()
         assert work.is_success()
         assert work.exception() is None
-        assert repr(work) == "GlooWork(allreduce, done)"
+        assert repr(work) == f"{'Device' if is_nccl(groups) else 'Gloo'}Work(allreduce, done)"
         return [total, work.result()[0]]
 
     total = float(sum(range(1, len(groups) + 1)))
@@ -308,13 +349,14 @@ def test_a_work_can_be_waited_for_on_another_thread(groups: Groups) -> None:
     assert works[0].wait()
 
 
-def test_torch_distributed_takes_a_registered_group(store: Store) -> None:
-    with gloo_groups(2, store) as groups:
+@pytest.mark.parametrize("kind", KINDS)
+def test_torch_distributed_takes_a_registered_group(store: Store, kind: str) -> None:
+    with groups_of(kind, 2, store) as groups:
         for rank, group in enumerate(groups):
             assert group.register(f"rank{rank}") is group
-            assert group.group_name == f"ft-gloo:rank{rank}"
+            assert group.group_name == f"ft-{kind}:rank{rank}"
 
-        def do(group: ProcessGroupGloo, rank: int) -> Any:
+        def do(group: ProcessGroup, rank: int) -> Any:
             plain, sent = own(rank), own(rank)
             dist.all_reduce(plain, group=group)
             dist.broadcast(sent, src=1, group=group)

@@ -1,4 +1,4 @@
-"""The one thread that destroys Gloo groups, once nothing runs on them any more.
+"""The one thread that destroys groups, once nothing runs on them any more: one for Gloo's, one for those of devices.
 
 Destroying a group that has work in flight, or destroying it from whatever thread or finalizer happens to drop the last
 reference, can block for the collective's timeout or end the process. So owners only hand groups in, at any time and
@@ -8,8 +8,8 @@ Invariants: `retire` never blocks, takes no lock and starts no thread (SimpleQue
 finalizer may call it in the middle of anything, also while the interpreter ends. A group is handed in at most once,
 by its owner. The list is bounded by what fails to end; beyond WARN_ABOVE that is logged.
 
-Threads: `start`, `retire` and `wait_empty` from any; the rest is the daemon thread "ft-gloo-reaper", which polls while
-something is left, sleeps otherwise, and lives as long as the process. It must not be inside a destructor when the
+Threads: `start`, `retire` and `wait_empty` from any; the rest is the daemon thread "ft-<kind>-reaper", which polls
+while something is left, sleeps otherwise, and lives as long as the process. It must not be inside a destructor when the
 interpreter ends: taking the GIL back then ends the thread from within C++, which aborts the process. `stop` sees to it.
 """
 
@@ -39,7 +39,8 @@ class Retired(Protocol):
 class Reaper:
     """The destroyer of groups that are over; the file's header has the whole."""
 
-    def __init__(self) -> None:
+    def __init__(self, kind: str = "gloo") -> None:
+        self._kind = kind
         self._incoming: queue.SimpleQueue[Retired | threading.Event] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
@@ -56,7 +57,7 @@ class Reaper:
             return
         with self._lock:
             if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="ft-gloo-reaper", daemon=True)
+                self._thread = threading.Thread(target=self._run, name=f"ft-{self._kind}-reaper", daemon=True)
                 self._thread.start()
 
     def retire(self, group: Retired) -> None:
@@ -96,18 +97,19 @@ class Reaper:
                 self._held = [group for group in self._held if not self._destroyed(group)]
             if len(self._held) > WARN_ABOVE and not self._warned:
                 self._warned = True
-                logger.warning("%d aborted Gloo groups do not end; their sockets and threads stay", len(self._held))
+                logger.warning(
+                    "%d aborted %s groups do not end; their sockets and threads stay", len(self._held), self._kind
+                )
             if not self._held:
                 for empty in waiting:
                     empty.set()
                 waiting.clear()
 
-    @staticmethod
-    def _destroyed(group: Retired) -> bool:
+    def _destroyed(self, group: Retired) -> bool:
         try:
             return group.try_destroy()
         except Exception:
-            logger.exception("a Gloo group could not be destroyed; keeping it")
+            logger.exception("a %s group could not be destroyed; keeping it", self._kind)
             time.sleep(POLL_LAST_S)
             return False
 

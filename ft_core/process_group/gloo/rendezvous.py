@@ -62,6 +62,8 @@ NAMED_UP_TO = 64
 """In larger groups it is only known how many are missing."""
 RECORDS, COUNT, ALL, READ = "records", "count", "all", "read"
 """What there is under the prefix of a group that forms: the records, how many, all of them in one, who has read it."""
+NAMES = "names"
+"""What else was written there, one name a line: what a device group's communicator asks for (`device/meeting.py`)."""
 _LENGTH = struct.Struct("<I")
 
 
@@ -238,7 +240,9 @@ class LeftRecords:
 
 def delete(store: Store, prefix: str) -> None:
     """Delete all that the ranks of a group wrote."""
-    for what in (RECORDS, ALL, COUNT, READ):
+    names = f"{prefix}/{NAMES}"
+    others = [*bytes(store.get(names)).decode().split(), NAMES] if store.check([names]) else []
+    for what in (RECORDS, ALL, COUNT, READ, *others):
         store.delete_key(f"{prefix}/{what}")
 
 

@@ -75,6 +75,11 @@ class ProcessGroupWrapper(ProcessGroup):
         """Whether the wrapped group does."""
         return self._pg.blocks_host
 
+    @property
+    def torch_device_type(self) -> str:
+        """Return the wrapped group's kind of device."""
+        return self._pg.torch_device_type
+
     def sibling(self) -> ProcessGroup:
         """Return the same kind of wrapper around a sibling of the wrapped group."""
         return type(self)(self._pg.sibling())

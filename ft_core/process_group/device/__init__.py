@@ -1,0 +1,1 @@
+"""What the groups of devices share: NCCL, XCCL, and whatever can launch, be asked and be aborted."""

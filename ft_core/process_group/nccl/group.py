@@ -1,0 +1,79 @@
+"""`ProcessGroupNCCL`: NCCL between the replicas, over torch's own backend (`device/torch_communicator.py`).
+
+How it works: a communicator is made without blocking, connected at once, on a thread that may be left behind; it is
+never destroyed, only aborted. torch's own limits are switched off (`environment.py`), its timeout made longer than
+any job: the group has its own. Why not torch 2.14's reconfigurable backend, and what NCCL is known to hang on:
+docs/nccl.md.
+
+Threads: as of `DeviceProcessGroup`.
+"""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from ft_core.errors import ConfigError
+from ft_core.process_group.device.group import DeviceProcessGroup
+from ft_core.process_group.device.torch_communicator import TorchCommunicator
+from ft_core.process_group.nccl import environment
+from ft_core.process_group.nccl.availability import complaint, facts
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+
+    from ft_core.process_group.device.communicator import Communicator
+
+NEVER = timedelta(days=365)
+"""torch's own timeout of a collective."""
+
+
+class ProcessGroupNCCL(DeviceProcessGroup):
+    """A process group over NCCL that can be re-formed and aborted, for tensors on one GPU.
+
+    Raises ConfigError without a GPU, without NCCL in this torch, and for an NCCL older than 2.25.
+    """
+
+    what = "NCCL"
+
+    def _find_device(self, device: torch.device | str | int | None) -> torch.device:
+        found = complaint(facts())
+        if found is not None:
+            raise ConfigError(f"{type(self).__name__}: {found}")
+        return one_of_ours("cuda", device)
+
+    def _new_communicator(self) -> Communicator:
+        version = ".".join(map(str, torch.cuda.nccl.version()))
+        return TorchCommunicator(f"NCCL {version}", self._device, dist.ProcessGroup.BackendType.NCCL, make_backend)
+
+
+def make_backend(store: Store, rank: int, world_size: int) -> Any:
+    """Make torch's backend; nothing is connected yet."""
+    from torch._C._distributed_c10d import ProcessGroupNCCL as TorchNCCL  # not in every build of torch
+
+    options: Any = TorchNCCL.Options()
+    options.config.blocking = 0
+    options._timeout = NEVER
+    with environment.applied():
+        return TorchNCCL(store, rank, world_size, options)
+
+
+def one_of_ours(kind: str, device: torch.device | str | int | None) -> torch.device:
+    """Return the device with its index: the current one by default. Raises ConfigError if there is no such device."""
+    module = torch.get_device_module(kind)
+    if device is None:
+        return torch.device(kind, module.current_device())
+    try:
+        found = torch.device(kind, device) if isinstance(device, int) else torch.device(device)
+    except RuntimeError as error:
+        raise ConfigError(f"device={device!r}: {error}") from error
+    if found.type != kind:
+        raise ConfigError(f"device={device!r}: expected one of {kind}")
+    if found.index is None:
+        return torch.device(kind, module.current_device())
+    if not 0 <= found.index < module.device_count():
+        raise ConfigError(f"device={device!r}: this process sees {module.device_count()} of {kind}, from 0")
+    return found

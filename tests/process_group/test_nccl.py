@@ -1,0 +1,158 @@
+"""`ProcessGroupNCCL`, `-XCCL` and `-Accelerator` where there is no device: what they refuse, and what they set."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import os
+from dataclasses import replace
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ft_core.errors import ConfigError
+from ft_core.process_group import ProcessGroupAccelerator, ProcessGroupNCCL, ProcessGroupXCCL
+from ft_core.process_group.accelerator import kind_for
+from ft_core.process_group.nccl import environment
+from ft_core.process_group.nccl.availability import MIN_NCCL, Facts, complaint, facts
+from ft_core.process_group.xccl.group import complaint as xccl_complaint
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+GOOD = Facts(
+    torch_version="2.13.0",
+    has_gpu=True,
+    built_with_cuda=True,
+    has_nccl=True,
+    nccl=(2, 29, 7),
+    visible=None,
+)
+
+
+@pytest.fixture(autouse=True)
+def _clean_environment(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    for name in (*environment.NEEDED, *environment.FOR_GOOD, *environment.OLD_NAMES.values()):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(environment, "_said", False)
+    yield
+    for name in environment.FOR_GOOD:
+        os.environ.pop(name, None)
+
+
+# --------------------------------------------------------------------------------------------------------- bad input
+
+
+@pytest.mark.parametrize("kind", [ProcessGroupNCCL, ProcessGroupXCCL, ProcessGroupAccelerator])
+def test_the_reference_signature_is_kept(kind: type) -> None:
+    parameters = list(inspect.signature(kind).parameters.values())
+    assert (parameters[0].name, parameters[0].default) == ("timeout", timedelta(seconds=60))
+    assert all(parameter.kind is inspect.Parameter.KEYWORD_ONLY for parameter in parameters[1:])
+
+
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="there is an accelerator")
+@pytest.mark.parametrize(
+    ("kind", "says"),
+    [
+        (ProcessGroupNCCL, r"ProcessGroupNCCL: torch .* (was built without CUDA|sees no GPU).*ProcessGroupGloo"),
+        (ProcessGroupXCCL, r"ProcessGroupXCCL: torch .* sees no Intel GPU.*ProcessGroupGloo"),
+        (ProcessGroupAccelerator, r"ProcessGroupAccelerator: torch sees no accelerator.*cuda, xpu.*ProcessGroupGloo"),
+    ],
+)
+def test_without_a_device_construction_says_what_to_do(kind: type[ProcessGroupNCCL], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        kind(timedelta(seconds=1))
+
+
+def test_what_nccl_needs_is_named_in_the_order_in_which_it_is_to_be_mended() -> None:
+    assert complaint(GOOD) is None
+    assert complaint(replace(GOOD, nccl=MIN_NCCL)) is None
+    for found, says in (
+        (replace(GOOD, built_with_cuda=False, has_gpu=False, has_nccl=False, nccl=()), "built without CUDA"),
+        (replace(GOOD, has_gpu=False, has_nccl=False, nccl=()), "sees no GPU here: see nvidia-smi"),
+        (replace(GOOD, has_gpu=False, visible="", nccl=()), "sees no GPU here (CUDA_VISIBLE_DEVICES='')"),
+        (replace(GOOD, has_nccl=False, nccl=()), "built without NCCL"),
+        (replace(GOOD, nccl=(2, 21, 5)), "NCCL 2.21.5 is too old, its abort cannot be relied on: 2.25 or newer"),
+    ):
+        text = complaint(found)
+        assert text is not None
+        assert says in text
+        assert "use ProcessGroupGloo" in text
+
+
+def test_the_facts_are_this_torchs() -> None:
+    found = facts()
+    assert found.torch_version == torch.__version__
+    assert found.has_gpu == torch.cuda.is_available()
+    assert found.has_nccl == dist.is_nccl_available()
+
+
+def test_what_xccl_needs_is_named() -> None:
+    assert xccl_complaint(has_gpu=True, has_xccl=True) is None
+    assert "sees no Intel GPU" in str(xccl_complaint(has_gpu=False, has_xccl=False))
+    assert "built without XCCL" in str(xccl_complaint(has_gpu=True, has_xccl=False))
+
+
+def test_the_accelerator_decides_the_kind() -> None:
+    assert kind_for("cuda") is ProcessGroupNCCL
+    assert kind_for("xpu") is ProcessGroupXCCL
+    with pytest.raises(ConfigError, match="there is no group for tensors on mps"):
+        kind_for("mps")
+
+
+# -------------------------------------------------------------------------------------------------------- environment
+
+
+def test_torchs_settings_are_there_while_a_backend_is_made_and_put_back_after() -> None:
+    with environment.applied():
+        assert {name: os.environ.get(name) for name in environment.NEEDED} == environment.NEEDED
+    assert not [name for name in environment.NEEDED if name in os.environ]
+    assert os.environ["TORCH_NCCL_NONBLOCKING_TIMEOUT"] == "30"  # torch reads it once per process
+    with pytest.raises(ZeroDivisionError), environment.applied():
+        _ = 1 // 0
+    assert not [name for name in environment.NEEDED if name in os.environ]
+
+
+@pytest.mark.parametrize("name", [*environment.NEEDED, *environment.OLD_NAMES.values()])
+def test_what_the_user_has_set_stays_and_is_warned_of_once(
+    name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    monkeypatch.setenv(name, "1")
+    for _ in range(2):
+        with environment.applied():
+            assert os.environ[name] == "1"
+            new = {old: new for new, old in environment.OLD_NAMES.items()}.get(name, name)
+            assert os.environ.get(new, "1") == "1"
+    assert os.environ[name] == "1"
+    warnings = [record.message for record in caplog.records if record.levelno == logging.WARNING]
+    assert len(warnings) == 1
+    assert warnings[0].startswith(f"{name}=1 is left as it is, but torch ")
+
+
+def test_the_settings_are_named_in_the_log_once(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    for _ in range(2):
+        with environment.applied():
+            pass
+    lines = [record.message for record in caplog.records]
+    assert len(lines) == 1
+    assert all(f"{name}=0" in lines[0] for name in environment.NEEDED)
+    assert "docs/nccl.md" in lines[0]
+
+
+@pytest.mark.parametrize(("value", "works"), [("0", True), ("false", True), ("", True), ("3", False), ("true", False)])
+def test_what_cannot_work_is_told_from_what_can(value: str, works: bool) -> None:
+    assert (not environment.warnings({"TORCH_NCCL_ASYNC_ERROR_HANDLING": value})) == works
+    assert not environment.warnings({"TORCH_NCCL_NONBLOCKING_TIMEOUT": "60"})
+    assert environment.warnings({"TORCH_NCCL_NONBLOCKING_TIMEOUT": "60.0"})  # torch would take that for a mistake
+
+
+def test_every_setting_says_why_and_is_in_the_documentation() -> None:
+    assert set(environment.WHY) == set(environment.NEEDED)
+    with open("docs/nccl.md", encoding="utf-8") as file:
+        text = file.read()
+    assert not [name for name in (*environment.NEEDED, *environment.FOR_GOOD) if name not in text]

@@ -1,0 +1,236 @@
+"""`TorchCommunicator` without a device: its backend is Gloo's, its streams and events are pretended.
+
+What it asks of torch's backends is the same for all of them. What only a device shows: test_gpu.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import AllreduceOptions, HashStore
+from torch._C._distributed_c10d import ProcessGroupGloo as TorchGloo
+
+from ft_core.process_group.device.torch_communicator import TorchCommunicator
+from ft_core.process_group.nccl.group import one_of_ours
+from tests.process_group.ranks import in_threads, wait_until
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+CPU = torch.device("cpu")
+
+
+class PretendedStreams:
+    """CPU memory has one stream, the host: an event that is recorded has come, unless it is held back."""
+
+    def __init__(self) -> None:
+        self.told: list[str] = []
+        self.held = False
+
+    class Event:
+        streams: PretendedStreams
+
+        def record(self, stream: Any = None) -> None:
+            self.streams.told.append(f"record on {stream}")
+
+        def query(self) -> bool:
+            return not self.streams.held
+
+    def Stream(self, device: torch.device) -> str:
+        return "side"
+
+    def current_stream(self, device: torch.device) -> Any:
+        return self
+
+    def wait_event(self, event: Any) -> None:
+        self.told.append("the current stream waits")
+
+    def __str__(self) -> str:
+        return "current"
+
+    @contextlib.contextmanager
+    def device(self, device: torch.device) -> Iterator[None]:
+        self.told.append(f"on {device}")
+        yield
+
+    @contextlib.contextmanager
+    def stream(self, stream: str) -> Iterator[None]:
+        self.told.append(f"in {stream}")
+        yield
+
+
+class Backend:
+    """Gloo's, with what only those of devices have."""
+
+    def __init__(self, store: Any, rank: int, world_size: int) -> None:
+        options = TorchGloo._Options()  # type: ignore[attr-defined]
+        options._devices = [TorchGloo.create_device(hostname="127.0.0.1")]
+        options._timeout = timedelta(seconds=20)
+        self.gloo = TorchGloo(store, rank, world_size, options)
+        self.connected: list[torch.device] = []
+        self.aborted = False
+        self.sync = False
+        self.codes: list[int] = []
+        self.reduced: list[int] = []
+        """How many elements each allreduce had."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.gloo, name)
+
+    def eager_connect_single_device(self, device: torch.device) -> None:
+        self.connected.append(device)
+
+    def allreduce(self, tensors: list[torch.Tensor], opts: Any) -> Any:
+        self.reduced.append(tensors[0].numel())
+        work = self.gloo.allreduce(tensors, opts)  # type: ignore[attr-defined]  # not in torch's stub
+        work.wait()
+        if self.sync:
+            return None
+        return Reporting(work, self.codes) if self.codes else work
+
+    def abort(self) -> None:
+        self.aborted = True
+
+
+class Reporting:
+    """A work whose watchdog has found something."""
+
+    def __init__(self, inner: Any, codes: list[int]) -> None:
+        self._inner = inner
+        self._codes = codes
+
+    def wait(self) -> bool:
+        return True
+
+    def get_future_result(self) -> torch.futures.Future[int]:
+        future: torch.futures.Future[int] = torch.futures.Future()
+        if self._codes[0] >= 0:
+            future.set_result(self._codes[0])
+        return future
+
+
+@pytest.fixture
+def made() -> Callable[[int], list[tuple[TorchCommunicator, PretendedStreams, list[Backend]]]]:
+    store = HashStore()
+
+    def make(count: int) -> list[tuple[TorchCommunicator, PretendedStreams, list[Backend]]]:
+        ranks = []
+        for _ in range(count):
+            streams, backends = PretendedStreams(), []  # type: PretendedStreams, list[Backend]
+            streams.Event = type("Event", (PretendedStreams.Event,), {"streams": streams})  # type: ignore[assignment]
+
+            def new(store: Any, rank: int, world_size: int, backends: list[Backend] = backends) -> Any:
+                backends.append(Backend(store, rank, world_size))
+                return backends[0]
+
+            kind = dist.ProcessGroup.BackendType.GLOO
+            communicator = TorchCommunicator("test 1", CPU, kind, new, streams)
+            # torch's dispatcher takes backends of C++ alone.
+            communicator._new_dispatcher = lambda *_: None  # type: ignore[method-assign]
+            ranks.append((communicator, streams, backends))
+        in_threads(count, lambda rank: ranks[rank][0].init(store, rank, count, lambda: None))
+        return ranks
+
+    return make
+
+
+def test_init_connects_the_device_and_sends_one_element_round(made: Any) -> None:
+    for communicator, streams, backends in made(2):
+        assert backends[0].connected == [CPU]
+        assert backends[0].reduced == [1]
+        assert streams.told[0] == "on cpu"
+        assert repr(communicator) == "TorchCommunicator(test 1, cpu)"
+
+
+def test_a_launch_records_an_event_behind_it_on_a_stream_of_our_own(made: Any) -> None:
+    ((communicator, streams, _),) = made(1)
+    streams.told.clear()
+    tensor = torch.ones(2)
+    launched = communicator.launch("allreduce", [tensor], AllreduceOptions())
+    assert streams.told == ["in side", "record on side"]
+    launched.order()
+    assert streams.told[2:] == ["the current stream waits"]
+    assert launched.result()[0] is tensor
+    assert launched.future().wait()[0] is tensor
+    assert launched.is_done()
+    streams.held = True
+    assert not launched.is_done()
+
+
+def test_what_torch_ran_on_the_current_stream_has_a_handle_all_the_same(made: Any) -> None:
+    ((communicator, streams, backends),) = made(1)
+    backends[0].sync = True
+    streams.told.clear()
+    tensor = torch.ones(2)
+    launched = communicator.launch("allreduce", [tensor], AllreduceOptions())
+    assert streams.told == ["record on current"]
+    assert launched.failure() is None
+
+
+@pytest.mark.parametrize(
+    ("code", "says"), [(-1, None), (0, None), (1, "timed out"), (2, "reports an error"), (100, "ended with result 100")]
+)
+def test_what_torchs_watchdog_has_found_is_asked_without_waiting(made: Any, code: int, says: str | None) -> None:
+    ((communicator, streams, backends),) = made(1)
+    backends[0].codes.append(code)
+    streams.held = True
+    launched = communicator.launch("allreduce", [torch.ones(1)], AllreduceOptions())
+    found = communicator.query()
+    assert (found is None) == (says is None)
+    assert says is None or (found is not None and says in found and found.startswith("allreduce "))
+    streams.held = False
+    assert communicator.query() is None  # what has ended is not asked any more
+    assert wait_until(launched.is_done)
+
+
+def test_a_backend_that_reports_nothing_is_not_asked_again(made: Any) -> None:
+    ((communicator, streams, _),) = made(1)
+    streams.held = True
+    launched = communicator.launch("allreduce", [torch.ones(1)], AllreduceOptions())  # Gloo's work has no such future
+    assert communicator.query() is None
+    assert not launched._asks
+
+
+def test_a_barrier_is_an_allreduce(made: Any) -> None:
+    ranks = made(2)
+    launched = in_threads(2, lambda rank: ranks[rank][0].launch("barrier", None))
+    assert [one.result()[0].item() for one in launched] == [0.0, 0.0]
+    assert [backends[0].reduced for _, _, backends in ranks] == [[1, 1]] * 2  # one of them from init
+
+
+def test_abort_ends_the_backend_and_needs_none(made: Any) -> None:
+    ((communicator, _, backends),) = made(1)
+    communicator.abort()
+    assert backends[0].aborted
+    TorchCommunicator("test 1", CPU, None, lambda *_: None, PretendedStreams()).abort()
+
+
+def test_the_device_is_chosen_and_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Two:
+        @staticmethod
+        def current_device() -> int:
+            return 1
+
+        @staticmethod
+        def device_count() -> int:
+            return 2
+
+    monkeypatch.setattr(torch, "get_device_module", lambda _kind: Two)
+    assert one_of_ours("cuda", None) == torch.device("cuda:1")
+    assert one_of_ours("cuda", "cuda") == torch.device("cuda:1")
+    assert one_of_ours("cuda", 0) == one_of_ours("cuda", "cuda:0") == torch.device("cuda:0")
+    for wrong, says in (
+        ("cpu", "expected one of cuda"),
+        (2, "sees 2 of cuda"),
+        ("cuda:7", "sees 2 of cuda"),
+        ("nonsense", "nonsense"),
+        (-1, "device=-1"),
+    ):
+        with pytest.raises(Exception, match=says) as raised:
+            one_of_ours("cuda", wrong)
+        assert type(raised.value).__name__ == "ConfigError"

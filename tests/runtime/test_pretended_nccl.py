@@ -1,0 +1,53 @@
+"""A Manager over a group of devices, with NCCL pretended: the ballots travel beside the gradients, over Gloo."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.process_group.fake_communicator import FakeNCCL
+from tests.process_group.ranks import nothing_is_left
+from tests.runtime.harness import Cluster, Replica, crash
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+@pytest.fixture(autouse=True)
+def _all_groups_are_released() -> Iterator[None]:
+    yield
+    assert nothing_is_left(10.0)
+
+
+def nccl() -> FakeNCCL:
+    return FakeNCCL(timedelta(seconds=10))
+
+
+def test_replicas_train_as_they_do_over_gloo(cluster: Cluster) -> None:
+    replicas = [Replica(index, pg=nccl) for index in range(2)]
+    cluster.run(*replicas)
+    cluster.check(steps=6)
+    cluster.check_numbers()
+    assert [replica.vetoes for replica in replicas] == [[], []]
+    launches = [replica.pg.behaviour.calls.count("launch") for replica in replicas if isinstance(replica.pg, FakeNCCL)]
+    assert min(launches) >= 6  # the gradients went over it
+
+
+@pytest.mark.parametrize("point", ["boundary", "forward", "backward"])
+def test_survivors_of_a_crash_go_on(cluster: Cluster, point: str) -> None:
+    survivors = [Replica(index, pg=nccl) for index in range(2)]
+    cluster.run(*survivors, Replica(2, pg=nccl, at={(3, point): crash}))
+    cluster.check(steps=6, survivors=2)
+    cluster.check_numbers()
+    assert all(len(replica.vetoes) <= 2 for replica in survivors)
+
+
+def test_a_restarted_replica_heals_and_ends_equal(cluster: Cluster) -> None:
+    again = Replica(1, name="r1", seed=77, steps=10, pg=nccl)
+    first = Replica(0, steps=10, pg=nccl, at={(5, "boundary"): cluster.joins(again)})
+    cluster.run(first, Replica(1, steps=10, pg=nccl, at={(3, "backward"): crash}))
+    cluster.check(steps=10, survivors=2)
+    cluster.check_numbers()
+    assert again.commits[0].step > 5
