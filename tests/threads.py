@@ -12,6 +12,7 @@ import time
 
 STAY = {
     "ft-gloo-reaper": "destroys the process' Gloo groups",
+    "ft-baby-helper": "watches the process that starts children for process groups",
     "ft-timer": "runs the process' timeouts",
     "ft-witness": "keeps the process' link with its witness",
 }

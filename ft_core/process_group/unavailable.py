@@ -31,31 +31,7 @@ class ProcessGroupXCCL(_Unavailable):
     _needs = "Intel GPUs and a later release of ft_core"
 
 
-class ProcessGroupBabyGloo(_Unavailable):
-    """Gloo in a child process that can be killed."""
-
-    _needs = "the child-process groups of a later release of ft_core"
-
-
-class ProcessGroupBabyNCCL(_Unavailable):
-    """NCCL in a child process that can be killed."""
-
-    _needs = "NVIDIA GPUs and the child-process groups of a later release of ft_core"
-
-
-class ProcessGroupBabyXCCL(_Unavailable):
-    """XCCL in a child process that can be killed."""
-
-    _needs = "Intel GPUs and the child-process groups of a later release of ft_core"
-
-
 class ProcessGroupAccelerator(_Unavailable):
     """The collectives of whatever accelerator this machine has, between the replicas."""
 
     _needs = "an accelerator and a later release of ft_core"
-
-
-class ProcessGroupBabyAccelerator(_Unavailable):
-    """The same in a child process that can be killed."""
-
-    _needs = "an accelerator and the child-process groups of a later release of ft_core"

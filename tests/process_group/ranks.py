@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from ft_core.process_group import ProcessGroupGloo, open_store
+from ft_core.process_group import ProcessGroupBabyGloo, ProcessGroupGloo, open_store
 from ft_core.process_group.gloo import reaper as reaping
 
 if TYPE_CHECKING:
@@ -68,15 +68,26 @@ def configure_all(groups: list[Any], store_addr: str) -> None:
     in_threads(len(groups), lambda rank: groups[rank].configure(store_addr, f"replica{rank}", rank, len(groups)))
 
 
+Kind = type[ProcessGroupGloo] | type[ProcessGroupBabyGloo]
+KINDS: list[Kind] = [ProcessGroupGloo, ProcessGroupBabyGloo]
+"""Those that keep the whole contract, with the same words in their errors."""
+
+
 @contextlib.contextmanager
-def gloo_groups(count: int, store: Store, timeout: timedelta = GROUP_TIMEOUT) -> Iterator[list[ProcessGroupGloo]]:
-    groups = [ProcessGroupGloo(timeout) for _ in range(count)]
+def formed_groups(kind: Kind, count: int, store: Store, timeout: timedelta = GROUP_TIMEOUT) -> Iterator[list[Any]]:
+    groups = [kind(timeout) for _ in range(count)]
     try:
         configure_all(groups, store.fresh())
         yield groups
     finally:
         for group in groups:
             group.shutdown()
+
+
+@contextlib.contextmanager
+def gloo_groups(count: int, store: Store, timeout: timedelta = GROUP_TIMEOUT) -> Iterator[list[ProcessGroupGloo]]:
+    with formed_groups(ProcessGroupGloo, count, store, timeout) as groups:
+        yield groups
 
 
 _set_aside: list[object] = []

@@ -12,21 +12,27 @@ from torch._C._distributed_c10d import AllreduceOptions, BroadcastOptions, Gathe
 from torch.distributed import ReduceOp
 
 from ft_core.errors import ConfigError, NotAvailableError, UsageError
-from ft_core.process_group import ProcessGroupGloo
+from ft_core.process_group import ProcessGroupBabyGloo, ProcessGroupGloo
 from ft_core.process_group.gloo import reaper
-from tests.process_group.ranks import Store, configure_all, gloo_groups, in_threads
+from tests.process_group.ranks import KINDS, Kind, Store, configure_all, formed_groups, in_threads
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 wait_tensor: Callable[[torch.Tensor], torch.Tensor] = functional.wait_tensor
 
-Groups = list[ProcessGroupGloo]
+Group = ProcessGroupGloo | ProcessGroupBabyGloo
+Groups = list[Group]
 
 
-@pytest.fixture(params=[1, 2, 3], scope="module")
+@pytest.fixture(
+    params=[(kind, count) for kind in KINDS for count in (1, 2, 3)],
+    ids=lambda param: f"{param[0].__name__}-{param[1]}",
+    scope="module",
+)
 def groups(request: pytest.FixtureRequest, store: Store) -> Iterator[Groups]:
-    with gloo_groups(request.param, store) as formed:
+    kind, count = request.param
+    with formed_groups(kind, count, store) as formed:
         yield formed
     assert reaper.reaper.wait_empty(5)  # no collective left something behind that keeps its group alive
 
@@ -35,7 +41,7 @@ def own(rank: int, numel: int = 2) -> torch.Tensor:
     return torch.full((numel,), float(rank + 1))
 
 
-def on_all(groups: Groups, do: Callable[[ProcessGroupGloo, int], Any]) -> list[Any]:
+def on_all(groups: Groups, do: Callable[[Group, int], Any]) -> list[Any]:
     return in_threads(len(groups), lambda rank: do(groups[rank], rank))
 
 
@@ -60,7 +66,7 @@ def rooted(kind: Any, root: int) -> Any:
     ],
 )
 def test_allreduce(groups: Groups, operation: Any, expected: Callable[[int], float]) -> None:
-    def do(group: ProcessGroupGloo, rank: int) -> torch.Tensor:
+    def do(group: Group, rank: int) -> torch.Tensor:
         tensor = own(rank)
         group.allreduce([tensor], operation).wait()
         return tensor
@@ -69,7 +75,7 @@ def test_allreduce(groups: Groups, operation: Any, expected: Callable[[int], flo
 
 
 def test_allreduce_bitwise_or_takes_options_and_a_bare_tensor(groups: Groups) -> None:
-    def do(group: ProcessGroupGloo, rank: int) -> torch.Tensor:
+    def do(group: Group, rank: int) -> torch.Tensor:
         opts = AllreduceOptions()
         opts.reduceOp = ReduceOp(ReduceOp.BOR)
         tensor = torch.tensor([1 << rank])
@@ -89,12 +95,12 @@ def test_average_is_refused_before_anything_is_sent(groups: Groups) -> None:
 
 def test_a_mistake_in_the_arguments_does_not_break_the_group(groups: Groups) -> None:
     with pytest.raises(RuntimeError, match="ProcessGroupGloo::allreduce"):
-        groups[0].allreduce([])
+        groups[0].allreduce([]).wait()
     assert groups[0].errored() is None
 
 
 def test_allreduce_coalesced(groups: Groups) -> None:
-    def do(group: ProcessGroupGloo, rank: int) -> list[torch.Tensor]:
+    def do(group: Group, rank: int) -> list[torch.Tensor]:
         tensors = [own(rank, 1), own(rank, 3)]
         group.allreduce_coalesced(tensors).wait()
         return tensors
@@ -106,7 +112,7 @@ def test_allreduce_coalesced(groups: Groups) -> None:
 def test_allgather(groups: Groups) -> None:
     n = len(groups)
 
-    def do(group: ProcessGroupGloo, rank: int) -> list[torch.Tensor]:
+    def do(group: Group, rank: int) -> list[torch.Tensor]:
         outputs = [torch.zeros(2) for _ in range(n)]
         group.allgather([outputs], [own(rank)]).wait()
         return outputs
@@ -117,7 +123,7 @@ def test_allgather(groups: Groups) -> None:
 def test_allgather_coalesced(groups: Groups) -> None:
     n = len(groups)
 
-    def do(group: ProcessGroupGloo, rank: int) -> list[list[torch.Tensor]]:
+    def do(group: Group, rank: int) -> list[list[torch.Tensor]]:
         outputs = [[torch.zeros(1), torch.zeros(2)] for _ in range(n)]
         group.allgather_coalesced(outputs, [own(rank, 1), own(rank, 2)]).wait()
         return outputs
@@ -129,7 +135,7 @@ def test_allgather_coalesced(groups: Groups) -> None:
 def test_allgather_into_one_tensor(groups: Groups, name: str) -> None:
     n = len(groups)
 
-    def do(group: ProcessGroupGloo, rank: int) -> torch.Tensor:
+    def do(group: Group, rank: int) -> torch.Tensor:
         output = torch.zeros(2 * n)
         getattr(group, name)(output, own(rank)).wait()
         return output
@@ -141,7 +147,7 @@ def test_allgather_into_one_tensor(groups: Groups, name: str) -> None:
 def test_allgather_into_tensors(groups: Groups, name: str) -> None:
     n = len(groups)
 
-    def do(group: ProcessGroupGloo, rank: int) -> list[torch.Tensor]:
+    def do(group: Group, rank: int) -> list[torch.Tensor]:
         outputs = [torch.zeros(n), torch.zeros(2 * n)]
         getattr(group, name)(outputs, [own(rank, 1), own(rank, 2)]).wait()
         return outputs
@@ -154,7 +160,7 @@ def test_allgather_into_tensors(groups: Groups, name: str) -> None:
 def test_reduce_scatter_from_one_tensor(groups: Groups, name: str) -> None:
     n = len(groups)
 
-    def do(group: ProcessGroupGloo, rank: int) -> torch.Tensor:
+    def do(group: Group, rank: int) -> torch.Tensor:
         output = torch.zeros(1)
         getattr(group, name)(output, torch.arange(n, dtype=torch.float32) * (rank + 1)).wait()
         return output
@@ -167,7 +173,7 @@ def test_reduce_scatter_from_one_tensor(groups: Groups, name: str) -> None:
 def test_reduce_scatter_from_tensors(groups: Groups, name: str) -> None:
     n = len(groups)
 
-    def do(group: ProcessGroupGloo, rank: int) -> list[torch.Tensor]:
+    def do(group: Group, rank: int) -> list[torch.Tensor]:
         outputs = [torch.zeros(1), torch.zeros(2)]
         parts = torch.arange(n, dtype=torch.float32) * (rank + 1)
         getattr(group, name)(outputs, [parts, parts.repeat_interleave(2)]).wait()
@@ -180,7 +186,7 @@ def test_reduce_scatter_from_tensors(groups: Groups, name: str) -> None:
 def test_reduce_scatter(groups: Groups) -> None:
     n = len(groups)
 
-    def do(group: ProcessGroupGloo, rank: int) -> torch.Tensor:
+    def do(group: Group, rank: int) -> torch.Tensor:
         output = torch.zeros(2)
         group.reduce_scatter([output], [[own(j) * (rank + 1) for j in range(n)]]).wait()
         return output
@@ -193,7 +199,7 @@ def test_reduce_scatter(groups: Groups) -> None:
 def test_alltoall_of_one_tensor(groups: Groups, name: str) -> None:
     n = len(groups)
 
-    def do(group: ProcessGroupGloo, rank: int) -> list[torch.Tensor]:
+    def do(group: Group, rank: int) -> list[torch.Tensor]:
         equal, split = torch.zeros(n), torch.zeros(n)
         getattr(group, name)(equal, torch.arange(n) + 10.0 * rank).wait()
         getattr(group, name)(split, torch.arange(n) + 10.0 * rank, [1] * n, [1] * n).wait()
@@ -205,7 +211,7 @@ def test_alltoall_of_one_tensor(groups: Groups, name: str) -> None:
 def test_alltoall(groups: Groups) -> None:
     n = len(groups)
 
-    def do(group: ProcessGroupGloo, rank: int) -> list[torch.Tensor]:
+    def do(group: Group, rank: int) -> list[torch.Tensor]:
         outputs = [torch.zeros(1) for _ in range(n)]
         group.alltoall(outputs, [torch.tensor([10.0 * rank + j]) for j in range(n)]).wait()
         return outputs
@@ -216,7 +222,7 @@ def test_alltoall(groups: Groups) -> None:
 def test_broadcast(groups: Groups) -> None:
     last = len(groups) - 1
 
-    def do(group: ProcessGroupGloo, rank: int) -> list[torch.Tensor]:
+    def do(group: Group, rank: int) -> list[torch.Tensor]:
         first, second = own(rank), own(rank)
         group.broadcast([first], rooted(BroadcastOptions, last)).wait()
         group.broadcast_one(second, 0).wait()
@@ -228,7 +234,7 @@ def test_broadcast(groups: Groups) -> None:
 def test_reduce(groups: Groups) -> None:
     last = len(groups) - 1
 
-    def do(group: ProcessGroupGloo, rank: int) -> torch.Tensor:
+    def do(group: Group, rank: int) -> torch.Tensor:
         tensor = own(rank)
         group.reduce([tensor], rooted(ReduceOptions, last)).wait()
         return tensor
@@ -240,7 +246,7 @@ def test_gather_and_scatter(groups: Groups) -> None:
     n = len(groups)
     last = n - 1
 
-    def do(group: ProcessGroupGloo, rank: int) -> list[Any]:
+    def do(group: Group, rank: int) -> list[Any]:
         gathered = [torch.zeros(2) for _ in range(n)] if rank == last else []
         group.gather([gathered] if rank == last else [], [own(rank)], rooted(GatherOptions, last)).wait()
         mine = torch.zeros(2)
@@ -258,12 +264,15 @@ def test_send_and_receive(groups: Groups) -> None:
     if n == 1:
         pytest.skip("nobody to send to")
 
-    def do(group: ProcessGroupGloo, rank: int) -> Any:
+    def do(group: Group, rank: int) -> Any:
         if rank > 0:
             work = group.send([own(rank)], 0, rank)
             work.wait()
-            with pytest.raises(NotAvailableError, match="send"):
-                work.get_future()
+            if isinstance(group, ProcessGroupGloo):
+                with pytest.raises(NotAvailableError, match="send"):
+                    work.get_future()
+            else:
+                assert len(work.get_future().wait()) == 1
             group.send([own(rank)], 0, 77).wait()
             return None
         named = [torch.zeros(2) for _ in range(1, n)]
@@ -287,7 +296,7 @@ def test_barrier_and_monitored_barrier(groups: Groups) -> None:
 
 
 def test_the_future_and_the_result_hold_the_tensors(groups: Groups) -> None:
-    def do(group: ProcessGroupGloo, rank: int) -> Any:
+    def do(group: Group, rank: int) -> Any:
         work = group.allreduce([own(rank)])
         doubled = work.get_future().then(lambda future: future.value()[0] * 2)
         total = doubled.wait()
@@ -295,7 +304,7 @@ def test_the_future_and_the_result_hold_the_tensors(groups: Groups) -> None:
         assert work.is_completed()
         assert work.is_success()
         assert work.exception() is None
-        assert repr(work) == "GlooWork(allreduce, done)"
+        assert repr(work) in ("GlooWork(allreduce, done)", "BabyWork(allreduce, done)")
         return [total, work.result()[0]]
 
     total = float(sum(range(1, len(groups) + 1)))
@@ -308,13 +317,14 @@ def test_a_work_can_be_waited_for_on_another_thread(groups: Groups) -> None:
     assert works[0].wait()
 
 
-def test_torch_distributed_takes_a_registered_group(store: Store) -> None:
-    with gloo_groups(2, store) as groups:
+@pytest.mark.parametrize("kind", KINDS)
+def test_torch_distributed_takes_a_registered_group(kind: Kind, store: Store) -> None:
+    with formed_groups(kind, 2, store) as groups:
         for rank, group in enumerate(groups):
             assert group.register(f"rank{rank}") is group
-            assert group.group_name == f"ft-gloo:rank{rank}"
+            assert group.group_name == f"{group.getBackendName()}:rank{rank}"
 
-        def do(group: ProcessGroupGloo, rank: int) -> Any:
+        def do(group: Group, rank: int) -> Any:
             plain, sent = own(rank), own(rank)
             dist.all_reduce(plain, group=group)
             dist.broadcast(sent, src=1, group=group)
