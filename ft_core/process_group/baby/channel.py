@@ -33,6 +33,8 @@ FDS_PER_FRAGMENT = 200
 MAX_UNFINISHED = 64
 MAX_MESSAGE_BYTES = 64 * 1024 * 1024
 """Of descriptions of tensors: some hundred thousand tensors in one collective."""
+_FD = struct.Struct("i")
+_FDS_SPACE = socket.CMSG_SPACE(FDS_PER_FRAGMENT * _FD.size)
 _HEADER = struct.Struct("<QI?")  # number of the message, of the fragment, whether it is the last
 
 
@@ -75,8 +77,8 @@ class Channel:
         """
         while True:
             try:
-                data, fds, flags, _ = socket.recv_fds(
-                    self._socket, _HEADER.size + FRAGMENT_BYTES, FDS_PER_FRAGMENT, socket.MSG_CMSG_CLOEXEC
+                data, along, flags, _ = self._socket.recvmsg(  # socket.recv_fds takes flags and does not pass them on
+                    _HEADER.size + FRAGMENT_BYTES, _FDS_SPACE, socket.MSG_CMSG_CLOEXEC
                 )
             except ConnectionError:
                 return None
@@ -85,7 +87,8 @@ class Channel:
             number, _, last = _HEADER.unpack_from(data)
             parts, all_fds = self._unfinished.setdefault(number, ([], []))
             parts.append(data[_HEADER.size :])
-            all_fds.extend(fds)
+            for _level, _kind, fds in along:
+                all_fds.extend(item[0] for item in _FD.iter_unpack(fds[: len(fds) - len(fds) % _FD.size]))
             if flags & socket.MSG_CTRUNC:
                 raise ThisMachineError("this process may not open more file descriptors (ulimit -n)")
             if last:

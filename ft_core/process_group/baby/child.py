@@ -3,7 +3,9 @@
 How it works. The main thread takes the parent's messages in their order: `configure`, once; then collectives, which it
 launches on the inner group, and timeouts. A collective whose work has a future reports its end from that (Gloo's
 thread); others (send, recv, the reduce-scatters, whatever runs on a device) are waited for by a thread each, so that
-their end is known without anybody asking. The child never aborts anything: whoever wants its group to end kills it.
+their end is known without anybody asking. Gloo can lose a work when a connection breaks, and only a `wait` notices: so
+what is not done after WATCH_S is waited for as well, by one more thread; the parent takes the first report of a work.
+The child never aborts anything: whoever wants its group to end kills it.
 
 Messages (the parent's side is `incarnation.py`):
 
@@ -31,8 +33,8 @@ import importlib
 import os
 import signal
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
-from datetime import timedelta
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -51,6 +53,7 @@ if TYPE_CHECKING:
 CONFIGURE, LAUNCH, SET_TIMEOUT = "configure", "launch", "set timeout"
 HELLO, FORMED, FORMING_FAILED, DONE, FAILED = "hello", "formed", "forming failed", "done", "failed"
 MAX_WAITING = 256
+WATCH_S = 0.05
 IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 """Ctrl-C and a scheduler's SIGTERM go to every process of the job; whether the group ends is the parent's decision."""
 _PR_SET_PDEATHSIG = 1
@@ -101,6 +104,9 @@ class _Server:
         self._group: ProcessGroup | None = None
         self._waiting = threading.Semaphore(MAX_WAITING)
         self._threads = ThreadPoolExecutor(MAX_WAITING, "ft-baby-wait")
+        self._followed: dict[int, Work] = {}
+        self._launched = threading.Event()
+        threading.Thread(target=self._watch, name="ft-baby-watch", daemon=True).start()
 
     def run(self) -> None:
         while (received := self._channel.receive()) is not None:
@@ -138,7 +144,7 @@ class _Server:
             work = self._group._launch(call.name, *arguments)
             device = next((tensor.device for tensor in tensors if tensor.device.type != "cpu"), None)
             if device is not None:
-                self._wait_on_thread(number, lambda: _finish_on_device(work, device))
+                self._wait_on_thread(number, lambda: self._finish_on_device(work, device))
             elif not self._follow(number, work):
                 self._wait_on_thread(number, lambda: _finish(work, call.name))
         except Exception as error:  # noqa: BLE001 - raised by the parent's work
@@ -152,6 +158,7 @@ class _Server:
             return False
 
         def ended(done: torch.futures.Future[Any]) -> None:
+            self._followed.pop(number, None)
             try:
                 done.value()
             except Exception as error:  # noqa: BLE001 - c10d may have made another class of what was a CollectiveError
@@ -160,8 +167,37 @@ class _Server:
             else:
                 self._report(DONE, number, None)
 
+        self._followed[number] = work
         future.add_done_callback(ended)
+        self._launched.set()
         return True
+
+    def _watch(self) -> None:
+        while True:
+            self._launched.wait()
+            self._launched.clear()
+            time.sleep(WATCH_S)
+            for number, work in list(self._followed.items()):
+                try:
+                    work.wait()
+                except Exception as error:  # noqa: BLE001 - raised by the parent's work
+                    self._report(FAILED, number, as_sent(error))
+                self._followed.pop(number, None)
+
+    def _finish_on_device(self, work: Work, device: torch.device) -> None:
+        """Wait until the device has done it: only then may the parent's streams go on.
+
+        A group on devices has its errors recorded when an event behind its last work is over, and not before.
+        """
+        with torch.cuda.device(device):
+            work.wait()
+            event = torch.cuda.Event()
+            event.record()
+            event.synchronize()
+        assert self._group is not None
+        error = self._group.errored()
+        if error is not None:
+            raise error
 
     def _wait_on_thread(self, number: int, wait: Any) -> None:
         if not self._waiting.acquire(blocking=False):
@@ -185,12 +221,3 @@ class _Server:
 def _finish(work: Work, name: str) -> int | None:
     work.wait()
     return work._source_rank() if name == "recv_anysource" else None
-
-
-def _finish_on_device(work: Work, device: torch.device) -> None:
-    """Wait until the device has done it: only then may the parent's streams go on."""
-    with torch.cuda.device(device):
-        work.wait(timedelta(0))
-        event = torch.cuda.Event()
-        event.record()
-        event.synchronize()

@@ -91,7 +91,7 @@ class ProcessGroupBaby(ProcessGroup):
                 world_size=world_size,
                 timeout=self._timeout,
                 inner=self.inner,
-                arguments=self._arguments,
+                arguments=self._inner_arguments(),
                 label=self.label,
                 on_device=self.on_device,
             ),
@@ -126,7 +126,7 @@ class ProcessGroupBaby(ProcessGroup):
     def errored(self) -> Exception | None:
         """Return the first error of the current group, found by waiting or not; never blocks."""
         incarnation = self._incarnation
-        return None if incarnation is None else incarnation.error
+        return None if incarnation is None else incarnation.first_error()
 
     def set_timeout(self, timeout: timedelta) -> None:
         """Set the timeout of the next configure and of collectives launched from now on."""
@@ -169,6 +169,10 @@ class ProcessGroupBaby(ProcessGroup):
         """Return how many collectives are in flight."""
         incarnation = self._incarnation
         return 0 if incarnation is None else incarnation.in_flight
+
+    def _inner_arguments(self) -> dict[str, Any]:
+        """Return what the inner group is constructed with, besides the timeout."""
+        return self._arguments
 
     def _launch(self, name: str, *arguments: Any) -> Work:
         incarnation = self._incarnation

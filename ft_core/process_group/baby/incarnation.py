@@ -8,10 +8,10 @@ returns; works end when the child is seen dead, because until then it may write 
 
 What ends a group: `abort`; the child's end, whoever caused it; a child that reports nothing for longer than any
 collective may take. Each is a CollectiveError that says so. A collective that failed in the child is the group's first
-error as well, but the child is left: it has ended its connections itself.
+error as well; the child is left, and the connections are ended: what the child closes is kept open by the copies.
 
 Invariants: `error` is the first error, and stays. After an abort nothing is sent, nothing is copied back, and no result
-of the child counts. Memory is reused only when the child is dead or has reported the end; if it is not dead after
+of the child counts. Memory is reused only when the child is dead or has reported a good end; if it is not dead after
 DEATH_WAIT_S (a driver holds it), its memory is dropped instead. At most MAX_IN_FLIGHT works are pending.
 
 Threads: `form` and `abort` from any; `launch` from one at a time; the reader is "ft-baby-<replica>". `_lock` guards the
@@ -114,6 +114,7 @@ class Incarnation:
         self._started = threading.Event()  # the child is there, or has ended
         self._settled = threading.Event()  # formed, failed or aborted: wakes form()
         self._pending: dict[int, _Pending] = {}
+        self._unsafe: list[Parcel] = []
         self._last_number = 0
         self._last_report = 0.0
         self._connections: list[socket.socket] = []
@@ -216,6 +217,11 @@ class Incarnation:
             return self.error
         return CollectiveError(f"{self.who()} was aborted: {self.error or 'configure() it again'}")
 
+    def first_error(self) -> Exception | None:
+        """Return the first error so far."""
+        with self._lock:
+            return self.error
+
     def who(self) -> str:
         """Name the group, for messages."""
         spec = self.spec
@@ -233,14 +239,16 @@ class Incarnation:
             if self.error is None:
                 self.error = reason
             child = self.child
-            connections = list(self._connections)
         self._started.set()
         self._settled.set()
-        for connection in connections:
-            with contextlib.suppress(OSError):
-                connection.shutdown(socket.SHUT_RDWR)
+        self._end_connections()
         if child is not None:
             child.kill()
+
+    def _end_connections(self) -> None:
+        for connection in list(self._connections):
+            with contextlib.suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
 
     def drop(self) -> None:
         """Kill the child, from a finalizer: takes no lock that could be held by the thread it interrupts."""
@@ -324,8 +332,6 @@ class Incarnation:
     def _end(self, number: int, error: Exception | None, sender: int | None) -> None:
         with self._lock:
             pending = None if self.aborted else self._pending.pop(number, None)
-            if isinstance(error, CollectiveError) and pending is not None and self.error is None:
-                self.error = error
         if pending is None:
             return
         if error is None:
@@ -333,8 +339,16 @@ class Incarnation:
                 pending.parcel.copy_back()
             except RuntimeError as problem:
                 error = problem
-        pending.parcel.release(self._pool, certain=True)
-        pending.work.end(error, sender)
+        if isinstance(error, CollectiveError):
+            self._end_connections()
+            self._unsafe.append(pending.parcel)  # what broke off may be written to until the child is dead
+        else:
+            pending.parcel.release(self._pool, certain=True)
+        with self._lock:  # whoever sees the work fail finds the group's error, and the other way round
+            if isinstance(error, CollectiveError) and self.error is None:
+                self.error = error
+            pending.work.end(error, sender)
+        pending.work.notify()
 
     def _after(self, child: Child, problem: Exception | None) -> None:
         """The channel has ended: wait for the child's death, then end the works and give everything back."""
@@ -355,9 +369,11 @@ class Incarnation:
         with self._lock:
             pending, self._pending = self._pending, {}
             connections, self._connections = self._connections, []
+        for parcel in (*self._unsafe, *(each.parcel for each in pending.values())):
+            parcel.release(self._pool, certain=dead)
         for each in pending.values():
-            each.parcel.release(self._pool, certain=dead)
             each.work.end(self._failure(each.work.collective))
+            each.work.notify()
         for connection in connections:
             connection.close()
         child.close()

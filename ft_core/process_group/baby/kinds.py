@@ -50,7 +50,8 @@ class ProcessGroupBabyGloo(ProcessGroupBaby):
 class ProcessGroupBabyNCCL(ProcessGroupBaby):
     """`ProcessGroupNCCL` in a child process, for a driver or fabric on which NCCL's own abort hangs.
 
-    Device memory is mapped by the child (CUDA IPC), which has a CUDA context of its own. ConfigError without CUDA.
+    Device memory is mapped by the child (CUDA IPC), which has a CUDA context of its own. `device`: by default
+    the one that is current when it is configured. ConfigError without CUDA.
     """
 
     inner = "ProcessGroupNCCL"
@@ -58,13 +59,22 @@ class ProcessGroupBabyNCCL(ProcessGroupBaby):
     backend_name = "ft-baby-nccl"
     on_device = True
 
-    def __init__(self, timeout: timedelta = DEFAULT_TIMEOUT) -> None:
+    def __init__(self, timeout: timedelta = DEFAULT_TIMEOUT, *, device: torch.device | str | int | None = None) -> None:
         if not torch.cuda.is_available():
             raise ConfigError(
                 f"{type(self).__name__} needs CUDA, and torch.cuda.is_available() is False: use ProcessGroupBabyGloo, "
                 "or install torch's CUDA build and look at the driver with nvidia-smi"
             )
-        super().__init__(timeout)
+        super().__init__(timeout, device=device)
+
+    def _inner_arguments(self) -> dict[str, Any]:
+        device = self._arguments["device"]
+        return {"device": torch.cuda.current_device() if device is None else device}
+
+    @property
+    def torch_device_type(self) -> str:
+        """The kind of device whose tensors it carries."""
+        return "cuda"
 
     @property
     def torch_backend(self) -> str:

@@ -41,18 +41,24 @@ class BabyWork(Work):
         self._error: Exception | None = None
         self._sender = -1
         self._future: torch.futures.Future[Any] | None = None
+        self._notified = False
 
     def __repr__(self) -> str:
         state = "running" if not self._ended.is_set() else "done" if self._error is None else "failed"
         return f"BabyWork({self.collective}, {state})"
 
     def end(self, error: Exception | None, sender: int | None = None) -> None:
-        """It has ended, well or with `error`; called once, by the group."""
+        """It has ended, well or with `error`: wake who waits. Called once, by the group, which then calls `notify`."""
         with self._lock:
             self._error = error
             self._sender = -1 if sender is None else sender
             self._ended.set()
+
+    def notify(self) -> None:
+        """Complete the future, whose callbacks run here; called once, after `end`, with no lock held."""
+        with self._lock:
             future = self._future
+            self._notified = True
         if future is not None:
             self._complete(future)
 
@@ -74,8 +80,8 @@ class BabyWork(Work):
             if future is not None:
                 return future
             future = self._future = torch.futures.Future()
-            ended = self._ended.is_set()
-        if ended:
+            notified = self._notified
+        if notified:
             self._complete(future)
         return future
 
