@@ -38,8 +38,7 @@ MANAGER = (
 )
 LATER = {
     "ft_core.local_sgd": "DiLoCo LocalSGD",
-    "ft_core.process_group": "ProcessGroupAccelerator ProcessGroupBabyAccelerator ProcessGroupBabyGloo "
-    "ProcessGroupBabyNCCL ProcessGroupBabyXCCL ProcessGroupNCCL ProcessGroupXCCL",
+    "ft_core.process_group": "ProcessGroupAccelerator ProcessGroupNCCL ProcessGroupXCCL",
 }
 
 

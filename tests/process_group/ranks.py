@@ -116,13 +116,26 @@ def wait_until(true: Callable[[], bool], timeout_s: float = 10.0) -> bool:
 
 # --------------------------------------------------------------------------------------------------------- in a worker
 
-_groups: dict[str, ProcessGroupGloo] = {}
+_groups: dict[str, Any] = {}
+_kind: Kind = ProcessGroupGloo
 _works: dict[str, Any] = {}
 _kept: list[Any] = []
 
 
+def use(kind: str) -> None:
+    """Make groups of this kind from now on, by the name of its class."""
+    global _kind
+    _kind = next(each for each in KINDS if each.__name__ == kind)
+
+
+def _group(name: str) -> Any:
+    if name not in _groups:
+        _groups[name] = _kind(GROUP_TIMEOUT)
+    return _groups[name]
+
+
 def configure(name: str, store_addr: str, rank: int, world_size: int) -> float:
-    group = _groups.setdefault(name, ProcessGroupGloo(GROUP_TIMEOUT))
+    group = _group(name)
     begin = time.perf_counter()
     group.configure(store_addr, f"replica{rank}", rank, world_size)
     group.allreduce([torch.ones(4)]).wait()
@@ -130,8 +143,7 @@ def configure(name: str, store_addr: str, rank: int, world_size: int) -> float:
 
 
 def configure_only(name: str, store_addr: str, rank: int, world_size: int) -> None:
-    group = _groups.setdefault(name, ProcessGroupGloo(GROUP_TIMEOUT))
-    group.configure(store_addr, f"replica{rank}", rank, world_size)
+    _group(name).configure(store_addr, f"replica{rank}", rank, world_size)
 
 
 def allreduce(name: str, numel: int = 4) -> float:

@@ -26,9 +26,7 @@ def test_every_public_name_is_there() -> None:
         assert getattr(process_group, name) is not None
 
 
-@pytest.mark.parametrize(
-    "name", ["ProcessGroupNCCL", "ProcessGroupXCCL", "ProcessGroupBabyGloo", "ProcessGroupBabyNCCL"]
-)
+@pytest.mark.parametrize("name", ["ProcessGroupNCCL", "ProcessGroupXCCL"])
 def test_what_comes_later_says_what_it_needs(name: str) -> None:
     with pytest.raises(NotAvailableError, match=f"{name} needs .*ProcessGroupGloo"):
         getattr(process_group, name)(timedelta(seconds=1))

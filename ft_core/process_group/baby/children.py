@@ -20,6 +20,7 @@ import logging
 import multiprocessing.spawn
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -179,16 +180,13 @@ class Children:
         return [fd for fd in found + ([] if spare is None else spare.fds()) if fd >= 0]
 
     def _fork(self) -> Child:
-        try:
-            ours, theirs = Channel.pair()
-        except OSError as error:
-            raise ThisMachineError(f"no connection to a child process: {error}") from error
-        with theirs:
-            helper = self._connected()
-            with contextlib.suppress(
-                OSError
-            ):  # it has just died: so will the channel, which is noticed where it is used
-                helper.send((FORK,), [theirs.fileno()])
+        helper = self._connected()
+        ours, theirs = _pair()
+        with (
+            theirs,
+            contextlib.suppress(OSError),
+        ):  # it has just died: so will the channel, which is noticed where it is used
+            helper.send((FORK,), [theirs.fileno()])
         return Child(Channel(ours))
 
     def _connected(self) -> Channel:
@@ -197,7 +195,7 @@ class Children:
                 raise UsageError("the process is exiting: no process group is formed any more")
             if self._helper is not None:
                 return self._helper
-            ours, theirs = Channel.pair()
+            ours, theirs = _pair()
             helper = self._helper = Channel(ours)
             self._ends.append((helper, theirs.detach()))
             if self._thread is None:
@@ -237,6 +235,13 @@ class Children:
                 self._process = None
                 self._died.notify_all()
             channel.close()
+
+
+def _pair() -> tuple[socket.socket, socket.socket]:
+    try:
+        return Channel.pair()
+    except OSError as error:
+        raise ThisMachineError(f"no connection to a child process: {error}") from error
 
 
 def _start(end: int) -> subprocess.Popen[bytes]:

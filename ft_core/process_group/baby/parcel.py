@@ -1,9 +1,9 @@
 """`Parcel`: how the tensors of one collective reach the child process, and come back; `Unpacker`: the child's side.
 
 How it works. A tensor in plain memory is copied into a segment that the child maps, and copied back when the collective
-has ended, by the parent: so nothing is written to the user's tensor after a failure. A tensor whose storage lies in
-shared memory already (torch's `share_memory_()`) goes as a handle, once per storage, and the child works on it in
-place. On a device whose memory can be mapped by another process (CUDA) it goes as torch's own IPC handle, with an
+has ended, by the parent: so nothing is written to the user's tensor after a failure. A contiguous tensor whose storage
+lies in shared memory already (torch's `share_memory_()`) goes as a handle, once per storage, and the child works on it
+in place. On a device whose memory can be mapped by another process (CUDA) it goes as torch's own IPC handle, with an
 event that says when the work queued before is done; where the group in the child carries CPU memory only, a device's
 tensor is copied through the segment like any other.
 
@@ -46,13 +46,12 @@ class InSegment:
 
 @dataclass(frozen=True)
 class InStorage:
-    """A tensor in a storage that lies in shared memory; `offset` and `stride` in elements."""
+    """A contiguous tensor in a storage that lies in shared memory; `offset` in elements."""
 
     storage: int
     offset: int
     dtype: torch.dtype
     shape: tuple[int, ...]
-    stride: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -152,8 +151,7 @@ class Parcel:
                     fd, size_bytes = handle._share_fd_cpu_()
                     new_storages.append((key, size_bytes))
                     storage_fds.append(fd)  # the storage's own, open as long as that is
-                shape, stride = tuple(tensor.shape), tuple(tensor.stride())
-                places.append(InStorage(key, int(tensor.storage_offset()), tensor.dtype, shape, stride))
+                places.append(InStorage(key, int(tensor.storage_offset()), tensor.dtype, tuple(tensor.shape)))
                 continue
             place = InSegment(size, tensor.dtype, tuple(tensor.shape))
             places.append(place)
@@ -251,13 +249,16 @@ class Unpacker:
             return _view(self._segments[manifest.segment], place)
         if isinstance(place, InStorage):
             empty = torch.empty(0, dtype=place.dtype)
-            return empty.set_(self._storages[place.storage], place.offset, place.shape, place.stride)
+            return empty.set_(self._storages[place.storage], place.offset, place.shape)
         return place.open(*place.arguments)  # type: ignore[no-any-return]
 
 
 def _shared_storage(tensor: torch.Tensor) -> torch.UntypedStorage | None:
-    """The tensor's storage if it lies in shared memory that a descriptor stands for."""
-    if tensor.device.type != "cpu" or tensor.is_conj() or tensor.is_neg():
+    """The tensor's storage if it lies in shared memory that a descriptor stands for.
+
+    Only of contiguous tensors: Gloo takes any tensor for a piece of memory as long as its elements.
+    """
+    if tensor.device.type != "cpu" or tensor.is_conj() or tensor.is_neg() or not tensor.is_contiguous():
         return None
     if torch_multiprocessing.get_sharing_strategy() != "file_descriptor":
         return None
