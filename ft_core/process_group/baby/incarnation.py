@@ -4,7 +4,7 @@ How it works. `form` takes a child and sends it where to meet the others. A coll
 reader thread takes the child's reports, copies results back and ends works. The child sends copies of its connections'
 descriptors once it has formed: so this process can tell when a peer is gone, the witness can end them, and `abort` can
 shut them down, which reaches the peers also where the child is frozen. `abort` does that, kills the child (-9) and
-returns; works end when the child is seen dead, because until then it may write to shared memory.
+returns; works whose tensors were copied fail at once, those on which the child works in place when it is seen dead.
 
 What ends a group: `abort`; the child's end, whoever caused it; a child that reports nothing for longer than any
 collective may take. Each is a CollectiveError that says so. A collective that failed in the child is the group's first
@@ -353,6 +353,8 @@ class Incarnation:
     def _after(self, child: Child, problem: Exception | None) -> None:
         """The channel has ended: wait for the child's death, then end the works and give everything back."""
         child.kill()  # it may have closed the channel only
+        if self.aborted:
+            self._fail_pending(copied_only=True)
         dead = child.pidfd < 0 or bool(select.select([child.pidfd], [], [], DEATH_WAIT_S)[0])
         if problem is not None:
             reason = problem if isinstance(problem, CollectiveError) else CollectiveError(f"{self.who()}: {problem!r}")
@@ -366,18 +368,24 @@ class Incarnation:
         self.abort(reason)
         if not dead:
             logger.warning("child process %s was killed and does not end; its memory is not used again", child.pid)
-        with self._lock:
-            pending, self._pending = self._pending, {}
-            connections, self._connections = self._connections, []
-        for parcel in (*self._unsafe, *(each.parcel for each in pending.values())):
+        self._fail_pending(copied_only=False)
+        for parcel in self._unsafe:
             parcel.release(self._pool, certain=dead)
-        for each in pending.values():
-            each.work.end(self._failure(each.work.collective))
-            each.work.notify()
+        with self._lock:
+            connections, self._connections = self._connections, []
         for connection in connections:
             connection.close()
         child.close()
         _live.discard(self)
+
+    def _fail_pending(self, *, copied_only: bool) -> None:
+        with self._lock:
+            failed = [number for number, each in self._pending.items() if each.parcel.is_copied or not copied_only]
+            pending = [self._pending.pop(number) for number in failed]
+        for each in pending:
+            self._unsafe.append(each.parcel)
+            each.work.end(self._failure(each.work.collective))
+            each.work.notify()
 
     def _failure(self, name: str) -> Exception:
         error = CollectiveError(f"{name} on {self.who()} failed: {self.error}")

@@ -120,6 +120,8 @@ class Parcel:
         self._tensors = [tensor.detach() for tensor in tensors]
         self._roles = roles
         self._on_device = on_device
+        self.is_copied = not on_device
+        """Whether the child has copies only: then nothing that it still does reaches the caller's tensors."""
         self._back: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._segment: Segment | None = None
         self._event: Any = None
@@ -146,6 +148,7 @@ class Parcel:
                 continue
             handle = _shared_storage(tensor)
             if handle is not None:
+                self.is_copied = False
                 key, is_known = known.storage(handle)
                 if not is_known:
                     fd, size_bytes = handle._share_fd_cpu_()
@@ -248,8 +251,9 @@ class Unpacker:
             assert manifest.segment is not None
             return _view(self._segments[manifest.segment], place)
         if isinstance(place, InStorage):
-            empty = torch.empty(0, dtype=place.dtype)
-            return empty.set_(self._storages[place.storage], place.offset, place.shape)
+            shape = torch.Size(place.shape)
+            stride = torch.empty(shape, device="meta").stride()  # of a contiguous one
+            return torch.empty(0, dtype=place.dtype).set_(self._storages[place.storage], place.offset, shape, stride)
         return place.open(*place.arguments)  # type: ignore[no-any-return]
 
 

@@ -26,7 +26,12 @@ def ends() -> Iterator[tuple[Channel, Channel]]:
 
 def test_messages_of_any_size_arrive_whole_and_in_order(ends: tuple[Channel, Channel]) -> None:
     sizes = [0, 1, channel.FRAGMENT_BYTES - 1, channel.FRAGMENT_BYTES, channel.FRAGMENT_BYTES + 1, 700_000]
-    sender = threading.Thread(target=lambda: [ends[0].send((bytes(size),)) for size in sizes])
+
+    def send() -> None:
+        for size in sizes:
+            ends[0].send((bytes(size),))
+
+    sender = threading.Thread(target=send)
     sender.start()
     assert [ends[1].receive() for _ in sizes] == [((bytes(size),), []) for size in sizes]
     sender.join()
