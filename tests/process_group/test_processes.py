@@ -16,7 +16,7 @@ from tests.process_group.ranks import KINDS, Store, Worker, call_all, workers
 pytestmark = pytest.mark.process
 
 AT_ONCE_S = 2.0
-"""As in test_gloo.py: the other tests of scripts/test run beside these."""
+"""As in test_contract.py: the other tests of scripts/test run beside these."""
 
 
 @pytest.fixture(params=[kind.__name__ for kind in KINDS])
