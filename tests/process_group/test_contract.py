@@ -272,7 +272,7 @@ def test_garbage_in_the_store_is_told(kind: Kind, store: Store) -> None:
 
 def test_forming_times_out_and_says_for_what(kind: Kind, store: Store) -> None:
     with pytest.raises(CollectiveError, match="did not form in time: rank 1 did not come"):
-        kind(timedelta(milliseconds=100)).configure(store.fresh(), "replica0", 0, 2)
+        kind(timedelta(seconds=1)).configure(store.fresh(), "replica0", 0, 2)
 
 
 def test_threads_that_abort_and_configure_at_once_do_no_harm(
