@@ -38,8 +38,6 @@ MANAGER = (
 )
 LATER = {
     "ft_core.local_sgd": "DiLoCo LocalSGD",
-    "ft_core.process_group": "ProcessGroupBabyAccelerator ProcessGroupBabyGloo ProcessGroupBabyNCCL "
-    "ProcessGroupBabyXCCL",
 }
 
 

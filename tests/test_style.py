@@ -17,7 +17,8 @@ MAX_FUNCTION_LINES = 60
 SLEEPS: dict[str, str] = {
     "tests/loop/runs_job.py": "the length of a step: the others have to be in the run when a killed replica is back",
     "tests/process_group/ranks.py": "polls for what only /proc shows; bounded",
-    "tests/process_group/test_gloo.py": "spreads the moment of an abort over the life of a collective",
+    "tests/process_group/baby/test_group.py": "spreads the moment of an abort over the life of a collective",
+    "tests/process_group/test_contract.py": "spreads the moment of an abort over the life of a collective",
 }
 """Test files that may call `time.sleep`, each with the reason. Not as synchronisation: wait for the event instead."""
 

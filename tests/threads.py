@@ -13,6 +13,7 @@ import time
 STAY = {
     "ft-gloo-reaper": "destroys the process' Gloo groups",
     "ft-device-reaper": "releases the process' groups of devices",
+    "ft-baby-helper": "watches the process that starts children for process groups",
     "ft-timer": "runs the process' timeouts",
     "ft-witness": "keeps the process' link with its witness",
 }

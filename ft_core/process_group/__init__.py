@@ -1,6 +1,12 @@
 """Process groups between the replicas: re-formed at every quorum, aborted in milliseconds (DESIGN 3.2, 3.9)."""
 
 from ft_core.process_group.accelerator import ProcessGroupAccelerator
+from ft_core.process_group.baby.kinds import (
+    ProcessGroupBabyAccelerator,
+    ProcessGroupBabyGloo,
+    ProcessGroupBabyNCCL,
+    ProcessGroupBabyXCCL,
+)
 from ft_core.process_group.base import ProcessGroup
 from ft_core.process_group.default import ByDevice, check_group, default_process_group, host_process_group
 from ft_core.process_group.done_work import DoneWork
@@ -9,12 +15,6 @@ from ft_core.process_group.gloo.group import ProcessGroupGloo
 from ft_core.process_group.nccl.group import ProcessGroupNCCL
 from ft_core.process_group.socket_table import fds_on_port
 from ft_core.process_group.store_pool import create_store_client, open_store, warm_store
-from ft_core.process_group.unavailable import (
-    ProcessGroupBabyAccelerator,
-    ProcessGroupBabyGloo,
-    ProcessGroupBabyNCCL,
-    ProcessGroupBabyXCCL,
-)
 from ft_core.process_group.wrappers.dummy import ProcessGroupDummy
 from ft_core.process_group.wrappers.error_swallowing import ErrorSwallowingProcessGroupWrapper
 from ft_core.process_group.wrappers.fault_injection import FakeProcessGroupWrapper

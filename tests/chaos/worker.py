@@ -6,7 +6,8 @@ long a step takes at least), FORK (keep a forked child alive, as DataLoader work
 step), HANG_ONCE (name:steps: that group hangs after so many commits of its first run), BN (a BatchNorm layer), METRIC
 (a collective of the user's after backward; SILENT_AT: stop before that of this step), PARITY (parity_check_every),
 CORRUPT_AT (rank:step after which this rank's parameters silently change), FILES (how many files it may open after its
-start), TRACED (anybody may trace it), MACHINE (the network namespace to run in), PIDS and LOG (say more).
+start), TRACED (anybody may trace it), MACHINE (the network namespace to run in), GROUP (the class of process group; one
+in a child prints `child PID`), PIDS and LOG (say more).
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ft_core import DistributedDataParallel, Manager, Optimizer, ProcessGroupGloo
+from ft_core import DistributedDataParallel, Manager, Optimizer, process_group
 
 CLONE_NEWNET = 0x40000000
 PR_SET_PTRACER = 0x59616D61
@@ -67,6 +68,16 @@ def let_trace(wanted: str | None) -> None:
         ctypes.CDLL(None).prctl(PR_SET_PTRACER, ctypes.c_ulong(-1))
 
 
+def say_child(group: Any, said: int) -> int:
+    """Print the child that the group runs in, if it is another than the one that was printed last; returns it."""
+    incarnation = getattr(group, "_incarnation", None)
+    child = getattr(incarnation, "child", None)
+    if child is None or child.pid is None or child.pid == said:
+        return said
+    say("child", child.pid)
+    return int(child.pid)
+
+
 def main() -> int:
     torch.set_num_threads(1)
     env = os.environ
@@ -86,8 +97,9 @@ def main() -> int:
         model.load_state_dict(state["model"])
         inner.load_state_dict(state["optim"])
 
+    group = getattr(process_group, env.get("GROUP", "ProcessGroupGloo"))()
     manager = Manager(
-        pg=ProcessGroupGloo(),
+        pg=group,
         state_dict=lambda: {"model": model.state_dict(), "optim": inner.state_dict()},
         load_state_dict=load_state,
         timeout=timedelta(seconds=float(env.get("TIMEOUT_S", "20"))),
@@ -106,7 +118,7 @@ def main() -> int:
     say("ready", manager.replica_id)
     generator = torch.Generator().manual_seed(os.getpid())
     pace = threading.Event()
-    commits = 0
+    commits, child_pid = 0, 0
     while not end.exists() or manager.current_step() < int(end.read_text()):
         if hangs(manager.current_step(), commits):
             say("hanging")
@@ -127,6 +139,7 @@ def main() -> int:
         if optimizer.committed:
             commits += 1
             lineage = manager.state_dict()["lineage"]
+            child_pid = say_child(group, child_pid)
             say("commit", manager.current_step(), manager.num_participants(), f"{lineage:x}", rank)
         else:
             say("veto", manager.current_step(), rank)

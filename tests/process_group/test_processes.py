@@ -11,16 +11,22 @@ import time
 import pytest
 
 from tests.process_group import ranks
-from tests.process_group.ranks import Store, Worker, call_all, workers
+from tests.process_group.ranks import KINDS, Store, Worker, call_all, workers
 
-pytestmark = pytest.mark.process
+pytestmark = [pytest.mark.process, pytest.mark.timeout(120)]
 
 AT_ONCE_S = 2.0
-"""As in test_gloo.py: the other tests of scripts/test run beside these."""
+"""As in test_contract.py: the other tests of scripts/test run beside these."""
 
 
-def form(members: list[Worker], store: Store) -> list[float]:
+@pytest.fixture(params=[kind.__name__ for kind in KINDS])
+def kind(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+def form(members: list[Worker], store: Store, kind: str) -> list[float]:
     address = store.fresh()
+    call_all(members, ranks.use, lambda _: (kind,))
     return call_all(members, ranks.configure, lambda rank: ("main", address, rank, len(members)))
 
 
@@ -31,9 +37,9 @@ def leave_pending(members: list[Worker]) -> None:
         member.start(ranks.wait_for_failure, "main")
 
 
-def test_one_abort_ends_every_survivors_wait_and_the_rest_goes_on(store: Store) -> None:
+def test_one_abort_ends_every_survivors_wait_and_the_rest_goes_on(store: Store, kind: str) -> None:
     with workers(4) as members:
-        form(members, store)
+        form(members, store, kind)
         victim, survivors = members[1], [members[0], members[2], members[3]]
         aborting, waiting = members[0], [members[2], members[3]]
         call_all(survivors, ranks.launch, lambda _: ("main",))
@@ -47,13 +53,13 @@ def test_one_abort_ends_every_survivors_wait_and_the_rest_goes_on(store: Store) 
             assert error == "CollectiveError"
             assert end - begin < AT_ONCE_S
         assert all(member.call(ranks.errored, "main") == "CollectiveError" for member in survivors)
-        form(survivors, store)
+        form(survivors, store, kind)
         assert call_all(survivors, ranks.allreduce, lambda _: ("main",)) == [3.0] * 3
 
 
-def test_an_abort_ends_the_waits_of_living_peers_too(store: Store) -> None:
+def test_an_abort_ends_the_waits_of_living_peers_too(store: Store, kind: str) -> None:
     with workers(3) as members:
-        form(members, store)
+        form(members, store, kind)
         leave_pending(members[:2])  # the third never joins
         begin, _ = members[2].call(ranks.abort, "main")
         for member in members[:2]:
@@ -62,9 +68,9 @@ def test_an_abort_ends_the_waits_of_living_peers_too(store: Store) -> None:
             assert end - begin < AT_ONCE_S
 
 
-def test_a_frozen_peer_does_not_hold_up_an_abort(store: Store) -> None:
+def test_a_frozen_peer_does_not_hold_up_an_abort(store: Store, kind: str) -> None:
     with workers(3) as members:
-        form(members, store)
+        form(members, store, kind)
         call_all(members[:2], ranks.launch, lambda _: ("main",))
         members[2].signal(signal.SIGSTOP)
         for member in members[:2]:
@@ -72,14 +78,14 @@ def test_a_frozen_peer_does_not_hold_up_an_abort(store: Store) -> None:
             end, error = member.call(ranks.wait_for_failure, "main")
             assert error == "CollectiveError"
             assert end - begin < AT_ONCE_S
-        form(members[:2], store)
+        form(members[:2], store, kind)
         members[2].signal(signal.SIGCONT)
         assert call_all(members[:2], ranks.allreduce, lambda _: ("main",)) == [2.0] * 2
 
 
-def test_a_killed_process_is_noticed_though_its_forked_child_lives(store: Store) -> None:
+def test_a_killed_process_is_noticed_though_its_forked_child_lives(store: Store, kind: str) -> None:
     with workers(2) as members:
-        form(members, store)
+        form(members, store, kind)
         child = members[1].call(ranks.fork_idle_child)
         try:
             # The child has not touched the connection: the group still works.
@@ -95,9 +101,9 @@ def test_a_killed_process_is_noticed_though_its_forked_child_lives(store: Store)
             os.kill(child, signal.SIGKILL)
 
 
-def test_two_lanes_in_each_process_are_independent(store: Store) -> None:
+def test_two_lanes_in_each_process_are_independent(store: Store, kind: str) -> None:
     with workers(2) as members:
-        form(members, store)
+        form(members, store, kind)
         address = store.fresh()
         call_all(members, ranks.configure, lambda rank: ("other", address, rank, 2))
         leave_pending(members[:1])
@@ -110,11 +116,12 @@ EXITING = """
 import sys, threading
 from datetime import timedelta
 import torch
-from ft_core.process_group import ProcessGroupGloo
-from tests.process_group.ranks import Store, configure_all, wait_until
+import ft_core.process_group
+from tests.process_group.ranks import KINDS, Store, configure_all, wait_until
 
 store = Store()
-groups = [ProcessGroupGloo(timedelta(seconds=100)) for _ in range(2)]
+kind = getattr(ft_core.process_group, sys.argv[2])
+groups = [kind(timedelta(seconds=100)) for _ in range(2)]
 if sys.argv[1] == "forming":
     threading.Thread(target=lambda: groups[0].configure(store.fresh(), "replica0", 0, 2), daemon=True).start()
     assert wait_until(lambda: "forming" in repr(groups[0]))
@@ -127,26 +134,27 @@ raise SystemExit(3)
 """
 
 
-def test_a_process_can_always_exit() -> None:
+@pytest.mark.parametrize("states", [("forming", "pending"), ("waiting",)], ids=" and ".join)
+def test_a_process_can_always_exit(kind: str, states: tuple[str, ...]) -> None:
     """Whatever runs: no wait for a collective's timeout, no abort of the process by a destructor."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.getcwd()}
     ending = [
-        subprocess.Popen([sys.executable, "-c", EXITING, state], env=environment, stderr=subprocess.DEVNULL)
-        for state in ("forming", "pending", "waiting")
+        subprocess.Popen([sys.executable, "-c", EXITING, state, kind], env=environment, stderr=subprocess.DEVNULL)
+        for state in states
     ]
     try:
-        assert [process.wait(40) for process in ending] == [3, 3, 3]
+        assert [process.wait(80) for process in ending] == [3] * len(states)
     finally:
         for process in ending:
             process.kill()
 
 
-def test_a_group_that_outlives_its_modules_ends_without_a_word() -> None:
+def test_a_group_that_outlives_its_modules_ends_without_a_word(kind: str) -> None:
     """Held by torch itself, it is collected when the ending interpreter has emptied our modules already."""
     script = (
-        "import torch; from ft_core import ProcessGroupGloo; group = ProcessGroupGloo(); "
+        f"import torch; from ft_core import {kind} as kind; group = kind(); "
         "group.configure('nowhere:1/x', 'a', 0, 1); torch._C.held = group"
     )
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.getcwd()}
-    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=40)
+    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=80)
     assert (done.returncode, done.stderr) == (0, "")

@@ -31,7 +31,7 @@ pytestmark = [pytest.mark.process, pytest.mark.skipif(not socket_table.SUPPORTED
 def _port(name: str) -> Endpoint:
     incarnation = ranks._groups[name]._incarnation
     assert incarnation is not None
-    where = incarnation.connections.listening
+    where: Endpoint | None = incarnation.connections.listening
     assert where is not None
     return where
 
@@ -58,7 +58,7 @@ def _descriptors() -> int:
 def _doomed(name: str) -> bool:
     incarnation = ranks._groups[name]._incarnation
     assert incarnation is not None
-    return incarnation.is_doomed()
+    return bool(incarnation.is_doomed())
 
 
 # -------------------------------------------------------------------------------------------------------------- tests

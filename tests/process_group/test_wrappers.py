@@ -26,12 +26,6 @@ def test_every_public_name_is_there() -> None:
         assert getattr(process_group, name) is not None
 
 
-@pytest.mark.parametrize("name", ["ProcessGroupBabyGloo", "ProcessGroupBabyNCCL"])
-def test_what_comes_later_says_what_it_needs(name: str) -> None:
-    with pytest.raises(NotAvailableError, match=f"{name} needs .*ProcessGroupGloo"):
-        getattr(process_group, name)(timedelta(seconds=1))
-
-
 def test_the_dummy_behaves_like_a_group_of_equal_ranks() -> None:
     dummy = ProcessGroupDummy()
     dummy.configure("", "replica0", 1, 2)

@@ -1,0 +1,105 @@
+"""The kinds of groups in a child process: `ProcessGroupBabyGloo` and those for devices.
+
+Each names the class that runs in the child, which is looked up there, in ft_core.process_group. Threads: see group.py.
+"""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch.distributed import ReduceOp, Work
+
+from ft_core.errors import ConfigError
+from ft_core.process_group.baby.group import DEFAULT_TIMEOUT, ProcessGroupBaby
+
+
+class ProcessGroupBabyGloo(ProcessGroupBaby):
+    """`ProcessGroupGloo` in a child process. Tensors of devices are copied through CPU memory.
+
+    `timeout`: of forming, and of each collective. `hostname` or `interface` choose where to listen, as of
+    `ProcessGroupGloo`.
+    """
+
+    inner = "ProcessGroupGloo"
+    label = "Gloo"
+    backend_name = "ft-baby-gloo"
+
+    def __init__(
+        self, timeout: timedelta = DEFAULT_TIMEOUT, hostname: str | None = None, interface: str | None = None
+    ) -> None:
+        if hostname and interface:
+            raise ConfigError(f"hostname={hostname!r} and interface={interface!r}: give one of them, not both")
+        if not hostname and not interface:
+            interface = os.environ.get("FT_INTERFACE") or None
+            hostname = None if interface else os.environ.get("FT_HOSTNAME") or None
+        super().__init__(timeout, hostname=hostname, interface=interface)
+
+    def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
+        """Block until all ranks called it; rank 0's error names a rank that did not."""
+        self._launch("monitored_barrier", timeout or self._timeout, wait_all_ranks).wait()
+
+    def _launch(self, name: str, *arguments: Any) -> Work:
+        if getattr(arguments[-1] if arguments else None, "reduceOp", None) == ReduceOp.AVG:
+            raise ConfigError("ReduceOp.AVG: Gloo has no average; use ReduceOp.SUM and divide by size()")
+        return super()._launch(name, *arguments)
+
+
+class ProcessGroupBabyNCCL(ProcessGroupBaby):
+    """`ProcessGroupNCCL` in a child process, for a driver or fabric on which NCCL's own abort hangs.
+
+    Device memory is mapped by the child (CUDA IPC), which has a CUDA context of its own. `device`: by default
+    the one that is current when it is configured. ConfigError without CUDA.
+    """
+
+    inner = "ProcessGroupNCCL"
+    label = "NCCL"
+    backend_name = "ft-baby-nccl"
+    on_device = True
+
+    def __init__(self, timeout: timedelta = DEFAULT_TIMEOUT, *, device: torch.device | str | int | None = None) -> None:
+        if not torch.cuda.is_available():
+            raise ConfigError(
+                f"{type(self).__name__} needs CUDA, and torch.cuda.is_available() is False: use ProcessGroupBabyGloo, "
+                "or install torch's CUDA build and look at the driver with nvidia-smi"
+            )
+        super().__init__(timeout, device=device)
+
+    def _inner_arguments(self) -> dict[str, Any]:
+        device = self._arguments["device"]
+        return {"device": torch.cuda.current_device() if device is None else device}
+
+    @property
+    def torch_device_type(self) -> str:
+        """The kind of device whose tensors it carries."""
+        return "cuda"
+
+    @property
+    def torch_backend(self) -> str:
+        """Name of torch's own backend of this kind."""
+        return "nccl"
+
+
+class ProcessGroupBabyXCCL(ProcessGroupBaby):
+    """`ProcessGroupXCCL` in a child process: refused, because torch cannot share Intel GPUs' memory with a child."""
+
+    inner = "ProcessGroupXCCL"
+    label = "XCCL"
+    backend_name = "ft-baby-xccl"
+    on_device = True
+
+    def __init__(self, timeout: timedelta = DEFAULT_TIMEOUT) -> None:
+        raise ConfigError(
+            f"{type(self).__name__}(timeout={timeout}): torch {torch.__version__} cannot map an Intel GPU's memory in "
+            "another process; use ProcessGroupBabyGloo, which copies through CPU memory, or ProcessGroupXCCL"
+        )
+
+
+class ProcessGroupBabyAccelerator(ProcessGroupBabyNCCL):
+    """`ProcessGroupAccelerator` in a child process, on accelerators whose memory a child can map: CUDA's."""
+
+    inner = "ProcessGroupAccelerator"
+    label = "accelerator's"
+    backend_name = "ft-baby-accelerator"
