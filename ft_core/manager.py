@@ -27,6 +27,7 @@ from ft_core.errors import ConfigError
 from ft_core.protocol.rank.heal_plan import WorldSizeMode
 from ft_core.runtime.config import Arguments, resolve
 from ft_core.runtime.runtime import RankRuntime
+from ft_core.runtime.startup import kind_of
 from ft_core.runtime.user_state import DEFAULT_KEY, LiveState
 from ft_core.settings import DEFAULT_ROOM
 
@@ -69,7 +70,7 @@ class Manager:
         port: where group rank 0 of a group of several ranks listens for the others; 0: any.
         hostname: by which others reach this machine; default FT_HOSTNAME, FT_INTERFACE, else as the lighthouse does.
         heartbeat_interval: accepted and unused: liveness is the lease's business.
-        checkpoint_transport: how state moves to healing replicas; default `HTTPTransport`.
+        checkpoint_transport: a transport of the caller's that moves state to healing replicas; default: by `transport`.
         init_sync: at step 0 everybody takes the state of one group.
         max_retries: more vetoed attempts in a row raise RuntimeError from should_commit; None: never.
         quorum_retries: how often a timed-out quorum is asked for again before the error is raised.
@@ -83,6 +84,8 @@ class Manager:
         on_exhausted: what `run_out` does when this replica has no data left: "shadow", "leave" or "stop_all".
         warm_up: a replica that comes while others are training makes its first step outside the quorum, uncommitted,
             so that its compiling and loading holds nobody up (`ft_core.runtime.warm_up` says where it does not).
+        transport: how state moves to healing replicas: "http", "pg" (over process groups) or "auto", which is "http"
+            (docs/state-transport.md says why); default FT_TRANSPORT, else "auto". The same on all replicas.
         from_scratch: whether to begin at step 0 if all state of the job is lost (R21); None: FT_FROM_SCRATCH, else no.
         room_id: this Manager's quorum namespace at the lighthouse; one that finished training is closed for latecomers.
 
@@ -126,6 +129,7 @@ class Manager:
         warm_up: bool = True,
         room_id: str = DEFAULT_ROOM,
         from_scratch: bool | None = None,
+        transport: str | None = None,
     ) -> None:
         del heartbeat_interval
         config = resolve(
@@ -137,7 +141,8 @@ class Manager:
                 quorum_retries=quorum_retries, parity_check_every=parity_check_every, time_overrides=time_overrides,
                 expected_replicas=expected_replicas, token=token, exit_on_drain=exit_on_drain,
                 on_exhausted=on_exhausted, parity_sample_steps=parity_sample_steps, warm_up=warm_up,
-                use_async_quorum=use_async_quorum,
+                use_async_quorum=use_async_quorum, transport=transport,
+                own_transport="" if checkpoint_transport is None else kind_of(checkpoint_transport),
             ),
             os.environ,
         )  # fmt: skip

@@ -27,6 +27,8 @@ MAX_REPLICAS = 1024
 """Members per quorum: a ballot's slots are below 2^14, so that the sum of 1024 of them is exact in float32 (2^24)."""
 MAX_STEP = 1 << 48
 """No job makes so many steps (at one per microsecond it takes nine years): a larger number is a mistake."""
+TRANSPORTS = ("auto", "http", "pg")
+"""How state may move to replicas that heal (docs/state-transport.md)."""
 DEFAULT_ROOM = "default"
 """The quorum namespace of a job that names none."""
 
@@ -181,7 +183,8 @@ KNOWN_ENVIRONMENT = (
     "FT_MANAGER_PORT", "FT_HOSTNAME", "FT_INTERFACE", "FT_TOKEN", "FT_ADMIN_TOKEN", "FT_MADE_TOKEN", "FT_INSECURE",
     "FT_TLS_CERT", "FT_TLS_KEY", "FT_TLS_CA", "FT_WITNESS", "FT_LIVENESS_S", "FT_GRACE_S", "FT_JOIN_S", "FT_CONNECT_S",
     "FT_QUORUM_S", "FT_HEAL_S", "FT_TRANSFER_IDLE_S", "FT_AUTONOMY_S", "FT_ORPHAN_S", "FT_PROGRESS_S", "FT_RECONNECT_S",
-    "FT_GROUP_ATTEMPT", "FT_PREDECESSORS", "FT_FROM_SCRATCH", "FT_LOG", "FT_EVENTS", "FT_METRICS", "FT_STARTED_AT",
+    "FT_TRANSPORT", "FT_GROUP_ATTEMPT", "FT_PREDECESSORS", "FT_FROM_SCRATCH", "FT_LOG", "FT_EVENTS", "FT_METRICS",
+    "FT_STARTED_AT",
 )  # fmt: skip
 _OVERRIDES = {
     f"FT_{name.upper()}": name
@@ -214,6 +217,8 @@ class Environment:
     """ftrun has made the token, for its own job."""
     from_scratch: bool
     """A job that has committed, and whose state is lost, may begin again at step 0 (R21)."""
+    transport: str | None
+    """How state moves to replicas that heal: one of `TRANSPORTS`."""
     events: str
     """Folder of the job's event files; '': none are written."""
     metrics: str
@@ -276,6 +281,7 @@ class Environment:
             token=env.get("FT_TOKEN", ""),
             made_token=switch(env, "FT_MADE_TOKEN"),
             from_scratch=switch(env, "FT_FROM_SCRATCH"),
+            transport=string("FT_TRANSPORT"),
             events=env.get("FT_EVENTS", ""),
             metrics=env.get("FT_METRICS", ""),
             started_at=number("FT_STARTED_AT"),

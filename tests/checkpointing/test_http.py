@@ -16,6 +16,7 @@ from ft_core.checkpointing import Prefetched, StateServer, fetch, get_blob, offe
 from ft_core.checkpointing.http import places
 from ft_core.checkpointing.http import server as http_server
 from ft_core.checkpointing.http.answers import Answers
+from ft_core.checkpointing.range_sums import RangeSums
 from ft_core.errors import ConfigError, EncodingError, HealError, UsageError
 from tests.checkpointing.conftest import MIB, Gate, assert_same_state, heal_threads, make_state
 
@@ -205,7 +206,7 @@ def test_several_tags_and_their_bound(donor: Start) -> None:
     server = donor()
     held = torch.zeros(MIB)
     server.offer("t0", {"x": held})
-    alive = weakref.ref(server._book._offers["t0"])
+    alive = weakref.ref(server.book._offers["t0"])
     for i in range(1, 1 + offers.OFFERS_MAX):
         server.offer(f"t{i}", {"x": i})
     assert server.open_tags() == ["t1", "t2", "t3", "t4"]
@@ -230,10 +231,10 @@ def test_a_flipped_byte_is_noticed(donor: Start, monkeypatch: pytest.MonkeyPatch
     state = make_state(1)
     server = donor()
     server.offer("t", state)
-    original = Answers._checksum
+    original = RangeSums.of
     flips: list[int] = []
 
-    def flipping(self: Answers, offer: Any, index: int) -> tuple[int, memoryview]:
+    def flipping(self: RangeSums, offer: Any, index: int) -> tuple[int, memoryview]:
         value, view = original(self, offer, index)
         flips.append(1)
         if always or len(flips) == 1:
@@ -241,7 +242,7 @@ def test_a_flipped_byte_is_noticed(donor: Start, monkeypatch: pytest.MonkeyPatch
             view[len(view) // 2] ^= 1
         return value, view
 
-    monkeypatch.setattr(Answers, "_checksum", flipping)
+    monkeypatch.setattr(RangeSums, "of", flipping)
     if always:
         with pytest.raises(HealError, match="checksum of range"):
             fetch([server.address], "t")
@@ -475,7 +476,7 @@ def test_repr_is_a_summary(donor: Start) -> None:
     assert (
         repr(server) == f"StateServer({server.address}, listening, offers=['t'], Places(0 served, 0 waiting, 0 parked))"
     )
-    assert repr(server._book._offers["t"]) == "Offer('t', 0 tensors, 0 B, open)"
+    assert repr(server.book._offers["t"]) == "Offer('t', 0 tensors, 0 B, open)"
     server.shutdown()
     assert "stopped" in repr(server)
 

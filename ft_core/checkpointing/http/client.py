@@ -11,13 +11,13 @@ Threads: both block the caller; see `fetch` for the workers.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 from urllib.parse import quote
 
-from ft_core.checkpointing.http.connection import ClientTls, DonorConnection, Refused, explain
-from ft_core.checkpointing.http.fetch import Fetch
+from ft_core.checkpointing.donor_link import Links, Refused, explain
+from ft_core.checkpointing.http.connection import ClientTls, DonorConnection
 from ft_core.checkpointing.own_state import OwnState
+from ft_core.checkpointing.range_fetch import Fetch, FetchResult
 from ft_core.checkpointing.receive_plan import Gauge, Given
 from ft_core.errors import EncodingError, HealError
 
@@ -31,18 +31,15 @@ if TYPE_CHECKING:
 DEADLINE_S: Final = 60.0
 IDLE_S: Final = 5.0
 """Default for how long a donor may send nothing before its work goes to the others."""
+CONNECTIONS_WITH_ONE_DONOR: Final = 2
+"""One stream does not fill the wire: sender and receiver would take turns."""
 BLOB_BYTES_MAX: Final = 64 << 20
 
 
-@dataclass(frozen=True, slots=True)
-class FetchResult:
-    """`state` is complete; `bytes` is what travelled, `total_bytes` the size of all tensors in it."""
-
-    state: Any
-    bytes: int
-    total_bytes: int
-    seconds: float
-    donors_used: tuple[str, ...]
+def http_links(token: str | None, tls: Tls | None, manifest: str) -> Links:
+    """Links to donors' heal servers; `manifest` is the path that their offer is described at. Raises ConfigError."""
+    files = ClientTls.of(tls)
+    return Links(lambda address: DonorConnection(address, token, files, manifest), CONNECTIONS_WITH_ONE_DONOR)
 
 
 def fetch(
@@ -79,18 +76,10 @@ def fetch(
     `tls`: the job's certificates; nothing is received in clear with them, and nothing from who has none.
     Raises `HealError` naming what failed at each donor; `StateRefusedError` where trying again cannot help.
     """
-    given = Given(into, have, only, _own(own, into), gauge or Gauge())
-    running = Fetch(donors, f"state {tag!r}", token, deadline_s, idle_s, cancel, given, relays=relays, tls=tls)
-    try:
-        plan = running.run(f"/state/{quote(tag, safe='')}/manifest")
-    except HealError:
-        if running.plan is not None:
-            running.plan.settle()
-        raise
-    state = plan.finish()
-    if arrived is not None and only is None:
-        arrived(plan)
-    return FetchResult(state, running.bytes, plan.nbytes, running.elapsed_s(), running.donors_used())
+    given = Given(into, have, only, own_of(own, into), gauge or Gauge())
+    links = http_links(token, tls, f"/state/{quote(tag, safe='')}/manifest")
+    running = Fetch(donors, f"state {tag!r}", links, deadline_s, idle_s, cancel, given, relays=relays)
+    return running.result(arrived)
 
 
 def prefetch(
@@ -112,10 +101,13 @@ def prefetch(
     within `given_s` (default: `deadline_s`).
     `own`, `gauge`: as for `fetch`.
     """
-    given = Given(into, own=_own(own, into), gauge=gauge or Gauge())
-    running = Fetch(donors, "live state", token, deadline_s, idle_s, cancel, given, live=True, given_s=given_s, tls=tls)
+    given = Given(into, own=own_of(own, into), gauge=gauge or Gauge())
+    running = Fetch(
+        donors, "live state", http_links(token, tls, "/prefetch"), deadline_s, idle_s, cancel, given, live=True,
+        given_s=given_s,
+    )  # fmt: skip
     try:
-        plan = running.run("/prefetch")
+        plan = running.run()
     except HealError:
         if running.plan is None:
             raise
@@ -126,7 +118,8 @@ def prefetch(
     return kept
 
 
-def _own(own: OwnState | None, into: object) -> OwnState | None:
+def own_of(own: OwnState | None, into: object) -> OwnState | None:
+    """What is given, else measures of `into`; None: there is neither."""
     if own is not None or into is None:
         return own
     try:
