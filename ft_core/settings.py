@@ -29,6 +29,8 @@ MAX_STEP = 1 << 48
 """No job makes so many steps (at one per microsecond it takes nine years): a larger number is a mistake."""
 TRANSPORTS = ("auto", "http", "pg")
 """How state may move to replicas that heal (docs/state-transport.md)."""
+STAGING_MB, STAGING_MB_MIN, STAGING_MB_MAX = 64, 8, 1 << 16
+"""Pinned host memory that state passes through from and into device memory, per rank: default and bounds, in MiB."""
 DEFAULT_ROOM = "default"
 """The quorum namespace of a job that names none."""
 
@@ -183,8 +185,8 @@ KNOWN_ENVIRONMENT = (
     "FT_MANAGER_PORT", "FT_HOSTNAME", "FT_INTERFACE", "FT_TOKEN", "FT_ADMIN_TOKEN", "FT_MADE_TOKEN", "FT_INSECURE",
     "FT_TLS_CERT", "FT_TLS_KEY", "FT_TLS_CA", "FT_WITNESS", "FT_LIVENESS_S", "FT_GRACE_S", "FT_JOIN_S", "FT_CONNECT_S",
     "FT_QUORUM_S", "FT_HEAL_S", "FT_TRANSFER_IDLE_S", "FT_AUTONOMY_S", "FT_ORPHAN_S", "FT_PROGRESS_S", "FT_RECONNECT_S",
-    "FT_TRANSPORT", "FT_GROUP_ATTEMPT", "FT_PREDECESSORS", "FT_FROM_SCRATCH", "FT_LOG", "FT_EVENTS", "FT_METRICS",
-    "FT_STARTED_AT",
+    "FT_TRANSPORT", "FT_STAGING_MB", "FT_GROUP_ATTEMPT", "FT_PREDECESSORS", "FT_FROM_SCRATCH", "FT_LOG", "FT_EVENTS",
+    "FT_METRICS", "FT_STARTED_AT",
 )  # fmt: skip
 _OVERRIDES = {
     f"FT_{name.upper()}": name
@@ -306,6 +308,17 @@ def whole_number(variables: Mapping[str, str], name: str, default: int) -> int:
         return int(text)
     except ValueError:
         raise ConfigError(f"{name}={text!r} is not a whole number") from None
+
+
+def staging_bytes(variables: Mapping[str, str]) -> int:
+    """How much pinned host memory a heal may use (FT_STAGING_MB). Raises ConfigError if that cannot work."""
+    wanted = whole_number(variables, "FT_STAGING_MB", STAGING_MB)
+    if not STAGING_MB_MIN <= wanted <= STAGING_MB_MAX:
+        raise ConfigError(
+            f"FT_STAGING_MB={wanted} must be between {STAGING_MB_MIN} and {STAGING_MB_MAX}: MiB of pinned host memory "
+            "per rank, in buffers of 4"
+        )
+    return wanted << 20
 
 
 def room_of_run(nth: int) -> str:

@@ -14,8 +14,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from ft_core.certificates import Tls
 from ft_core.checkpointing.http import client
 from ft_core.checkpointing.http.server import StateServer
+from ft_core.checkpointing.staging import Staging
 from ft_core.checkpointing.transport import Exchange, LiveTransport, Receiver
 from ft_core.errors import ConfigError
+from ft_core.settings import staging_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -37,7 +39,8 @@ class HTTPTransport(LiveTransport[T]):
     ranges of 4 MiB. `hostname`: what peers connect to (default: this machine's name). `bind`, `port`: where to listen
     (default: as `StateServer`: without a token on this machine only).
     `token`: the job's secret, default `FT_TOKEN`. `idle_s`: how long a donor may be silent.
-    `tls`: the job's certificates, default `FT_TLS_*`.
+    `tls`: the job's certificates, default `FT_TLS_*`. FT_STAGING_MB bounds the pinned host memory that state
+    on a device passes through.
     """
 
     def __init__(
@@ -60,10 +63,17 @@ class HTTPTransport(LiveTransport[T]):
         self._idle_s = idle_s if idle_s is not None else min(client.IDLE_S, self._timeout_s)
         self._token = token if token is not None else (os.environ.get("FT_TOKEN") or None)
         self._tls = tls if tls is not None else Tls.from_env(os.environ)
-        self.server = StateServer(self._token, bind=bind, hostname=hostname, port=port, tls=self._tls).start()
+        self.staging = Staging(staging_bytes(os.environ))
+        self.server = StateServer(
+            self._token, bind=bind, hostname=hostname, port=port, tls=self._tls, staging=self.staging
+        ).start()
 
     def __repr__(self) -> str:
         return f"HTTPTransport({self.server!r})"
+
+    def mark(self) -> None:
+        """Copies from and to devices wait for that."""
+        self.staging.mark()
 
     def offer(self, exchange: Exchange, state: object) -> None:
         """Offer it to whoever holds the token."""
@@ -128,6 +138,7 @@ class HTTPTransport(LiveTransport[T]):
             own=own,
             relays=relays or (),
             gauge=gauge,
+            staging=self.staging,
             arrived=None if relays is None else lambda plan: server.relay(tag, plan),
         )
 
@@ -154,6 +165,7 @@ class HTTPTransport(LiveTransport[T]):
             cancel=cancel,
             own=own,
             gauge=gauge,
+            staging=self.staging,
         )
 
     def get_blob(
@@ -188,6 +200,7 @@ class HTTPTransport(LiveTransport[T]):
         """Stop serving state to other replicas."""
         del wait  # bounded either way
         self.server.shutdown()
+        self.staging.drop()
 
 
 def step_tag(step: int) -> str:

@@ -159,7 +159,12 @@ class PGTransport(HTTPTransport[T]):
             return super().receive(exchange, receiver)
         links = Links(lambda name: PgLink(self._pair(exchange, donors[name], exchange.rank, 1), exchange.tag))
         given = Given(
-            receiver.into, receiver.have, None, own_of(receiver.own, receiver.into), receiver.gauge or Gauge()
+            receiver.into,
+            receiver.have,
+            None,
+            own_of(receiver.own, receiver.into),
+            receiver.gauge or Gauge(),
+            self.staging,
         )
         fetch = self._fetch(list(donors), exchange.tag, links, receiver.deadline_s, receiver.cancel, given)
         return fetch.result(lambda plan: self.server.relay(exchange.tag, plan))
@@ -214,7 +219,7 @@ class PGTransport(HTTPTransport[T]):
             raise UsageError("recv_checkpoint before pg.configure(): the state is received over that group")
         tag, limit_s = step_tag(step), timeout.total_seconds()
         into = self._own_state() if self._own_state is not None else None
-        given = Given(into, own=own_of(None, into))
+        given = Given(into, own=own_of(None, into), staging=self.staging)
         links = Links(lambda _: PgLink(Pair(self._pg, src_rank), tag))
         state: Any = self._fetch([f"rank {src_rank}"], tag, links, limit_s, None, given).result().state
         return state  # type: ignore[no-any-return]

@@ -50,6 +50,8 @@ FAILURES_TOTAL_MAX: Final = 8
 SUM_BATCHES_PER_DONOR: Final = 4
 ANSWER_S: Final = 0.05
 """A donor is to answer so long before the end that its answer is still read."""
+STAGING_S: Final = 5.0
+"""Longest a worker that has nothing under way waits for pinned memory."""
 CANCEL_POLL_S: Final = 0.02
 JOIN_S: Final = 5.0
 
@@ -253,8 +255,12 @@ class Fetch:
                     item = self._take(link, wait=not inflight)
                     if item is None:
                         break
+                    target = self._target(plan, item, STAGING_S if not inflight else 0.0)
+                    if target is None and not item.count:
+                        self._put_back(item)
+                        break
                     inflight.append(item)
-                    link.ask(item, self._target(plan, item))
+                    link.ask(item, target)
                 if not inflight:
                     return
                 more = self._receive(link, plan, inflight[0])
@@ -265,19 +271,34 @@ class Fetch:
             if inflight:
                 link.close()  # first: nobody else may be given memory that this link may still write to
             with self.changed:
+                for item in inflight:
+                    plan.abandon(item.first)
                 self._queue.extendleft(inflight)
                 self._outstanding -= len(inflight)
                 self.changed.notify_all()
 
-    def _target(self, plan: ReceivePlan, item: Item) -> memoryview | None:
-        """Where a range goes, which is overwritten from now on."""
+    def _put_back(self, item: Item) -> None:
+        """There is no memory to receive it into while this link has others under way."""
+        with self.changed:
+            self._queue.appendleft(item)
+            self._outstanding -= 1
+            self.changed.notify_all()
+
+    def _target(self, plan: ReceivePlan, item: Item, within_s: float) -> memoryview | None:
+        """Where a range goes, which is overwritten from now on; None: pinned memory for it is not free in that time."""
         if item.count:
             return None
+        landing = plan.landing(item.first, within_s)
+        if landing is None and within_s:
+            self._put_back(item)
+            raise HealError(f"no pinned memory was free within {within_s:g} s (FT_STAGING_MB)")
         with self.changed:
-            if self._stopped:
-                raise OSError("cancelled")
-            plan.forget(item.first)
-        return plan.target(item.first)
+            if landing is not None:
+                if self._stopped:
+                    plan.abandon(item.first)
+                    raise OSError("cancelled")
+                plan.forget(item.first)
+        return landing
 
     def _pause(self, seconds: float) -> None:
         end = min(time.monotonic() + seconds, self._end)
@@ -345,10 +366,12 @@ class Fetch:
             differ = [Item(i) for i, value in enumerate(theirs, item.first) if plan.known[i] != value]
             with self.changed:
                 compared = range(item.first, item.first + item.count)
-                self._given.gauge.done += sum(len(plan.target(i)) for i in compared)
-                self._given.gauge.done -= sum(len(plan.target(more.first)) for more in differ)
+                ranges = plan.manifest.ranges
+                self._given.gauge.done += sum(ranges[i].nbytes for i in compared)
+                self._given.gauge.done -= sum(ranges[more.first].nbytes for more in differ)
             return differ
-        target = plan.target(item.first)
+        target = plan.landing(item.first, 0.0)
+        assert target is not None  # since it was asked for
         told, value = link.range(target), checksum(target)
         if told != value and not self._live:
             raise HealError(f"the checksum of range {item.first} does not match")

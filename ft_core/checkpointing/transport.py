@@ -96,6 +96,10 @@ class LiveTransport(CheckpointTransport[T]):
     server: StateServer
 
     @abstractmethod
+    def mark(self) -> None:
+        """Training thread, at a boundary: the state is complete when devices have done what was launched so far."""
+
+    @abstractmethod
     def offer(self, exchange: Exchange, state: object) -> None:
         """Serve a state to the members that heal, until `close`. Raises `EncodingError`; does not wait for anybody."""
 

@@ -106,6 +106,11 @@ class Healing:
         if self._live is not None:
             self._own = OwnState.of(state)
 
+    def mark(self) -> None:
+        """Training thread, where state is collected: devices have to come so far before it is read or written."""
+        if self._live is not None:
+            self._live.mark()
+
     def offer_live(self, state: Callable[[], Mapping[str, Any]]) -> None:
         """Let newcomers copy a state as it is and as it changes. Never raises, also if `state` does."""
         assert self._live is not None

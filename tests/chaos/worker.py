@@ -24,6 +24,7 @@ import sys
 import threading
 from datetime import timedelta
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import nn
@@ -69,15 +70,15 @@ def die_giving(nth: str | None) -> None:
     """This process kills itself when it gives state over a process group: with a range on its way."""
     if nth is None:
         return
-    original, given = PgDonor._begin, itertools.count(1)
+    original, given = PgDonor._send, itertools.count(1)
 
-    def begin(donor: PgDonor, offer: Any, body: torch.Tensor, value: int) -> None:
-        original(donor, offer, body, value)
+    def send(donor: PgDonor, answer: Any) -> None:
+        original(donor, answer)
         if next(given) == int(nth):
             say("dies giving")
             os.kill(os.getpid(), signal.SIGKILL)
 
-    PgDonor._begin = begin  # type: ignore[method-assign]
+    mock.patch.object(PgDonor, "_send", send).start()
 
 
 def let_trace(wanted: str | None) -> None:

@@ -17,6 +17,7 @@ from ft_core.checkpointing.http import places
 from ft_core.checkpointing.http import server as http_server
 from ft_core.checkpointing.http.answers import Answers
 from ft_core.checkpointing.range_sums import RangeSums
+from ft_core.checkpointing.staging import Reading
 from ft_core.errors import ConfigError, EncodingError, HealError, UsageError
 from tests.checkpointing.conftest import MIB, Gate, assert_same_state, heal_threads, make_state
 
@@ -231,18 +232,21 @@ def test_a_flipped_byte_is_noticed(donor: Start, monkeypatch: pytest.MonkeyPatch
     state = make_state(1)
     server = donor()
     server.offer("t", state)
-    original = RangeSums.of
+    read, summed = RangeSums.of, RangeSums.sum
     flips: list[int] = []
 
-    def flipping(self: RangeSums, offer: Any, index: int) -> tuple[int, memoryview]:
-        value, view = original(self, offer, index)
+    def flipping(self: RangeSums, offer: Any, index: int) -> Reading:
         flips.append(1)
+        view = bytearray(read(self, offer, index).view())
         if always or len(flips) == 1:
-            view = memoryview(bytearray(view))
             view[len(view) // 2] ^= 1
-        return value, view
+        return Reading(self.staging, memoryview(view), [], len(view))
+
+    def sum_before(self: RangeSums, offer: Any, index: int, view: memoryview) -> int:
+        return summed(self, offer, index, read(self, offer, index).view())
 
     monkeypatch.setattr(RangeSums, "of", flipping)
+    monkeypatch.setattr(RangeSums, "sum", sum_before)
     if always:
         with pytest.raises(HealError, match="checksum of range"):
             fetch([server.address], "t")

@@ -106,8 +106,13 @@ class Answers:
         with self._book.sending(offer, stream.sock) as seal:
             if not offer.intact(index):
                 raise Cut
-            value, view = self._range_sums.of(offer, index)
-            stream.send([head(200, len(view) + TRAILER.size), view])
+            reading = self._range_sums.of(offer, index)
+            try:
+                view = reading.view()
+                value = self._range_sums.sum(offer, index, view)
+                stream.send([head(200, len(view) + TRAILER.size), view])
+            finally:
+                reading.release()
             seal()
         stream.send([TRAILER.pack(TRAILER_OK, value)])
 
@@ -117,7 +122,7 @@ class Answers:
         with self._book.sending(offer, stream.sock) as seal:
             if not all(offer.intact(index) for index in range(first, first + count)):
                 raise Cut
-            values = [self._range_sums.of(offer, index)[0] for index in range(first, first + count)]
+            values = [self._range_sums.value(offer, index) for index in range(first, first + count)]
             seal()
         body = struct.pack(f"<{count}Q", *values)
         stream.send([head(200, len(body) + TRAILER.size), body, TRAILER.pack(TRAILER_OK, checksum(body))])

@@ -11,6 +11,7 @@ Threads: both block the caller; see `fetch` for the workers.
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING, Final
 from urllib.parse import quote
 
@@ -27,7 +28,9 @@ if TYPE_CHECKING:
 
     from ft_core.certificates import Tls
     from ft_core.checkpointing.receive_plan import Prefetched, ReceivePlan
+    from ft_core.checkpointing.staging import Staging
 
+logger = logging.getLogger(__name__)
 DEADLINE_S: Final = 60.0
 IDLE_S: Final = 5.0
 """Default for how long a donor may send nothing before its work goes to the others."""
@@ -58,11 +61,13 @@ def fetch(
     relays: Sequence[str] = (),
     arrived: Callable[[ReceivePlan], None] | None = None,
     gauge: Gauge | None = None,
+    staging: Staging | None = None,
 ) -> FetchResult:
     """Receive the state that `donors` (addresses, best first) offer under `tag`; blocks.
 
     `into`: the receiver's own state; tensors that match are written in place (and are in the result), also when the
-    fetch fails half way. None: everything is staged in fresh memory. The result lies on the CPU.
+    fetch fails half way. None: everything is staged in fresh memory of the CPU.
+    `staging`: what is received passes through it where `into` lies on a device; None: it goes to the CPU's memory.
     `only`: key paths to transfer; the tensors at all other paths are taken from `into` as they are.
     `have`: what an earlier prefetch (or a fetch that failed) left in memory; its memory is preferred to `into`'s, and
     it is updated, so that it can be passed again if this fetch fails.
@@ -76,7 +81,7 @@ def fetch(
     `tls`: the job's certificates; nothing is received in clear with them, and nothing from who has none.
     Raises `HealError` naming what failed at each donor; `StateRefusedError` where trying again cannot help.
     """
-    given = Given(into, have, only, own_of(own, into), gauge or Gauge())
+    given = Given(into, have, only, own_of(own, into), gauge or Gauge(), staging)
     links = http_links(token, tls, f"/state/{quote(tag, safe='')}/manifest")
     running = Fetch(donors, f"state {tag!r}", links, deadline_s, idle_s, cancel, given, relays=relays)
     return running.result(arrived)
@@ -94,6 +99,7 @@ def prefetch(
     cancel: threading.Event | None = None,
     own: OwnState | None = None,
     gauge: Gauge | None = None,
+    staging: Staging | None = None,
 ) -> Prefetched:
     """Copy what `donors` hold right now, while they train; for `fetch(have=...)`. Blocks.
 
@@ -101,7 +107,7 @@ def prefetch(
     within `given_s` (default: `deadline_s`).
     `own`, `gauge`: as for `fetch`.
     """
-    given = Given(into, own=own_of(own, into), gauge=gauge or Gauge())
+    given = Given(into, own=own_of(own, into), gauge=gauge or Gauge(), staging=staging)
     running = Fetch(
         donors, "live state", http_links(token, tls, "/prefetch"), deadline_s, idle_s, cancel, given, live=True,
         given_s=given_s,
@@ -112,8 +118,12 @@ def prefetch(
         if running.plan is None:
             raise
         plan = running.plan
-    plan.settle()
     kept = plan.kept
+    try:
+        plan.settle()
+    except HealError as error:  # a device: what lies there is not known, so all of it is fetched after joining
+        logger.warning("copied live state is of no use: %s", error)
+        kept.sums.clear()
     kept.bytes, kept.seconds, kept.donors_used = running.bytes, running.elapsed_s(), running.donors_used()
     return kept
 

@@ -38,8 +38,10 @@ from ft_core.checkpointing.http.wire import BUSY, Cut, NotYet, Refusal, Request,
 from ft_core.checkpointing.offer import Offer
 from ft_core.checkpointing.offers import OfferBook
 from ft_core.checkpointing.range_sums import RangeSums
+from ft_core.checkpointing.staging import Staging
 from ft_core.errors import ConfigError, UsageError
 from ft_core.network import advertised_host, is_loopback
+from ft_core.settings import STAGING_MB
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Container
@@ -87,11 +89,13 @@ class StateServer:
         hostname: str | None = None,
         port: int = 0,
         tls: Tls | None = None,
+        staging: Staging | None = None,
     ) -> None:
         """`bind`: address to listen on ("" = all interfaces). `hostname`: what peers connect to.
 
         What other machines reach needs a token, or certificates with a CA (`start`). None: all interfaces if there is
         either, or others are to connect to `hostname`; else this machine only.
+        `staging`: what state on a device passes through.
         `tls`: the job's certificates; with them nothing is served in clear, and with a CA only to its holders.
         """
         if token == "":
@@ -105,7 +109,7 @@ class StateServer:
         self._port = port
         self.book: Final = OfferBook(self._wake_up)
         """What is offered here, for whoever serves it by another way, too; `sums`: how it is read then."""
-        self.sums: Final = RangeSums()
+        self.sums: Final = RangeSums(staging if staging is not None else Staging(STAGING_MB << 20))
         self._answers = Answers(self.book, self.sums, token)
         self._lock = threading.Lock()
         self._places = Places()
@@ -203,7 +207,8 @@ class StateServer:
         """Serve `state` under `tag` until `close(tag)`, which must be called before any of its tensors changes.
 
         Tensors are served from where they lie. Copied now: leaves up to 64 KiB, leaves whose
-        `untyped_storage().data_ptr()` is in `copy_storages` (what forward changes), CUDA and non-contiguous tensors.
+        `untyped_storage().data_ptr()` is in `copy_storages` (what forward changes), non-contiguous tensors. What lies
+        on a CUDA device is copied range by range when a receiver asks for it.
         At most four offers are open; a fifth closes the oldest.
         Raises `EncodingError` naming the key path of what cannot be sent.
         """

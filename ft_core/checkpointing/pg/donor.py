@@ -3,7 +3,8 @@
 How it works. What a question asks for is read, summed up and begun to be sent at once; its seal follows when its bytes
 have gone, after the offer was looked at under its lock: a seal proves that all was read before the offer was closed
 (`offers`). Seals are sent when WINDOW questions are open, or on FLUSH, so that the next range is already on its way
-while the receiver checks the one before.
+while the receiver checks the one before. Of ranges on a device two are under way at most, one being copied to pinned
+memory while the other is sent: so many buffers a pair may hold.
 
 Threads: one per pair serves; `Pair.cut` from any ends it.
 """
@@ -22,25 +23,27 @@ from ft_core.checkpointing.pg.pair import OK, SEAL, WINDOW, Ask, Tag
 from ft_core.checkpointing.tensor_bytes import checksum
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from torch.distributed import Work
 
     from ft_core.checkpointing.offer import Offer
     from ft_core.checkpointing.offers import OfferBook
     from ft_core.checkpointing.pg.pair import Pair
     from ft_core.checkpointing.range_sums import RangeSums
+    from ft_core.checkpointing.staging import Reading
 
 BAD_QUESTION: Final = 400
 
 
 @dataclass(slots=True)
-class _Sent:
-    """An answer whose bytes are on their way."""
+class _Answer:
+    """What was asked for and has not been sealed: read first (`work` None), then sent."""
 
     offer: Offer
-    work: Work
-    value: int
+    index: int
+    reading: Reading | None
+    """None: checksums, which are in no range's memory."""
+    work: Work | None = None
+    value: int = 0
     """Its checksum."""
 
 
@@ -49,7 +52,7 @@ class PgDonor:
 
     def __init__(self, pair: Pair, book: OfferBook, sums: RangeSums, tag: str) -> None:
         self._pair, self._book, self._sums, self._tag = pair, book, sums, tag
-        self._sent: deque[_Sent] = deque()
+        self._open: deque[_Answer] = deque()  # at most WINDOW, oldest first; only the newest may not be sent yet
         self._told: deque[Work] = deque(maxlen=2 * WINDOW)
         self._idle_s = 0.0
 
@@ -59,13 +62,20 @@ class PgDonor:
         `until`: monotonic s. `idle_s`: how long the receiver may take for what is sent to it.
         """
         self._idle_s = idle_s
+        try:
+            self._serve(until)
+        finally:
+            for answer in self._open:
+                if answer.reading is not None:
+                    answer.reading.release()
+
+    def _serve(self, until: float) -> None:
         while True:
             kind, first, count = self._pair.hear(Tag.QUESTION, 3, until - time.monotonic())
             if kind == Ask.BYE:
                 return
             if kind == Ask.FLUSH:
-                while self._sent:
-                    self._seal()
+                self._seal_down_to(0)
             elif kind == Ask.MANIFEST:
                 self._manifest()
             elif kind == Ask.RANGE:
@@ -105,35 +115,61 @@ class PgDonor:
     def _range(self, index: int) -> None:
         offer = self._find()
         self._check(offer, index, 1)
-        value, view = self._sums.of(offer, index)
-        self._begin(offer, torch.frombuffer(view, dtype=torch.uint8), value)
+        reading = offer.reading(index, self._sums.staging)
+        if reading.copied:
+            self._seal_down_to(1)
+        answer = _Answer(offer, index, reading)
+        try:
+            if not reading.begin(self._idle_s):
+                raise OSError(f"no pinned memory was free within {self._idle_s:g} s (FT_STAGING_MB)")
+        except RuntimeError as error:
+            raise OSError(f"the device could not copy: {error}") from error
+        self._open.append(answer)
+        if not reading.copied:
+            self._send(answer)
+        else:  # while this one is being copied, the one before is sent
+            for earlier in list(self._open)[:-1]:
+                self._send(earlier)
+        self._seal_down_to(WINDOW - 1)
 
     def _range_sums(self, first: int, count: int) -> None:
         offer = self._find()
         self._check(offer, first, count)
-        values = [self._sums.of(offer, index)[0] for index in range(first, first + count)]
-        body = torch.tensor([value - (1 << 64) if value >= 1 << 63 else value for value in values], dtype=torch.int64)
-        self._begin(offer, body, checksum(bytes(_raw(values))))
+        values = [self._sums.value(offer, index) for index in range(first, first + count)]
+        data = b"".join(value.to_bytes(8, "little") for value in values)
+        answer = _Answer(offer, first, None, value=checksum(data))
+        for earlier in self._open:
+            self._send(earlier)
+        answer.work = self._pair.send(Tag.BODY, torch.frombuffer(bytearray(data), dtype=torch.uint8))
+        self._open.append(answer)
+        self._seal_down_to(WINDOW - 1)
+
+    def _send(self, answer: _Answer) -> None:
+        """Begin to send a range, once it is in host memory."""
+        if answer.work is None:
+            assert answer.reading is not None
+            view = answer.reading.view()
+            answer.value = self._sums.sum(answer.offer, answer.index, view)
+            answer.work = self._pair.send(Tag.BODY, torch.frombuffer(view, dtype=torch.uint8))
+
+    def _seal_down_to(self, left: int) -> None:
+        """Finish the oldest answers until so many are left."""
+        while len(self._open) > left:
+            answer = self._open[0]
+            self._send(answer)
+            assert answer.work is not None
+            self._pair.wait(answer.work, self._idle_s)
+            if answer.reading is not None:
+                answer.reading.release()
+            self._seal(answer)
+            self._open.popleft()
+
+    def _seal(self, answer: _Answer) -> None:
+        self._book.confirm(answer.offer)
+        self._told.append(self._pair.tell(Tag.SEAL, SEAL, answer.value))
 
     def _check(self, offer: Offer, first: int, count: int) -> None:
         if not 0 <= first < first + count <= len(offer.ranges):
             raise OSError(f"the receiver asked for ranges {first}+{count} of {len(offer.ranges)}")
         if not all(offer.intact(index) for index in range(first, first + count)):
             raise Cut
-
-    def _begin(self, offer: Offer, body: torch.Tensor, value: int) -> None:
-        self._sent.append(_Sent(offer, self._pair.send(Tag.BODY, body), value))
-        if len(self._sent) >= WINDOW:
-            self._seal()
-
-    def _seal(self) -> None:
-        """Finish the oldest answer."""
-        sent = self._sent[0]
-        self._pair.wait(sent.work, self._idle_s)
-        self._book.confirm(sent.offer)
-        self._told.append(self._pair.tell(Tag.SEAL, SEAL, sent.value))
-        self._sent.popleft()
-
-
-def _raw(values: Sequence[int]) -> bytes:
-    return b"".join(value.to_bytes(8, "little") for value in values)

@@ -22,6 +22,7 @@ from ft_core.process_group import ProcessGroupGloo, open_store
 from ft_core.process_group.gloo.reaper import reaper
 from tests.certificates import Authority
 from tests.checkpointing.conftest import assert_same_state, make_state
+from tests.fake_device import install
 
 if TYPE_CHECKING:
     import pathlib
@@ -156,10 +157,10 @@ def test_a_closed_offer_ends_the_transfer_and_waits_for_nobody(
     under_way, go_on = threading.Event(), threading.Event()
     original = PgDonor._seal
 
-    def sealing(donor: PgDonor) -> None:
+    def sealing(donor: PgDonor, answer: Any) -> None:
         under_way.set()
         assert go_on.wait(20)
-        original(donor)
+        original(donor, answer)
 
     monkeypatch.setattr(PgDonor, "_seal", sealing)
     group.offer(state)
@@ -208,10 +209,10 @@ def test_nothing_is_written_any_more_when_a_receive_was_cancelled(
     go_on = threading.Event()
     original = PgDonor._seal
 
-    def sealing(donor: PgDonor) -> None:
+    def sealing(donor: PgDonor, answer: Any) -> None:
         cancel.set()
         assert go_on.wait(20)
-        original(donor)
+        original(donor, answer)
 
     monkeypatch.setattr(PgDonor, "_seal", sealing)
     group.offer(make_state(1, 64))
@@ -348,3 +349,38 @@ def test_arguments_are_checked(tmp_path: pathlib.Path) -> None:
     finally:
         unconfigured.shutdown()
         group.shutdown()
+
+
+# -- state on devices
+
+
+def test_state_goes_from_device_to_device(members: Callable[..., Members], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Through two buffers per pair, one being copied while the other is sent."""
+    device = install(monkeypatch)
+    monkeypatch.setenv("FT_STAGING_MB", "8")
+    group = members(2, 1)
+    state = make_state(1, 40)
+    on_device, own = device.place(state), device.place(make_state(2, 40))
+    for transport in group.transports:
+        transport.mark()
+    group.offer(on_device)
+    assert device.copies == 0
+    with device.running():
+        found = group.receive(2, own)
+    assert found.state["big"] is own["big"]
+    assert_same_state(own | {"step": 1, "name": "model"}, state)
+    assert device.broken == []
+    assert device.pinned_bytes <= 3 * 2 * RANGE_BYTES
+    device.run()
+
+
+def test_a_donor_whose_device_fails_ends_its_pair(
+    members: Callable[..., Members], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device = install(monkeypatch)
+    group = members(1, 1)
+    device.fail_copy = 2
+    group.offer(device.place(make_state(1, 24)))
+    with device.running(), pytest.raises(HealError, match="replica rank 0"):
+        group.receive(1, make_state(2, 24))
+    device.run()

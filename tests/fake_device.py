@@ -1,0 +1,167 @@
+"""A device whose memory is CPU memory that nobody may look at: what `ft_core.checkpointing.devices` needs of CUDA.
+
+It does nothing by itself. What is launched waits in one queue per stream until the test lets it happen (`run`), in
+order; a thread does it where a test asks for that (`running`), after a moment, so that who does not wait is found out.
+Copies can fail or hang. What must not be is recorded in `broken`: a copy that begins before what it should wait for has
+happened, memory that is not pinned, a buffer that is copied to while a copy from it is pending.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ft_core.checkpointing import devices
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    import pytest
+
+
+class FakeMoment:
+    """Happens when the device gets there; then, if it is to fail, raises."""
+
+    def __init__(self, device: FakeDevice) -> None:
+        self.device = device
+        self.happened = threading.Event()
+        self.error: RuntimeError | None = None
+
+    @property
+    def reached(self) -> bool:
+        return self.happened.is_set()
+
+    def wait(self, timeout_s: float) -> bool:
+        if not self.happened.wait(max(0.0, timeout_s)):
+            return False
+        if self.error is not None:
+            raise self.error
+        return True
+
+
+class FakeDevice:
+    """One device."""
+
+    def __init__(self) -> None:
+        self.storages: set[int] = set()
+        self.pinned_storages: set[int] = set()
+        self.kept: list[torch.Tensor] = []
+        self.queue: list[tuple[Callable[[], None], FakeMoment, FakeMoment | None]] = []
+        self.copies = 0
+        self.pinned_bytes = 0
+        self.to_host = 0
+        """Bytes that were copied to the host."""
+        self.broken: list[str] = []
+        self.fail_copy: int | None = None
+        """Number of the copy (from 1) whose end is an error."""
+        self.refuse_copy: int | None = None
+        """Number of the copy that cannot even be launched."""
+        self.changed = threading.Condition()
+        self.delay_s = 0.0
+
+    # -- the test's side
+
+    def place(self, value: Any) -> Any:
+        """A copy of a nest of dicts, lists and tensors, with its tensors on this device."""
+        if isinstance(value, torch.Tensor):
+            held = value.clone()
+            self.storages.add(held.untyped_storage().data_ptr())
+            self.kept.append(held)
+            return held
+        if isinstance(value, dict):
+            return {key: self.place(item) for key, item in value.items()}
+        return [self.place(item) for item in value] if isinstance(value, list) else value
+
+    def launch(self, work: Callable[[], None]) -> None:
+        """Something that training launches on its stream."""
+        self._enqueue(work, None)
+
+    def run(self, most: int = 1 << 30) -> None:
+        """Let what was launched happen, oldest first."""
+        for _ in range(most):
+            with self.changed:
+                if not self.queue:
+                    return
+                work, moment, after = self.queue.pop(0)
+            if after is not None and not after.reached:
+                self.broken.append("a copy ran before what it waits for")
+            try:
+                work()
+            except RuntimeError as error:
+                moment.error = error
+            moment.happened.set()
+
+    @contextlib.contextmanager
+    def running(self, delay_s: float = 0.001) -> Iterator[None]:
+        """A thread lets things happen, late."""
+        stop = threading.Event()
+
+        def work() -> None:
+            while not stop.is_set():
+                with self.changed:
+                    self.changed.wait_for(lambda: bool(self.queue) or stop.is_set(), 0.05)
+                if self.queue:
+                    stop.wait(delay_s)
+                    self.run(1)
+
+        thread = threading.Thread(target=work, name="fake-device")
+        thread.start()
+        try:
+            yield
+        finally:
+            stop.set()
+            thread.join()
+
+    # -- what the library calls
+
+    def pinned(self, nbytes: int) -> torch.Tensor:
+        self.pinned_bytes += nbytes
+        buffer = torch.empty(nbytes, dtype=torch.uint8)
+        self.pinned_storages.add(buffer.untyped_storage().data_ptr())
+        return buffer
+
+    def mark(self) -> FakeMoment:
+        return self._enqueue(lambda: None, None)
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor, after: Any) -> FakeMoment:
+        with self.changed:
+            self.copies += 1
+            number = self.copies
+        if number == self.refuse_copy:
+            raise RuntimeError("CUDA error: out of memory (fake)")
+        to_host = source.untyped_storage().data_ptr() in self.storages
+        host = target if to_host else source
+        if to_host and host.untyped_storage().data_ptr() not in self.pinned_storages:
+            self.broken.append("memory that is not pinned was given to an asynchronous copy")
+        if target.dtype != torch.uint8 or target.shape != source.shape:
+            self.broken.append("not the same number of bytes")
+
+        def work() -> None:
+            if number == self.fail_copy:
+                raise RuntimeError("CUDA error: an illegal memory access was encountered (fake)")
+            target.copy_(source)
+            self.to_host += target.numel() if to_host else 0
+
+        return self._enqueue(work, after)
+
+    def _enqueue(self, work: Callable[[], None], after: FakeMoment | None) -> FakeMoment:
+        moment = FakeMoment(self)
+        with self.changed:
+            self.queue.append((work, moment, after))
+            self.changed.notify_all()
+        return moment
+
+
+def install(monkeypatch: pytest.MonkeyPatch) -> FakeDevice:
+    """A device that the library finds by the storages of tensors."""
+    device = FakeDevice()
+
+    def device_of(tensor: torch.Tensor) -> FakeDevice | None:
+        return device if tensor.untyped_storage().data_ptr() in device.storages else None
+
+    monkeypatch.setattr(devices, "device_of", device_of)
+    monkeypatch.setattr(devices, "in_use", lambda: [device])
+    return device
