@@ -1,9 +1,10 @@
 """A device whose memory is CPU memory that nobody may look at: what `ft_core.checkpointing.devices` needs of CUDA.
 
-It does nothing by itself. What is launched waits in one queue per stream until the test lets it happen (`run`), in
-order; a thread does it where a test asks for that (`running`), after a moment, so that who does not wait is found out.
-Copies can fail or hang. What must not be is recorded in `broken`: a copy that begins before what it should wait for has
-happened, memory that is not pinned, a buffer that is copied to while a copy from it is pending.
+It does nothing by itself. What is launched waits until the test lets it happen (`run`), or a thread does where a test
+asks for that (`running`), after a moment, so that who does not wait is found out. There are two streams: training's,
+and one for copies, which comes first whenever what its next copy waits for has happened, so that a copy that waits for
+nothing overtakes all that was launched before it. Copies can fail or hang. What must not be is recorded in `broken`:
+memory that is not pinned, copies of unlike sizes.
 """
 
 from __future__ import annotations
@@ -49,7 +50,8 @@ class FakeDevice:
         self.storages: set[int] = set()
         self.pinned_storages: set[int] = set()
         self.kept: list[torch.Tensor] = []
-        self.queue: list[tuple[Callable[[], None], FakeMoment, FakeMoment | None]] = []
+        self.training: list[tuple[Callable[[], None], FakeMoment]] = []
+        self.copying: list[tuple[Callable[[], None], FakeMoment, FakeMoment | None]] = []
         self.copies = 0
         self.pinned_bytes = 0
         self.to_host = 0
@@ -77,17 +79,19 @@ class FakeDevice:
 
     def launch(self, work: Callable[[], None]) -> None:
         """Something that training launches on its stream."""
-        self._enqueue(work, None)
+        self._enqueue(work)
 
     def run(self, most: int = 1 << 30) -> None:
-        """Let what was launched happen, oldest first."""
+        """Let what was launched happen, each stream in its order."""
         for _ in range(most):
             with self.changed:
-                if not self.queue:
+                if self.copying and (self.copying[0][2] is None or self.copying[0][2].reached):
+                    work, moment, _ = self.copying.pop(0)
+                elif self.training:
+                    work, moment = self.training.pop(0)
+                else:
+                    assert not self.copying, "a copy waits for what was never launched"
                     return
-                work, moment, after = self.queue.pop(0)
-            if after is not None and not after.reached:
-                self.broken.append("a copy ran before what it waits for")
             try:
                 work()
             except RuntimeError as error:
@@ -102,8 +106,8 @@ class FakeDevice:
         def work() -> None:
             while not stop.is_set():
                 with self.changed:
-                    self.changed.wait_for(lambda: bool(self.queue) or stop.is_set(), 0.05)
-                if self.queue:
+                    self.changed.wait_for(lambda: bool(self.copying or self.training) or stop.is_set(), 0.05)
+                if self.copying or self.training:
                     stop.wait(delay_s)
                     self.run(1)
 
@@ -124,7 +128,7 @@ class FakeDevice:
         return buffer
 
     def mark(self) -> FakeMoment:
-        return self._enqueue(lambda: None, None)
+        return self._enqueue(lambda: None)
 
     def copy(self, target: torch.Tensor, source: torch.Tensor, after: Any) -> FakeMoment:
         with self.changed:
@@ -145,12 +149,16 @@ class FakeDevice:
             target.copy_(source)
             self.to_host += target.numel() if to_host else 0
 
-        return self._enqueue(work, after)
-
-    def _enqueue(self, work: Callable[[], None], after: FakeMoment | None) -> FakeMoment:
         moment = FakeMoment(self)
         with self.changed:
-            self.queue.append((work, moment, after))
+            self.copying.append((work, moment, after))
+            self.changed.notify_all()
+        return moment
+
+    def _enqueue(self, work: Callable[[], None]) -> FakeMoment:
+        moment = FakeMoment(self)
+        with self.changed:
+            self.training.append((work, moment))
             self.changed.notify_all()
         return moment
 

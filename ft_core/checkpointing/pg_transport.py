@@ -63,7 +63,7 @@ class PGTransport(HTTPTransport[T]):
     Args:
         pg: the groups that state travels over are siblings of this one. `send_checkpoint` uses it itself.
         timeout: default deadline of a transfer.
-        device: where `recv_checkpoint` puts tensors that `state_dict` has no place for.
+        device: checked, and otherwise unused: state goes to where the receiver's own is, else into the CPU's memory.
         state_dict: the receiver's own state, which `recv_checkpoint` receives into; the Manager knows its own.
         hostname, token, bind, port, idle_s: of the heal server, as for `HTTPTransport`.
 
@@ -90,7 +90,7 @@ class PGTransport(HTTPTransport[T]):
         if state_dict is not None and not callable(state_dict):
             raise ConfigError(f"state_dict must be a function that returns the receiver's state, got {state_dict!r}")
         try:
-            self._device = torch.device(device)
+            torch.device(device)
         except (RuntimeError, TypeError) as error:
             raise ConfigError(f"device={device!r} is no device of torch's: {error}") from error
         if tls is not None or Tls.from_env(os.environ) is not None:

@@ -31,11 +31,11 @@ def pair() -> Iterator[list[HTTPTransport[Any]]]:
 
 
 def test_state_goes_from_device_to_device_behind_what_was_launched(pair: list[HTTPTransport[Any]]) -> None:
-    state = {
+    state: Any = {
         "w": torch.zeros(16 * MIB, device="cuda"),
         "small": [torch.full((9,), float(i), device="cuda") for i in range(40)],
     }
-    own = {
+    own: Any = {
         "w": torch.full((16 * MIB,), 7.0, device="cuda"),
         "small": [torch.zeros(9, device="cuda") for _ in range(40)],
     }
