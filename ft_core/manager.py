@@ -63,14 +63,13 @@ class Manager:
         quorum_timeout, connect_timeout: defaults 60 s, or TORCHFT_*_TIMEOUT_SEC.
         rank, world_size: inside the replica group; default RANK and WORLD_SIZE, else 0 and 1.
         world_size_mode: DYNAMIC or FIXED_WITH_SPARES; the same on all replicas.
-        store_addr, store_port: c10d store of the group; default MASTER_ADDR and MASTER_PORT; a group of one rank
-            without either starts its own.
+        store_addr, store_port: the group's c10d store; default MASTER_ADDR, MASTER_PORT; a lone rank without starts one.
         lighthouse_addr: host:port or http://host:port; default FT_LIGHTHOUSE.
         replica_id: stable name of this group; a fresh suffix is added at every start. Default FT_REPLICA_ID.
         port: where group rank 0 of a group of several ranks listens for the others; 0: any.
         hostname: by which others reach this machine; default FT_HOSTNAME, FT_INTERFACE, else as the lighthouse does.
         heartbeat_interval: accepted and unused: liveness is the lease's business.
-        checkpoint_transport: a transport of the caller's that moves state to healing replicas; default: by `transport`.
+        checkpoint_transport: the caller's own way to move state to healing replicas; default: by `transport`.
         init_sync: at step 0 everybody takes the state of one group.
         max_retries: more vetoed attempts in a row raise RuntimeError from should_commit; None: never.
         quorum_retries: how often a timed-out quorum is asked for again before the error is raised.
@@ -79,13 +78,10 @@ class Manager:
         time_overrides: single fields of the time budget by name, for example {"liveness_s": 1.0}.
         expected_replicas: how many groups the job is configured with; default FT_NUM_REPLICA_GROUPS.
         token: the job's secret; default FT_TOKEN.
-        exit_on_drain: SIGTERM or an operator's drain order makes the next start_quorum leave in agreement and raise
-            SystemExit(0). False: only `drain_reason` is set.
+        exit_on_drain: after SIGTERM or a drain order start_quorum leaves, SystemExit(0). False: see `drain_reason`.
         on_exhausted: what `run_out` does when this replica has no data left: "shadow", "leave" or "stop_all".
-        warm_up: a replica that comes while others are training makes its first step outside the quorum, uncommitted,
-            so that its compiling and loading holds nobody up (`ft_core.runtime.warm_up` says where it does not).
-        transport: how state moves to healing replicas: "http", "pg" (over process groups) or "auto", which is "http"
-            (docs/state-transport.md says why); default FT_TRANSPORT, else "auto". The same on all replicas.
+        warm_up: who comes while others train makes its first step alone, uncommitted (`ft_core.runtime.warm_up`).
+        transport: "http", "pg" or "auto" (docs/state-transport.md), the same on all; default FT_TRANSPORT, else "auto".
         from_scratch: whether to begin at step 0 if all state of the job is lost (R21); None: FT_FROM_SCRATCH, else no.
         room_id: this Manager's quorum namespace at the lighthouse; one that finished training is closed for latecomers.
 
@@ -141,8 +137,7 @@ class Manager:
                 quorum_retries=quorum_retries, parity_check_every=parity_check_every, time_overrides=time_overrides,
                 expected_replicas=expected_replicas, token=token, exit_on_drain=exit_on_drain,
                 on_exhausted=on_exhausted, parity_sample_steps=parity_sample_steps, warm_up=warm_up,
-                use_async_quorum=use_async_quorum, transport=transport,
-                own_transport="" if checkpoint_transport is None else kind_of(checkpoint_transport),
+                use_async_quorum=use_async_quorum, transport=transport, own_transport=kind_of(checkpoint_transport),
             ),
             os.environ,
         )  # fmt: skip

@@ -310,6 +310,7 @@ class Fetch:
         """Get the donor's manifest; the first to arrive becomes the plan, all others must be cut alike."""
         greeting = link.greet(max(0.001, self._end - time.monotonic() - ANSWER_S), self._limit.manifest_bytes)
         with self.changed:
+            self._open.discard(link)
             donor.offers = True
             while self._planning:
                 self.changed.wait()
@@ -349,8 +350,6 @@ class Fetch:
     def _take(self, link: DonorLink, *, wait: bool) -> Item | None:
         """The next item; None if there is none now or, with `wait` (nothing is under way), if all work is done."""
         with self.changed:
-            if wait:
-                self._open.discard(link)
             while not self._queue and wait and self._outstanding and not self._stopped:
                 self.changed.wait()
             if self._stopped or not self._queue:

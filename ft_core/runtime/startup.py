@@ -85,8 +85,10 @@ def _transport(config: Config, pg: ProcessGroup) -> CheckpointTransport[Any]:
     return HTTPTransport(within, hostname=config.host, token=token, bind=config.bind, idle_s=idle_s, tls=config.tls)
 
 
-def kind_of(transport: CheckpointTransport[Any]) -> str:
-    """What replicas compare of a transport that the caller has made."""
+def kind_of(transport: CheckpointTransport[Any] | None) -> str:
+    """What replicas compare of a transport that the caller has made; '': it has made none."""
+    if transport is None:
+        return ""
     kinds: dict[type, str] = {HTTPTransport: "http", PGTransport: "pg"}
     return kinds.get(type(transport), type(transport).__name__)
 

@@ -307,6 +307,10 @@ def test_a_step_moves_over_the_group_itself(two: list[ProcessGroupGloo]) -> None
             donor.disallow_checkpoint()
             assert_same_state(found, state)
             assert found["big"].data_ptr() == own["big"].data_ptr()
+        with ThreadPoolExecutor() as pool:  # without a tensor, the receiver has nothing to ask for
+            sending = pool.submit(donor.send_checkpoint, [1], 9, {"n": 1}, LIMIT)
+            assert receiver.recv_checkpoint(0, "", 9, LIMIT) == {"n": 1}
+            sending.result(20)
         work = [group.allreduce([torch.ones(3)]) for group in two]
         assert all(one.wait() for one in work), "the group is as good as before"
         assert "PGTransport(ft-gloo, 0 pairs" in repr(donor)
