@@ -63,7 +63,7 @@ class Manager:
         quorum_timeout, connect_timeout: defaults 60 s, or TORCHFT_*_TIMEOUT_SEC.
         rank, world_size: inside the replica group; default RANK and WORLD_SIZE, else 0 and 1.
         world_size_mode: DYNAMIC or FIXED_WITH_SPARES; the same on all replicas.
-        store_addr, store_port: the group's c10d store; default MASTER_ADDR, MASTER_PORT; a lone rank without starts one.
+        store_addr, store_port: the group's c10d store; default MASTER_ADDR, MASTER_PORT; one rank may do without.
         lighthouse_addr: host:port or http://host:port; default FT_LIGHTHOUSE.
         replica_id: stable name of this group; a fresh suffix is added at every start. Default FT_REPLICA_ID.
         port: where group rank 0 of a group of several ranks listens for the others; 0: any.

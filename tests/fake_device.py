@@ -99,11 +99,13 @@ class FakeDevice:
             moment.happened.set()
 
     @contextlib.contextmanager
-    def running(self, delay_s: float = 0.001) -> Iterator[None]:
-        """A thread lets things happen, late."""
+    def running(self, delay_s: float = 0.001, *, from_first_copy: bool = False) -> Iterator[None]:
+        """A thread lets things happen, late; or nothing at all until the first copy is launched."""
         stop = threading.Event()
 
         def work() -> None:
+            with self.changed:
+                self.changed.wait_for(lambda: not from_first_copy or bool(self.copies), 10)
             while not stop.is_set():
                 with self.changed:
                     self.changed.wait_for(lambda: bool(self.copying or self.training) or stop.is_set(), 0.05)

@@ -113,8 +113,11 @@ def test_the_setting_has_bounds() -> None:
 # -- a donor
 
 
-def test_an_offer_copies_nothing_until_somebody_asks(device: FakeDevice, pair: list[HTTPTransport[Any]]) -> None:
+def test_an_offer_copies_nothing_until_somebody_asks(
+    device: FakeDevice, pair: list[HTTPTransport[Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     state = device.place(make_state(1))
+    monkeypatch.setattr(torch.Tensor, "cpu", lambda _: pytest.fail("copied to the host at once"))
     pair[0].mark()
     pair[0].server.offer("t", state)
     assert (device.copies, device.pinned_bytes) == (0, 0)
@@ -146,7 +149,7 @@ def test_what_training_launched_before_the_boundary_is_in_what_is_sent(
     device.launch(lambda: state["small"].fill_(4.0))
     pair[0].mark()
     pair[0].server.offer("t", state)
-    with device.running():
+    with device.running(from_first_copy=True):
         found = pair[1].fetch([pair[0].metadata()], "t").state
     assert bool((found["w"] == 3.0).all())
     assert bool((found["small"] == 4.0).all())
@@ -240,7 +243,7 @@ def test_nothing_is_written_to_the_device_before_training_is_through_with_it(
     pair[0].server.offer("t", {"w": torch.full((2 * MIB,), 5.0)})
     device.launch(lambda: own["w"].fill_(1.0))
     pair[1].mark()
-    with device.running():
+    with device.running(from_first_copy=True):
         pair[1].fetch([pair[0].metadata()], "t", into=own)
     assert bool((own["w"] == 5.0).all())
 
