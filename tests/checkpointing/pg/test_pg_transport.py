@@ -233,12 +233,16 @@ def test_what_does_not_verify_is_not_taken(
     group = members(2, 1)
     state, original = make_state(1, 24), Pair.send
     spoiled: list[torch.Tensor] = []
+    lock = threading.Lock()
 
     def send(pair: Pair, tag: Tag, tensor: torch.Tensor) -> Any:
-        if tag is spoil and not spoiled and (tag is Tag.SEAL or tensor.numel() == RANGE_BYTES):
-            tensor = tensor.clone()
+        with lock:  # both donors send, and one of them is to be spoiled
+            hit = tag is spoil and not spoiled and (tag is Tag.SEAL or tensor.numel() == RANGE_BYTES)
+            if hit:
+                tensor = tensor.clone()
+                spoiled.append(tensor)
+        if hit:
             tensor[0] ^= 1
-            spoiled.append(tensor)
         return original(pair, tag, tensor)
 
     monkeypatch.setattr(Pair, "send", send)
