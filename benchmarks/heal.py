@@ -12,7 +12,7 @@ from benchmarks.common import Child, Job, Options, Row, median, spread, started
 
 MEGABYTES = 300
 NEWCOMER = 2
-RECEIVED = re.compile(r"received .*?: (\S+) MB in (\S+) s from (\d+) donors")
+RECEIVED = re.compile(r"healed to step \d+: (\S+) MB in (\S+) s from (\d+) donors")
 PREFETCHED = re.compile(r"prefetched (\S+) MB of live state from (\d+) donors in (\S+) s")
 
 

@@ -27,6 +27,7 @@ from ft_core.errors import ConfigError
 from ft_core.protocol.rank.heal_plan import WorldSizeMode
 from ft_core.runtime.config import Arguments, resolve
 from ft_core.runtime.runtime import RankRuntime
+from ft_core.runtime.startup import kind_of
 from ft_core.runtime.user_state import DEFAULT_KEY, LiveState
 from ft_core.settings import DEFAULT_ROOM
 
@@ -68,7 +69,7 @@ class Manager:
         port: where group rank 0 of a group of several ranks listens for the others; 0: any.
         hostname: by which others reach this machine; default FT_HOSTNAME, FT_INTERFACE, else as the lighthouse does.
         heartbeat_interval: accepted and unused: liveness is the lease's business.
-        checkpoint_transport: how state moves to healing replicas; default `HTTPTransport`.
+        checkpoint_transport: the caller's own way to move state to healing replicas; default: by `transport`.
         init_sync: at step 0 everybody takes the state of one group.
         max_retries: more vetoed attempts in a row raise RuntimeError from should_commit; None: never.
         quorum_retries: how often a timed-out quorum is asked for again before the error is raised.
@@ -76,11 +77,10 @@ class Manager:
         parity_sample_steps: within so many commits each parameter is compared once, a few at each step; 0: never.
         time_overrides: single fields of the time budget by name, for example {"liveness_s": 1.0}.
         expected_replicas, token: groups of the job (default FT_NUM_REPLICA_GROUPS), and its secret (FT_TOKEN).
-        exit_on_drain: SIGTERM or an operator's drain order makes the next start_quorum leave in agreement and raise
-            SystemExit(0). False: only `drain_reason` is set.
+        exit_on_drain: after SIGTERM or a drain order start_quorum leaves, SystemExit(0). False: see `drain_reason`.
         on_exhausted: what `run_out` does when this replica has no data left: "shadow", "leave" or "stop_all".
-        warm_up: a replica that comes while others are training makes its first step outside the quorum, uncommitted,
-            so that its compiling and loading holds nobody up (`ft_core.runtime.warm_up` says where it does not).
+        warm_up: who comes while others train makes its first step alone, uncommitted (`ft_core.runtime.warm_up`).
+        transport: "http", "pg" or "auto" (docs/state-transport.md), the same on all; default FT_TRANSPORT, else "auto".
         from_scratch: whether to begin at step 0 if all state of the job is lost (R21); None: FT_FROM_SCRATCH, else no.
         room_id: this Manager's quorum namespace at the lighthouse; one that finished training is closed for latecomers.
         fence: where ballots travel, alike on all: "bucket" (default) or "cpu" (docs/device-commit.md); else FT_FENCE.
@@ -126,6 +126,7 @@ class Manager:
         room_id: str = DEFAULT_ROOM,
         from_scratch: bool | None = None,
         fence: str | None = None,
+        transport: str | None = None,
     ) -> None:
         del heartbeat_interval
         config = resolve(
@@ -137,7 +138,7 @@ class Manager:
                 quorum_retries=quorum_retries, parity_check_every=parity_check_every, time_overrides=time_overrides,
                 expected_replicas=expected_replicas, token=token, exit_on_drain=exit_on_drain,
                 on_exhausted=on_exhausted, parity_sample_steps=parity_sample_steps, warm_up=warm_up, fence=fence,
-                use_async_quorum=use_async_quorum,
+                use_async_quorum=use_async_quorum, transport=transport, own_transport=kind_of(checkpoint_transport),
             ),
             os.environ,
         )  # fmt: skip

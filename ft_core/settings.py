@@ -27,6 +27,10 @@ MAX_REPLICAS = 1024
 """Members per quorum: a ballot's slots are below 2^14, so that the sum of 1024 of them is exact in float32 (2^24)."""
 MAX_STEP = 1 << 48
 """No job makes so many steps (at one per microsecond it takes nine years): a larger number is a mistake."""
+TRANSPORTS = ("auto", "http", "pg")
+"""How state may move to replicas that heal (docs/state-transport.md)."""
+STAGING_MB, STAGING_MB_MIN, STAGING_MB_MAX = 64, 8, 1 << 16
+"""Pinned host memory that state passes through from and into device memory, per rank: default and bounds, in MiB."""
 DEFAULT_ROOM = "default"
 """The quorum namespace of a job that names none."""
 AUTO = "auto"
@@ -184,8 +188,8 @@ KNOWN_ENVIRONMENT = (
     "FT_MANAGER_PORT", "FT_HOSTNAME", "FT_INTERFACE", "FT_TOKEN", "FT_ADMIN_TOKEN", "FT_MADE_TOKEN", "FT_INSECURE",
     "FT_TLS_CERT", "FT_TLS_KEY", "FT_TLS_CA", "FT_WITNESS", "FT_LIVENESS_S", "FT_GRACE_S", "FT_JOIN_S", "FT_CONNECT_S",
     "FT_QUORUM_S", "FT_HEAL_S", "FT_TRANSFER_IDLE_S", "FT_AUTONOMY_S", "FT_ORPHAN_S", "FT_PROGRESS_S", "FT_RECONNECT_S",
-    "FT_GROUP_ATTEMPT", "FT_PREDECESSORS", "FT_FROM_SCRATCH", "FT_LOG", "FT_EVENTS", "FT_METRICS", "FT_STARTED_AT",
-    "FT_FENCE", "FT_BACKEND",
+    "FT_TRANSPORT", "FT_STAGING_MB", "FT_GROUP_ATTEMPT", "FT_PREDECESSORS", "FT_FROM_SCRATCH", "FT_LOG", "FT_EVENTS",
+    "FT_METRICS", "FT_STARTED_AT", "FT_FENCE", "FT_BACKEND",
 )  # fmt: skip
 _OVERRIDES = {
     f"FT_{name.upper()}": name
@@ -220,6 +224,8 @@ class Environment:
     """A job that has committed, and whose state is lost, may begin again at step 0 (R21)."""
     fence: str
     """Where ballots travel (`Manager(fence=...)`); '': not said."""
+    transport: str | None
+    """How state moves to replicas that heal: one of `TRANSPORTS`."""
     events: str
     """Folder of the job's event files; '': none are written."""
     metrics: str
@@ -285,6 +291,7 @@ class Environment:
             made_token=switch(env, "FT_MADE_TOKEN"),
             from_scratch=switch(env, "FT_FROM_SCRATCH"),
             fence=env.get("FT_FENCE", ""),
+            transport=string("FT_TRANSPORT"),
             events=env.get("FT_EVENTS", ""),
             metrics=env.get("FT_METRICS", ""),
             started_at=number("FT_STARTED_AT"),
@@ -319,6 +326,17 @@ def whole_number(variables: Mapping[str, str], name: str, default: int) -> int:
         return int(text)
     except ValueError:
         raise ConfigError(f"{name}={text!r} is not a whole number") from None
+
+
+def staging_bytes(variables: Mapping[str, str]) -> int:
+    """How much pinned host memory a heal may use (FT_STAGING_MB). Raises ConfigError if that cannot work."""
+    wanted = whole_number(variables, "FT_STAGING_MB", STAGING_MB)
+    if not STAGING_MB_MIN <= wanted <= STAGING_MB_MAX:
+        raise ConfigError(
+            f"FT_STAGING_MB={wanted} must be between {STAGING_MB_MIN} and {STAGING_MB_MAX}: MiB of pinned host memory "
+            "per rank, in buffers of 4"
+        )
+    return wanted << 20
 
 
 def room_of_run(nth: int) -> str:

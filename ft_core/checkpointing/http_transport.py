@@ -1,8 +1,7 @@
 """`HTTPTransport`: live state over HTTP, zero-copy on the donor, in parallel from several donors.
 
-The reference interface (`send_checkpoint`, `recv_checkpoint`) knows one donor and one step number. The Manager uses
-what lies underneath it directly: `.server` for tags of its own (version and quorum id), prefetch and blobs, and `fetch`
-and `prefetch`, which fill in this transport's token and timeouts.
+The reference interface (`send_checkpoint`, `recv_checkpoint`) knows one donor and one step number. The Manager uses it
+as a `LiveTransport`. `fetch` and `prefetch` fill in this transport's token and timeouts.
 
 Threads: constructing it starts the server's accept thread (users of the name expect that); the rest: `http.server`.
 """
@@ -15,8 +14,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from ft_core.certificates import Tls
 from ft_core.checkpointing.http import client
 from ft_core.checkpointing.http.server import StateServer
-from ft_core.checkpointing.transport import CheckpointTransport
+from ft_core.checkpointing.staging import Staging
+from ft_core.checkpointing.transport import Exchange, LiveTransport, Receiver
 from ft_core.errors import ConfigError
+from ft_core.settings import staging_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -24,20 +25,22 @@ if TYPE_CHECKING:
     from threading import Event
 
     from ft_core.checkpointing.own_state import OwnState
+    from ft_core.checkpointing.range_fetch import FetchResult
     from ft_core.checkpointing.receive_plan import Gauge, Prefetched
 
 T = TypeVar("T")
 _STEP_TAG = "step-"
 
 
-class HTTPTransport(CheckpointTransport[T]):
+class HTTPTransport(LiveTransport[T]):
     """Serves this replica's state and fetches from others.
 
     `timeout`: default deadline of a transfer. `num_chunks` is accepted for compatibility; state is always cut into
     ranges of 4 MiB. `hostname`: what peers connect to (default: this machine's name). `bind`, `port`: where to listen
     (default: as `StateServer`: without a token on this machine only).
     `token`: the job's secret, default `FT_TOKEN`. `idle_s`: how long a donor may be silent.
-    `tls`: the job's certificates, default `FT_TLS_*`.
+    `tls`: the job's certificates, default `FT_TLS_*`. FT_STAGING_MB bounds the pinned host memory that state
+    on a device passes through.
     """
 
     def __init__(
@@ -60,10 +63,47 @@ class HTTPTransport(CheckpointTransport[T]):
         self._idle_s = idle_s if idle_s is not None else min(client.IDLE_S, self._timeout_s)
         self._token = token if token is not None else (os.environ.get("FT_TOKEN") or None)
         self._tls = tls if tls is not None else Tls.from_env(os.environ)
-        self.server = StateServer(self._token, bind=bind, hostname=hostname, port=port, tls=self._tls).start()
+        self.staging = Staging(staging_bytes(os.environ))
+        self.server = StateServer(
+            self._token, bind=bind, hostname=hostname, port=port, tls=self._tls, staging=self.staging
+        ).start()
 
     def __repr__(self) -> str:
         return f"HTTPTransport({self.server!r})"
+
+    def mark(self) -> None:
+        """Copies from and to devices wait for that."""
+        self.staging.mark()
+
+    def offer(self, exchange: Exchange, state: object) -> None:
+        """Offer it to whoever holds the token."""
+        self.server.offer(exchange.tag, state)
+
+    def refuse(self, exchange: Exchange, why: str) -> None:
+        """Answer whoever asks for it so."""
+        self.server.refuse(exchange.tag, why)
+
+    def close(self) -> None:
+        """Close what is offered, but for live state, which may be torn anyway."""
+        self.server.close_all()
+
+    def receive(self, exchange: Exchange, receiver: Receiver) -> FetchResult:
+        """Receive from all donors at once, and pass on what was received to others that heal."""
+
+        def addresses(ranks: tuple[int, ...]) -> list[str]:
+            return [exchange.addresses[rank] for rank in ranks if rank in exchange.addresses]
+
+        return self.fetch(
+            addresses(exchange.donors),
+            exchange.tag,
+            into=receiver.into,
+            deadline_s=receiver.deadline_s,
+            cancel=receiver.cancel,
+            have=receiver.have,
+            own=receiver.own,
+            relays=addresses(exchange.relays),
+            gauge=receiver.gauge,
+        )
 
     def fetch(
         self,
@@ -78,7 +118,7 @@ class HTTPTransport(CheckpointTransport[T]):
         own: OwnState | None = None,
         relays: Sequence[str] | None = None,
         gauge: Gauge | None = None,
-    ) -> client.FetchResult:
+    ) -> FetchResult:
         """`http.client.fetch` with this transport's token and timeouts.
 
         `relays`: not None: this replica serves what it received under `tag`, too, until its server is told to close it.
@@ -98,6 +138,7 @@ class HTTPTransport(CheckpointTransport[T]):
             own=own,
             relays=relays or (),
             gauge=gauge,
+            staging=self.staging,
             arrived=None if relays is None else lambda plan: server.relay(tag, plan),
         )
 
@@ -111,7 +152,7 @@ class HTTPTransport(CheckpointTransport[T]):
         cancel: Event | None = None,
         own: OwnState | None = None,
         gauge: Gauge | None = None,
-    ) -> Prefetched:
+    ) -> Prefetched | None:
         """`http.client.prefetch` with this transport's token and timeouts."""
         return client.prefetch(
             donors,
@@ -124,6 +165,7 @@ class HTTPTransport(CheckpointTransport[T]):
             cancel=cancel,
             own=own,
             gauge=gauge,
+            staging=self.staging,
         )
 
     def get_blob(
@@ -140,7 +182,7 @@ class HTTPTransport(CheckpointTransport[T]):
     def send_checkpoint(self, dst_ranks: list[int], step: int, state_dict: T, timeout: timedelta) -> None:
         """Offer `state_dict` to whoever holds the token, until `disallow_checkpoint`; returns at once."""
         del dst_ranks, timeout  # receivers come by themselves, and at their own pace
-        self.server.offer(f"{_STEP_TAG}{step}", state_dict)
+        self.server.offer(step_tag(step), state_dict)
 
     def disallow_checkpoint(self) -> None:
         """Close what `send_checkpoint` offered."""
@@ -151,10 +193,16 @@ class HTTPTransport(CheckpointTransport[T]):
     def recv_checkpoint(self, src_rank: int, metadata: str, step: int, timeout: timedelta) -> T:
         """Receive the state of `step` into fresh memory; waits for the donor to offer it."""
         del src_rank
-        state: Any = self.fetch([metadata], f"{_STEP_TAG}{step}", deadline_s=timeout.total_seconds()).state
+        state: Any = self.fetch([metadata], step_tag(step), deadline_s=timeout.total_seconds()).state
         return state  # type: ignore[no-any-return]
 
     def shutdown(self, wait: bool = True) -> None:
         """Stop serving state to other replicas."""
         del wait  # bounded either way
         self.server.shutdown()
+        self.staging.drop()
+
+
+def step_tag(step: int) -> str:
+    """Name of what `send_checkpoint` offers."""
+    return f"{_STEP_TAG}{step}"

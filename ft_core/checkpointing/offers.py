@@ -221,6 +221,13 @@ class OfferBook:
             with self._lock:
                 offer.sending.discard(sock)
 
+    def confirm(self, offer: Offer) -> None:
+        """What was read of an offer until now counts; `Cut`: it was closed."""
+        with self._lock:
+            offer.last_used_s = time.monotonic()
+            if offer.closed:
+                raise Cut
+
     def expire_live(self) -> float | None:
         """Drop the live offer if it is idle; else the seconds until it may be. None if there is none."""
         with self._lock:

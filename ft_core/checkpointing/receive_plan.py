@@ -1,9 +1,11 @@
 """Where received bytes go: into the receiver's own tensors where they match, else into fresh memory.
 
 `ReceivePlan` pairs a donor's manifest with memory on this side: one target per range. A leaf goes *in place* if the
-receiver's own state has a plain, contiguous CPU tensor at the same key path with the same dtype and shape, and no other
-leaf was given (part of) the same memory. Packs of small leaves are received into a buffer and copied out at the end,
-when everything has been verified.
+receiver's own state has a plain, contiguous tensor at the same key path with the same dtype and shape, and no other
+leaf was given (part of) the same memory. Where that lies on a device, a range lands in a buffer of pinned memory and is
+copied to the device once it was verified, while others are still on their way; the state is not handed out before all
+those copies have ended. Packs of small leaves are received into a buffer and copied out at the end, when everything has
+been verified.
 
 `Prefetched` has what lies in that memory: for every range that arrived whole, the checksum of its bytes, by range key.
 A later plan takes it over, so that only ranges whose checksum differs from the donor's have to travel. It is kept
@@ -12,22 +14,27 @@ can be continued with it.
 
 Invariants
 - No two ranges share target memory, so several threads may fill ranges at once.
+- Nothing is copied to a device that was not verified, nor before the device has done what the state's owner had
+  launched at the boundary.
 - `Prefetched.sums[key]` is the checksum of what is in memory, provided nobody else writes there; tensors whose
   `_version` moved are checked again.
 
 Threads: built by one worker and finished by the caller of fetch; `forget` and `arrived` are called under the fetch's
-lock; workers write only into `target(i)` of ranges they own.
+lock; workers write only into `landing(i)` of ranges they own.
 """
 
 from __future__ import annotations
 
 import bisect
+from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ft_core.checkpointing import state_types
+from ft_core.checkpointing import devices, state_types
+from ft_core.checkpointing.devices import byte_slice
+from ft_core.checkpointing.staging import COPY_S
 from ft_core.checkpointing.state_encoding import Leaf, decode_tree
 from ft_core.checkpointing.tensor_bytes import byte_view, checksum, fresh, version_of
 from ft_core.checkpointing.tree import is_plain_tensor, tensor_paths
@@ -36,8 +43,10 @@ from ft_core.errors import HealError, StateRefusedError
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
+    from ft_core.checkpointing.devices import Device, Moment
     from ft_core.checkpointing.own_state import OwnState
     from ft_core.checkpointing.ranges import Manifest
+    from ft_core.checkpointing.staging import Staging
 
 
 @dataclass(slots=True, repr=False)
@@ -81,6 +90,8 @@ class Given:
     only: Callable[[str], bool] | None = None
     own: OwnState | None = None
     gauge: Gauge = field(default_factory=Gauge)
+    staging: Staging | None = None
+    """What passes on the way to devices; None: nothing is received into device memory."""
 
 
 class ReceivePlan:
@@ -93,12 +104,16 @@ class ReceivePlan:
         _check_classes(manifest, self.classes)
         self.kept = given.have if given.have is not None else Prefetched()
         self._own = tensor_paths(given.into) if given.into is not None else {}
-        self._claimed: list[tuple[int, int]] = []  # sorted, disjoint (start, stop) addresses
+        self._staging = given.staging
+        self._landed: dict[int, torch.Tensor] = {}  # range -> buffer it is received into; as many as are under way
+        self._copies: deque[Moment] = deque()  # ends of copies to devices, as many as there are ranges
+        self._ordered: set[Device] = set()  # those whose copies wait for the boundary: later ones come behind them
+        self._claimed: dict[torch.device, list[tuple[int, int]]] = {}  # sorted, disjoint (start, stop) addresses
         self._in_place: list[torch.Tensor] = []
         self._wanted = [only is None or only(leaf.path) for leaf in manifest.leaves]
         self._tensors = [self._memory(leaf, self._wanted[i]) for i, leaf in enumerate(manifest.leaves)]
-        self._views = [byte_view(t) for t in self._tensors]
-        self._targets: list[memoryview] = []
+        self._views = [byte_view(t) if devices.device_of(t) is None else None for t in self._tensors]
+        self._targets: list[memoryview | None] = []
         self.known: list[int | None] = []
         self.needed: list[int] = []
         packs: dict[str, bytearray] = {}
@@ -108,7 +123,8 @@ class ReceivePlan:
                 self._targets.append(memoryview(packs[part.key]))
                 use = any(self._wanted[leaf] for leaf, _ in part.members)
             else:
-                self._targets.append(self._views[part.leaf][part.start : part.stop])
+                view = self._views[part.leaf]
+                self._targets.append(None if view is None else view[part.start : part.stop])
                 use = self._wanted[part.leaf]
             if use:
                 self.needed.append(index)
@@ -120,9 +136,31 @@ class ReceivePlan:
         """Bytes of the ranges that are needed, whether they have to travel or not."""
         return sum(self.manifest.ranges[i].nbytes for i in self.needed)
 
-    def target(self, index: int) -> memoryview:
-        """The memory range `index` is received into."""
+    def target(self, index: int) -> memoryview | None:
+        """The memory that range `index` belongs to; None: it lies on a device."""
         return self._targets[index]
+
+    def landing(self, index: int, within_s: float) -> memoryview | None:
+        """The memory to receive range `index` into; None: all buffers for devices are in use for so long."""
+        part, target = self.manifest.ranges[index], self._targets[index]
+        if target is not None:
+            return target
+        buffer = self._landed.get(index)
+        if buffer is None:
+            assert part.leaf is not None
+            assert self._staging is not None
+            buffer = self._staging.take(_device(self._tensors[part.leaf]), within_s)
+            if buffer is None:
+                return None
+            self._landed[index] = buffer
+        return byte_view(buffer)[: part.nbytes]
+
+    def abandon(self, index: int) -> None:
+        """Range `index` is not received any more, by whoever had its landing; it may be given another one."""
+        buffer = self._landed.pop(index, None)
+        if buffer is not None:
+            assert self._staging is not None
+            self._staging.give_back(buffer)
 
     def tensor(self, leaf: int) -> torch.Tensor:
         """The memory of a leaf."""
@@ -137,22 +175,60 @@ class ReceivePlan:
         self.kept.sums.pop(self.manifest.ranges[index].key, None)
 
     def arrived(self, index: int, value: int) -> None:
-        """Range `index` is in memory as a whole, with this checksum."""
-        self.kept.sums[self.manifest.ranges[index].key] = value
+        """Range `index` has landed as a whole, with this checksum. Raises HealError: its device cannot copy it."""
+        part, buffer = self.manifest.ranges[index], self._landed.get(index)
+        if buffer is not None:
+            assert part.leaf is not None
+            moment = self._copy(self._tensors[part.leaf], part.start, buffer[: part.nbytes])
+            del self._landed[index]
+            assert self._staging is not None
+            self._staging.give_back(buffer, moment)
+        self.kept.sums[part.key] = value
 
     def finish(self) -> Any:
         """All needed ranges hold verified bytes: copy the packs out, and build the state."""
         for index in self.needed:
             target = self._targets[index]
             for leaf, offset in self.manifest.ranges[index].members:
-                if self._wanted[leaf]:
-                    view = self._views[leaf]
-                    view[:] = target[offset : offset + len(view)]
+                if not self._wanted[leaf]:
+                    continue
+                assert target is not None
+                view, nbytes = self._views[leaf], self.manifest.leaves[leaf].nbytes
+                if view is None:
+                    self._copy(
+                        self._tensors[leaf], 0, torch.frombuffer(target[offset : offset + nbytes], dtype=torch.uint8)
+                    )
+                else:
+                    view[:] = target[offset : offset + nbytes]
         self.settle()
         return decode_tree(self.manifest.skeleton, self._tensors, self.classes)
 
+    def _copy(self, tensor: torch.Tensor, start: int, source: torch.Tensor) -> Moment:
+        """Begin to copy bytes to a tensor on a device, behind what its owner had launched."""
+        device = _device(tensor)
+        assert self._staging is not None
+        try:
+            after = None if device in self._ordered else self._staging.boundary(device)
+            moment = device.copy(byte_slice(tensor, start, start + source.numel()), source, after)
+        except RuntimeError as e:
+            raise HealError(f"the device could not take {source.numel()} bytes: {e}") from e
+        self._ordered.add(device)
+        self._copies.append(moment)
+        return moment
+
     def settle(self) -> None:
-        """Nothing is received any more: mark for autograd that the tensors were written to, behind its back."""
+        """Nothing is received any more: wait for what devices copy, mark for autograd that tensors were written to.
+
+        Raises HealError: a device did not copy what it was given.
+        """
+        copies = list(self._copies)
+        self._copies.clear()
+        try:
+            done = all(moment.wait(COPY_S) for moment in copies)
+        except RuntimeError as e:
+            raise HealError(f"a device could not copy the received state: {e}") from e
+        if not done:
+            raise HealError(f"a device has not copied the received state within {COPY_S:g} s")
         for tensor in self._in_place:
             if not tensor.is_inference():
                 torch.autograd.graph.increment_version(tensor)
@@ -184,7 +260,7 @@ class ReceivePlan:
             not is_plain_tensor(tensor)
             or tensor.dtype != leaf.dtype
             or tuple(tensor.shape) != leaf.shape
-            or tensor.device.type != "cpu"
+            or not self._reaches(tensor)
             or not tensor.is_contiguous()
             or tensor.is_conj()
             or tensor.is_neg()
@@ -193,13 +269,19 @@ class ReceivePlan:
         if leaf.nbytes == 0:
             return True
         start, stop = tensor.data_ptr(), tensor.data_ptr() + leaf.nbytes
-        at = bisect.bisect_left(self._claimed, (start, stop))
-        before, after = self._claimed[at - 1 : at], self._claimed[at : at + 1]
+        claimed = self._claimed.setdefault(tensor.device, [])
+        at = bisect.bisect_left(claimed, (start, stop))
+        before, after = claimed[at - 1 : at], claimed[at : at + 1]
         # Tied here but not at the donor: two ranges would be written to the same memory at once.
         if (at and before[0][1] > start) or (after and after[0][0] < stop):
             return False
-        self._claimed.insert(at, (start, stop))
+        claimed.insert(at, (start, stop))
         return True
+
+    def _reaches(self, tensor: torch.Tensor) -> bool:
+        """Whether a range can get there."""
+        on_device = devices.device_of(tensor) is not None
+        return self._staging is not None if on_device else tensor.device.type == "cpu"
 
     def _known_sum(self, index: int) -> int | None:
         part = self.manifest.ranges[index]
@@ -211,8 +293,15 @@ class ReceivePlan:
         if self.kept.tensors.get(identity) is not tensor:
             return None
         if self.kept.versions.get(identity) != version_of(tensor):
-            return checksum(self._targets[index])
+            target = self._targets[index]
+            return None if target is None else checksum(target)
         return value
+
+
+def _device(tensor: torch.Tensor) -> Device:
+    device = devices.device_of(tensor)
+    assert device is not None
+    return device
 
 
 def _check_classes(manifest: Manifest, known: Mapping[str, type]) -> None:

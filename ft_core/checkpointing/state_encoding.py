@@ -13,10 +13,9 @@ Invariants
 - A class is named, never sent: `state_types` decides which instances can travel, and which of them are rebuilt.
 - Leaf order is the traversal order, so equal structures give equal leaf lists on every donor. That is why a tensor may
   not sit in a set or be a dict key: neither has an order that all donors share.
-- Two places that hold the same memory, shape and strides share one leaf (tied weights are sent once). Tensors that
-  overlap in any other way are sent separately.
-- `Encoded.tensors` are contiguous CPU tensors. Where `owned` is False they alias the live memory of the state, with a
-  TensorImpl of their own, so `p.data = other` in the trainer does not free what is being served.
+- Two places that hold the same memory, shape and strides share one leaf (tied weights); other overlaps are sent twice.
+- `Encoded.tensors` are contiguous CPU tensors, or (`on_devices`) lie where a device copies them later. Where `owned` is
+  False they alias the live state, with a TensorImpl of their own: the trainer's `p.data = other` does not free them.
 
 Threads: pure functions on the caller's thread; nothing is kept.
 """
@@ -34,7 +33,7 @@ from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 import torch
 
-from ft_core.checkpointing import state_types
+from ft_core.checkpointing import devices, state_types
 from ft_core.checkpointing.sharded_state import LocalShard, Sharding
 from ft_core.checkpointing.tensor_bytes import byte_view
 from ft_core.checkpointing.tree import MAX_DEPTH, ROOT, is_plain_tensor
@@ -44,7 +43,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
 INLINE_BYTES_MAX: Final = 1024
-"""Longer `bytes` values become leaves, so that they are not base64-encoded into the skeleton."""
+"""Longer `bytes` values become leaves: the skeleton would have them in base64."""
 
 DTYPES: Final[dict[str, torch.dtype]] = {
     str(value).removeprefix("torch."): value
@@ -106,14 +105,14 @@ class Encoded:
         return json.dumps(self.skeleton, separators=(",", ":")).encode("ascii")
 
 
-def encode(state: object, *, dry: bool = False) -> Encoded:
+def encode(state: object, *, dry: bool = False, on_devices: bool = False) -> Encoded:
     """Split `state` into skeleton and leaves.
 
-    Copies only what cannot be served from where it lies (CUDA and non-contiguous tensors, numpy arrays, bytes).
-    `dry`: copies nothing; for whoever wants to know whether the state can be carried. The result has no `tensors`.
+    Copies only what cannot be served from where it lies (device memory, non-contiguous tensors, numpy arrays, bytes).
+    `on_devices`: what `devices` can copy later stays where it is. `dry`: copies nothing; the result has no `tensors`.
     Raises `EncodingError` naming the key path of the first value that cannot be carried.
     """
-    encoder = _Encoder(dry)
+    encoder = _Encoder(dry, on_devices)
     encoder.result.skeleton = encoder.node(state, ROOT, 0)
     return encoder.result
 
@@ -143,8 +142,8 @@ def decode_tree(tree: Any, tensors: Sequence[torch.Tensor], known: Mapping[str, 
 class _Encoder:
     """One walk. `shared` maps the identity of a tensor's memory to its leaf."""
 
-    def __init__(self, dry: bool) -> None:
-        self.dry = dry
+    def __init__(self, dry: bool, on_devices: bool) -> None:
+        self.dry, self.on_devices = dry, on_devices
         self.result = Encoded(None)
         self.shared: dict[tuple[Any, ...], int] = {}
         self.unordered = 0  # > 0 inside a set or a dict key, where tensors are refused
@@ -316,7 +315,8 @@ class _Encoder:
         if self.dry:
             index = self.leaf(Leaf(path, plain.dtype, tuple(plain.shape)))
         else:
-            held = plain.resolve_conj().resolve_neg().cpu().contiguous()
+            held = plain.resolve_conj().resolve_neg()
+            held = (held if self.on_devices and devices.device_of(plain) is not None else held.cpu()).contiguous()
             index = self.add(held, path, owned=held.data_ptr() != plain.data_ptr())
         self.shared[key] = index
         return index

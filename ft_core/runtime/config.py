@@ -20,7 +20,7 @@ from ft_core.network import advertised_host, is_loopback
 from ft_core.protocol.rank.settings import RankSettings
 from ft_core.rpc.channel import check_schemes
 from ft_core.runtime import notices
-from ft_core.settings import MAX_REPLICAS, Environment, TimeBudget, whole_number
+from ft_core.settings import MAX_REPLICAS, TRANSPORTS, Environment, TimeBudget, whole_number
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -65,6 +65,9 @@ class Arguments:
     use_async_quorum: bool = True
     warm_up: bool = True
     fence: str | None = None
+    transport: str | None = None
+    own_transport: str = ""
+    """Kind of the transport that the caller passed; '': none."""
 
 
 @dataclass(frozen=True)
@@ -98,6 +101,8 @@ class Config:
     from_scratch: bool
     use_async_quorum: bool
     warm_up: bool
+    transport: str
+    """"http", "pg", or the kind of the caller's own."""
     events: str
     """Folder of the job's event files; '': none are written."""
     metrics: str
@@ -165,7 +170,8 @@ def resolve(arguments: Arguments, variables: Mapping[str, str]) -> Config:
         incarnation_key=f"ft_core/{name if a.replica_id or env.replica_id else 'group'}/{start_of_group}",
         on_exhausted=on_exhausted, fence=_fence(a, env),
         room=a.room_id, from_scratch=env.from_scratch if a.from_scratch is None else a.from_scratch,
-        use_async_quorum=a.use_async_quorum, warm_up=a.warm_up, events=env.events,
+        use_async_quorum=a.use_async_quorum, warm_up=a.warm_up, transport=_transport(a, env, tls),
+        events=env.events,
         metrics=env.metrics, admission=admission, started_at=env.started_at,
     )  # fmt: skip
 
@@ -210,6 +216,23 @@ def _check_counts(a: Arguments) -> None:
     ):  # fmt: skip
         if value < 0:
             raise ConfigError(f"{setting}={value} must be 0 (never) or a number of commits")
+
+
+def _transport(a: Arguments, env: Environment, tls: Tls | None) -> str:
+    """How state moves. HTTP where nothing else is said: docs/state-transport.md has the figures."""
+    if a.own_transport:
+        if a.transport is not None:
+            raise ConfigError(f"transport={a.transport!r} and checkpoint_transport: give one of them, not both")
+        return a.own_transport
+    setting, wanted = ("transport", a.transport) if a.transport is not None else ("FT_TRANSPORT", env.transport)
+    if wanted is not None and wanted not in TRANSPORTS:
+        raise ConfigError(f"{setting}={wanted!r} must be one of {', '.join(map(repr, TRANSPORTS))}")
+    if wanted == "pg" and tls is not None:
+        raise ConfigError(
+            f"{setting}='pg' sends state over a process group, which encrypts nothing, and certificates are set "
+            "(FT_TLS_*): use 'http', or unset them"
+        )
+    return "pg" if wanted == "pg" else "http"
 
 
 def _certificates(variables: Mapping[str, str]) -> Tls | None:

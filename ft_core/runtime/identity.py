@@ -73,6 +73,7 @@ def describe(
     settings["parity_sample_steps"] = config.parity_sample_steps
     settings["pg"] = backend
     settings["require_all_contributions"] = rank.attempt.whole_steps
+    settings["transport of state"] = config.transport
     if says_positions:
         settings["version of ft_core"] = "sends positions with asks"
     settings["number of models in DistributedDataParallel"] = len(reducers)

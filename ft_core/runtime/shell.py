@@ -245,7 +245,7 @@ class RankShell:
         self.transfer.close()
         holder = plan.replica_rank not in plan.healing and not plan.excluded
         if plan.healing and holder and view is not None:
-            self.transfer.offer(plan, view, self.budget.timeout_s)
+            self.transfer.offer(plan, self.place(plan)[0], view, self.budget.timeout_s)
 
     def _forms(self, plan: Plan) -> bool:
         return self.rank.phase is Phase.FORMING and self.rank.plan is plan
@@ -290,7 +290,7 @@ class RankShell:
                 self.transfer.know(view())
         try:
             with self.busy("healing", self.budget.heal_s, told=False):
-                received = self.transfer.receive(plan, into, cancel)
+                received = self.transfer.receive(plan, self.place(plan)[0], into, cancel)
         except HealError as error:
             # If no donor can send it, asking again would disturb the others at every step: this replica ends (R11).
             self.dispatch(on.ReceiveFailed(plan.quorum_id, error, final=isinstance(error, StateRefusedError)))

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from ft_core.addresses import Addresses
-from ft_core.checkpointing import CheckpointTransport, HTTPTransport
+from ft_core.checkpointing import CheckpointTransport, HTTPTransport, PGTransport
 from ft_core.control.lighthouse.lease_client import LeaseSettings
 from ft_core.control.link import Control, LeaderControl, LocalControl, RankControl
 from ft_core.errors import ConfigError, LighthouseError
@@ -61,10 +61,7 @@ def start(config: Config, pg: ProcessGroup | ByDevice, transport: CheckpointTran
     communicators.set_timeout(WATCHED)
     mine = transport is None
     if transport is None:
-        transport = HTTPTransport(
-            timedelta(seconds=config.budget.heal_s), hostname=config.host, token=config.token or None,
-            bind=config.bind, idle_s=config.budget.transfer_idle_s, tls=config.tls,
-        )  # fmt: skip
+        transport = _transport(config, pg)
     else:
         _check_reachable(transport, config.host)
     shell = RankShell(
@@ -78,6 +75,22 @@ def start(config: Config, pg: ProcessGroup | ByDevice, transport: CheckpointTran
         raise
     shell.control_ports = _ports(config, shell.control)
     return Parts(shell, store, store_address, secrets.randbits(62) | 1)
+
+
+def _transport(config: Config, pg: ProcessGroup) -> CheckpointTransport[Any]:
+    """What the caller chose by name."""
+    within, idle_s, token = timedelta(seconds=config.budget.heal_s), config.budget.transfer_idle_s, config.token or None
+    if config.transport == "pg":
+        return PGTransport(pg, within, hostname=config.host, token=token, bind=config.bind, idle_s=idle_s)
+    return HTTPTransport(within, hostname=config.host, token=token, bind=config.bind, idle_s=idle_s, tls=config.tls)
+
+
+def kind_of(transport: CheckpointTransport[Any] | None) -> str:
+    """What replicas compare of a transport that the caller has made; '': it has made none."""
+    if transport is None:
+        return ""
+    kinds: dict[type, str] = {HTTPTransport: "http", PGTransport: "pg"}
+    return kinds.get(type(transport), type(transport).__name__)
 
 
 def _check_reachable(transport: CheckpointTransport[Any], host: str) -> None:

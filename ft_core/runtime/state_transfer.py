@@ -1,8 +1,8 @@
 """Moving live state between replicas, as one Manager needs it: offer what I hold, receive what I lack.
 
-How it works. Over `HTTPTransport` state is offered under a tag that names quorum and version, and received from
-several donors at once; a newcomer copies most of it before it joins (prefetch) and only fetches what differs once it
-is in. Any other `CheckpointTransport` is driven through its four calls, one donor at a time.
+How it works. Over a `LiveTransport` state is offered under a tag that names quorum and version, and received from
+several donors at once; a newcomer copies most of it before it joins (prefetch, if the transport can) and only fetches
+what differs once it is in. Any other `CheckpointTransport` is driven through its four calls, one donor at a time.
 
 A donor never dies of a join: if its state cannot be sent it tells the receivers so, logs it once and trains on.
 Whether it can be sent is looked at before training, when the first quorum is asked for (`check`).
@@ -23,8 +23,9 @@ from datetime import timedelta
 from threading import Event
 from typing import TYPE_CHECKING, Any
 
-from ft_core.checkpointing import CheckpointTransport, HTTPTransport, OwnState
+from ft_core.checkpointing import CheckpointTransport, OwnState
 from ft_core.checkpointing.receive_plan import Gauge
+from ft_core.checkpointing.transport import Exchange, LiveTransport, Receiver
 from ft_core.errors import EncodingError, HealError, StateRefusedError
 
 if TYPE_CHECKING:
@@ -60,7 +61,7 @@ class Healing:
 
     def __init__(self, transport: CheckpointTransport[Any], group_rank: int, heal_s: float, replica_id: str) -> None:
         self._transport = transport
-        self._live = transport if isinstance(transport, HTTPTransport) else None
+        self._live = transport if isinstance(transport, LiveTransport) else None
         self._replica_id = replica_id
         self._own: OwnState | None = None
         self._told = ""
@@ -105,17 +106,25 @@ class Healing:
         if self._live is not None:
             self._own = OwnState.of(state)
 
+    def mark(self) -> None:
+        """Training thread, where state is collected: devices have to come so far before it is read or written."""
+        if self._live is not None:
+            self._live.mark()
+
     def offer_live(self, state: Callable[[], Mapping[str, Any]]) -> None:
         """Let newcomers copy a state as it is and as it changes. Never raises, also if `state` does."""
         assert self._live is not None
         server = self._live.server
         self._try(lambda: server.offer_live(state()), server.refuse_live)
 
-    def offer(self, plan: Plan, state: Callable[[], Mapping[str, Any]], timeout_s: float) -> None:
-        """Serve a state, which is `plan.target`, to the members that heal in this quorum. Never raises."""
+    def offer(self, plan: Plan, store: str, state: Callable[[], Mapping[str, Any]], timeout_s: float) -> None:
+        """Serve a state, which is `plan.target`, to the members that heal in this quorum. Never raises.
+
+        `store`: host:port/prefix in the quorum's c10d store, for this quorum and group rank.
+        """
         if self._live is not None:
-            server, tag = self._live.server, state_tag(plan.quorum_id, plan.target)
-            self._try(lambda: server.offer(tag, state()), lambda why: server.refuse(tag, why))
+            live, exchange = self._live, self._exchange(plan, store)
+            self._try(lambda: live.offer(exchange, state()), lambda why: live.refuse(exchange, why))
             return
         ranks, limit = list(plan.healing), timedelta(seconds=timeout_s)
         self._try(
@@ -138,7 +147,7 @@ class Healing:
     def close(self) -> None:
         """Nothing offered is served any more: the state is about to change. Does not wait for receivers."""
         if self._live is not None:
-            self._live.server.close_all()
+            self._live.close()
         else:
             self._transport.disallow_checkpoint()
 
@@ -161,7 +170,7 @@ class Healing:
             return False
         started, self._gauge = time.monotonic(), Gauge()
         try:
-            self._prefetched = self._live.prefetch(
+            found = self._live.prefetch(
                 donors,
                 into=into,
                 deadline_s=self._heal_s,
@@ -170,7 +179,6 @@ class Healing:
                 own=self._own,
                 gauge=self._gauge,
             )
-            self._into = into
         except StateRefusedError:
             self._gauge = Gauge()
             raise
@@ -179,9 +187,12 @@ class Healing:
             # No donor answered at all, so nothing was written: perhaps they are those of a job that has ended.
             log.info("prefetch of live state failed (%s); the whole state is fetched after joining", error)
             return False
+        if found is None:
+            return False
+        self._prefetched, self._into = found, into
         log.info(
             "prefetched %.1f MB of live state from %d donors in %.2f s",
-            self._prefetched.bytes / 1e6, len(self._prefetched.donors_used), time.monotonic() - started,
+            found.bytes / 1e6, len(found.donors_used), time.monotonic() - started,
         )  # fmt: skip
         return into is not None
 
@@ -212,30 +223,25 @@ class Healing:
             if self._live is not None:
                 self._own = OwnState.of(state)
 
-    def receive(self, plan: Plan, into: Mapping[str, Any] | None, cancel: Event) -> Received:
-        """Receive `plan.target` from its donors, verified. Blocks, until `cancel` is set; raises HealError."""
+    def receive(self, plan: Plan, store: str, into: Mapping[str, Any] | None, cancel: Event) -> Received:
+        """Receive `plan.target` from its donors, verified. Blocks, until `cancel` is set; raises HealError.
+
+        `store`: as for `offer`.
+        """
         self._gauge = Gauge()
         try:
-            return self._receive(plan, into, cancel)
+            return self._receive(plan, store, into, cancel)
         except BaseException:
             self._gauge = Gauge()  # nothing is being received any more
             raise
 
-    def _receive(self, plan: Plan, into: Mapping[str, Any] | None, cancel: Event) -> Received:
+    def _receive(self, plan: Plan, store: str, into: Mapping[str, Any] | None, cancel: Event) -> Received:
         started = time.monotonic()
         if self._live is not None:
             have, self._prefetched = self._prefetched, None
-            found = self._live.fetch(
-                self._addresses(plan, plan.donors),
-                state_tag(plan.quorum_id, plan.target),
-                into=into if into is not None else self._into,
-                deadline_s=self._heal_s,
-                cancel=cancel,
-                have=have,
-                own=self._own,
-                relays=self._addresses(plan, plan.relays),
-                gauge=self._gauge,
-            )
+            own_memory = into if into is not None else self._into
+            receiver = Receiver(own_memory, have, self._own, self._gauge, cancel, deadline_s=self._heal_s)
+            found = self._live.receive(self._exchange(plan, store), receiver)
             self._into = None
             return Received(plan.quorum_id, found.state, found.bytes, time.monotonic() - started, found.donors_used)
         failures = []
@@ -262,6 +268,13 @@ class Healing:
         self._cancel.set()
         self._transport.shutdown()
 
-    def _addresses(self, plan: Plan, ranks: Sequence[int]) -> list[str]:
-        members = plan.quorum.members
-        return [members[r].heal_addresses[self._group_rank] for r in ranks if members[r].heal_addresses]
+    def _exchange(self, plan: Plan, store: str) -> Exchange:
+        addresses = {
+            rank: member.heal_addresses[self._group_rank]
+            for rank, member in enumerate(plan.quorum.members)
+            if len(member.heal_addresses) > self._group_rank
+        }
+        return Exchange(
+            state_tag(plan.quorum_id, plan.target), self._replica_id, plan.replica_rank, store, plan.holders,
+            plan.healing, addresses, plan.donors, plan.relays,
+        )  # fmt: skip

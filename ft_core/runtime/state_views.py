@@ -73,6 +73,7 @@ class StateViews:
                 raise failed
 
             return fail
+        self._shell.transfer.mark()
         if first:
             self._shell.transfer.check(state)
         return lambda: state

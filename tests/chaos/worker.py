@@ -6,27 +6,32 @@ long a step takes at least), FORK (keep a forked child alive, as DataLoader work
 step), HANG_ONCE (name:steps: that group hangs after so many commits of its first run), BN (a BatchNorm layer), METRIC
 (a collective of the user's after backward; SILENT_AT: stop before that of this step), PARITY (parity_check_every),
 CORRUPT_AT (rank:step after which this rank's parameters silently change), FILES (how many files it may open after its
-start), TRACED (anybody may trace it), MACHINE (the network namespace to run in), GROUP (the class of process group; one
-in a child prints `child PID`), PIDS and LOG (say more).
+start), INERT_MB (so much more state), DIES_GIVING (kills itself with SIGKILL amid so manyth range that it gives over a
+process group), TRACED (anybody may trace it), MACHINE (the network namespace to run in), GROUP (the class of process
+group; one in a child prints `child PID`), PIDS and LOG (say more).
 """
 
 from __future__ import annotations
 
 import ctypes
 import hashlib
+import itertools
 import logging
 import os
 import pathlib
 import resource
+import signal
 import sys
 import threading
 from datetime import timedelta
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import nn
 
 from ft_core import DistributedDataParallel, Manager, Optimizer, process_group
+from ft_core.checkpointing.pg.donor import PgDonor
 
 CLONE_NEWNET = 0x40000000
 PR_SET_PTRACER = 0x59616D61
@@ -62,6 +67,21 @@ def limit_files(more: str | None) -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + int(more), most))
 
 
+def die_giving(nth: str | None) -> None:
+    """This process kills itself when it gives state over a process group: with a range on its way."""
+    if nth is None:
+        return
+    original, given = PgDonor._send, itertools.count(1)
+
+    def send(donor: PgDonor, answer: Any) -> None:
+        original(donor, answer)
+        if next(given) == int(nth):
+            say("dies giving")
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    mock.patch.object(PgDonor, "_send", send).start()
+
+
 def let_trace(wanted: str | None) -> None:
     """Anybody may trace this process (Yama)."""
     if wanted is not None:
@@ -92,6 +112,8 @@ def main() -> int:
     layers = [nn.Linear(20, 64), *([nn.BatchNorm1d(64)] if env.get("BN") else []), nn.ReLU(), nn.Linear(64, 4)]
     model = nn.Sequential(*layers)
     inner = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    inert = torch.full((int(env.get("INERT_MB", "0")) << 18,), float(os.getpid()))
+    die_giving(env.get("DIES_GIVING"))
 
     def load_state(state: dict[str, Any]) -> None:
         model.load_state_dict(state["model"])
@@ -100,7 +122,7 @@ def main() -> int:
     group = getattr(process_group, env.get("GROUP", "ProcessGroupGloo"))()
     manager = Manager(
         pg=group,
-        state_dict=lambda: {"model": model.state_dict(), "optim": inner.state_dict()},
+        state_dict=lambda: {"model": model.state_dict(), "optim": inner.state_dict(), "inert": inert},
         load_state_dict=load_state,
         timeout=timedelta(seconds=float(env.get("TIMEOUT_S", "20"))),
         parity_check_every=int(env.get("PARITY", "0")),

@@ -103,10 +103,10 @@ def test_32_groups_that_start_at_step_0_receive_from_one_source(monkeypatch: pyt
         state: dict[str, Any] = {"w": torch.randn(3 * MIB), "n": [1, 2, torch.arange(5)]}
         assert [p.donors for p in plans[1:]] == [(0,)] * (GROUPS - 1)
         calls = [
-            lambda h=h, p=p: h.receive(p, None, threading.Event())
+            lambda h=h, p=p: h.receive(p, "h:1/q", None, threading.Event())
             for h, p in list(zip(healings, plans, strict=True))[1:]
         ]
-        healings[0].offer(plans[0], lambda: state, 30.0)
+        healings[0].offer(plans[0], "h:1/q", lambda: state, 30.0)
         results: list[Any] = in_parallel(*calls)
         assert [r for r in results if isinstance(r, Exception)] == []
         assert all(torch.equal(r.state["w"], state["w"]) for r in results)

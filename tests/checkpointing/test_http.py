@@ -16,6 +16,8 @@ from ft_core.checkpointing import Prefetched, StateServer, fetch, get_blob, offe
 from ft_core.checkpointing.http import places
 from ft_core.checkpointing.http import server as http_server
 from ft_core.checkpointing.http.answers import Answers
+from ft_core.checkpointing.range_sums import RangeSums
+from ft_core.checkpointing.staging import Reading
 from ft_core.errors import ConfigError, EncodingError, HealError, UsageError
 from tests.checkpointing.conftest import MIB, Gate, assert_same_state, heal_threads, make_state
 
@@ -205,7 +207,7 @@ def test_several_tags_and_their_bound(donor: Start) -> None:
     server = donor()
     held = torch.zeros(MIB)
     server.offer("t0", {"x": held})
-    alive = weakref.ref(server._book._offers["t0"])
+    alive = weakref.ref(server.book._offers["t0"])
     for i in range(1, 1 + offers.OFFERS_MAX):
         server.offer(f"t{i}", {"x": i})
     assert server.open_tags() == ["t1", "t2", "t3", "t4"]
@@ -230,18 +232,21 @@ def test_a_flipped_byte_is_noticed(donor: Start, monkeypatch: pytest.MonkeyPatch
     state = make_state(1)
     server = donor()
     server.offer("t", state)
-    original = Answers._checksum
+    read, summed = RangeSums.of, RangeSums.sum
     flips: list[int] = []
 
-    def flipping(self: Answers, offer: Any, index: int) -> tuple[int, memoryview]:
-        value, view = original(self, offer, index)
+    def flipping(self: RangeSums, offer: Any, index: int) -> Reading:
         flips.append(1)
+        view = bytearray(read(self, offer, index).view())
         if always or len(flips) == 1:
-            view = memoryview(bytearray(view))
             view[len(view) // 2] ^= 1
-        return value, view
+        return Reading(self.staging, memoryview(view), [], len(view))
 
-    monkeypatch.setattr(Answers, "_checksum", flipping)
+    def sum_before(self: RangeSums, offer: Any, index: int, view: memoryview) -> int:
+        return summed(self, offer, index, read(self, offer, index).view())
+
+    monkeypatch.setattr(RangeSums, "of", flipping)
+    monkeypatch.setattr(RangeSums, "sum", sum_before)
     if always:
         with pytest.raises(HealError, match="checksum of range"):
             fetch([server.address], "t")
@@ -475,7 +480,7 @@ def test_repr_is_a_summary(donor: Start) -> None:
     assert (
         repr(server) == f"StateServer({server.address}, listening, offers=['t'], Places(0 served, 0 waiting, 0 parked))"
     )
-    assert repr(server._book._offers["t"]) == "Offer('t', 0 tensors, 0 B, open)"
+    assert repr(server.book._offers["t"]) == "Offer('t', 0 tensors, 0 B, open)"
     server.shutdown()
     assert "stopped" in repr(server)
 

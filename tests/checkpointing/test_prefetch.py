@@ -191,7 +191,7 @@ def test_an_idle_live_offer_lets_its_tensors_go(donor: Start, monkeypatch: pytes
     monkeypatch.setattr(offers, "LIVE_IDLE_S", 0.05)
     server = donor()
     server.offer_live({"x": torch.zeros(1 << 20)})
-    live = server._book._live
+    live = server.book._live
     gone = threading.Event()
     weakref.finalize(live, gone.set)
     del live

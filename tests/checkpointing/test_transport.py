@@ -1,4 +1,4 @@
-"""The transport classes users know: both move a step over HTTP."""
+"""`HTTPTransport` as users know it."""
 
 from datetime import timedelta
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from ft_core.checkpointing import CheckpointTransport, HTTPTransport, PGTransport
+from ft_core.checkpointing import CheckpointTransport, HTTPTransport
 from ft_core.errors import ConfigError, HealError
 
 SECOND = timedelta(seconds=1)
@@ -63,18 +63,3 @@ def test_arguments_are_checked() -> None:
         HTTPTransport(timedelta(0))
     with pytest.raises(ConfigError, match="num_chunks"):
         HTTPTransport(SECOND, num_chunks=-1)
-
-
-def test_pg_transport_carries_over_http_and_says_so_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ft_core.checkpointing.pg_transport._warned", False)
-    with pytest.warns(UserWarning, match="over HTTP"):
-        donor: Any = PGTransport(None, SECOND, torch.device("cpu"))
-    receiver: Any = PGTransport(None, SECOND, torch.device("cpu"), state_dict=dict)
-    try:
-        assert "over HTTP" in repr(donor)
-        donor.send_checkpoint([1], 4, {"a": torch.arange(3)}, SECOND)
-        received = receiver.recv_checkpoint(0, donor.metadata(), 4, SECOND)
-        assert received["a"].tolist() == [0, 1, 2]
-    finally:
-        donor.shutdown()
-        receiver.shutdown()

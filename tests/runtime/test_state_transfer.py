@@ -42,7 +42,7 @@ def test_what_is_received_no_more_is_not_reported(
     )
     monkeypatch.setattr(transport, "fetch", lambda *_, **given: fails(**given))
     with pytest.raises(HealError):
-        transfer.receive(plan(Quorum(3, members), "b:1"), None, Event())
+        transfer.receive(plan(Quorum(3, members), "b:1"), "h:1/q", None, Event())
     assert transfer.healed == (0, 0)
     monkeypatch.setattr(transport, "prefetch", lambda *_, **given: fails(**given))
     assert not transfer.prefetch(["http://127.0.0.1:1/x"], None, 1.0)

@@ -56,9 +56,9 @@ def test_nothing_is_computed_while_a_heal_whose_quorum_broke_still_writes(
     first, dies, newcomer = (Replica(i, steps=9, use_async_quorum=False) for i in range(3))
     late, receive = LateWrites(newcomer.name), Healing.receive
 
-    def slow(healing: Healing, plan: Any, into: Mapping[str, Any] | None, cancel: threading.Event) -> Any:
+    def slow(healing: Healing, plan: Any, store: str, into: Mapping[str, Any] | None, cancel: threading.Event) -> Any:
         if not late.are_due(healing):
-            return receive(healing, plan, into, cancel)
+            return receive(healing, plan, store, into, cancel)
         late.write(into, cancel)
         raise HealError("cancelled")
 

@@ -1,7 +1,6 @@
 """What a heal server answers to one request. The paths are listed in `http.server`.
 
-Threads: connection threads, several at once. Checksums run on at most two of them at a time, so that the training
-thread keeps a core.
+Threads: connection threads, several at once.
 """
 
 from __future__ import annotations
@@ -22,21 +21,20 @@ if TYPE_CHECKING:
     from ft_core.checkpointing.http.byte_stream import ByteStream
     from ft_core.checkpointing.offer import Offer
     from ft_core.checkpointing.offers import OfferBook
+    from ft_core.checkpointing.range_sums import RangeSums
 
 BLOBS_MAX: Final = 64
-CHECKSUM_THREADS_MAX: Final = 2
 
 
 class Answers:
     """Answers requests from an `OfferBook`."""
 
-    def __init__(self, book: OfferBook, token: str | None) -> None:
-        self._book = book
+    def __init__(self, book: OfferBook, sums: RangeSums, token: str | None) -> None:
+        self._book, self._range_sums = book, sums
         self._token = token
         self._lock = threading.Lock()
         self._blobs: dict[str, Callable[[], bytes | None]] = {}
         self._families: dict[str, Callable[[str], bytes | None]] = {}
-        self._checksum_slots = threading.BoundedSemaphore(CHECKSUM_THREADS_MAX)
 
     def add_blob(self, name: str, provider: Callable[[], bytes | None]) -> None:
         """Answer `/blob/<name>` with what `provider` returns."""
@@ -108,8 +106,13 @@ class Answers:
         with self._book.sending(offer, stream.sock) as seal:
             if not offer.intact(index):
                 raise Cut
-            value, view = self._checksum(offer, index)
-            stream.send([head(200, len(view) + TRAILER.size), view])
+            reading = self._range_sums.of(offer, index)
+            try:
+                view = reading.view()
+                value = self._range_sums.sum(offer, index, view)
+                stream.send([head(200, len(view) + TRAILER.size), view])
+            finally:
+                reading.release()
             seal()
         stream.send([TRAILER.pack(TRAILER_OK, value)])
 
@@ -119,19 +122,7 @@ class Answers:
         with self._book.sending(offer, stream.sock) as seal:
             if not all(offer.intact(index) for index in range(first, first + count)):
                 raise Cut
-            values = [self._checksum(offer, index)[0] for index in range(first, first + count)]
+            values = [self._range_sums.value(offer, index) for index in range(first, first + count)]
             seal()
         body = struct.pack(f"<{count}Q", *values)
         stream.send([head(200, len(body) + TRAILER.size), body, TRAILER.pack(TRAILER_OK, checksum(body))])
-
-    def _checksum(self, offer: Offer, index: int) -> tuple[int, memoryview]:
-        view = offer.view(index)
-        if offer.live:
-            return 0, view  # it may change before it is sent; the receiver compares later
-        with self._checksum_slots:
-            if offer.closed:
-                raise Cut
-            value = checksum(view)
-        if offer.verified is not None and offer.verified[index] != value:
-            raise Refusal(410, f"range {index} has changed here since it was received")
-        return value, view

@@ -11,13 +11,14 @@ Threads: both block the caller; see `fetch` for the workers.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+import logging
+from typing import TYPE_CHECKING, Final
 from urllib.parse import quote
 
-from ft_core.checkpointing.http.connection import ClientTls, DonorConnection, Refused, explain
-from ft_core.checkpointing.http.fetch import Fetch
+from ft_core.checkpointing.donor_link import Links, Refused, explain
+from ft_core.checkpointing.http.connection import ClientTls, DonorConnection
 from ft_core.checkpointing.own_state import OwnState
+from ft_core.checkpointing.range_fetch import Fetch, FetchResult
 from ft_core.checkpointing.receive_plan import Gauge, Given
 from ft_core.errors import EncodingError, HealError
 
@@ -27,22 +28,21 @@ if TYPE_CHECKING:
 
     from ft_core.certificates import Tls
     from ft_core.checkpointing.receive_plan import Prefetched, ReceivePlan
+    from ft_core.checkpointing.staging import Staging
 
+logger = logging.getLogger(__name__)
 DEADLINE_S: Final = 60.0
 IDLE_S: Final = 5.0
 """Default for how long a donor may send nothing before its work goes to the others."""
+CONNECTIONS_WITH_ONE_DONOR: Final = 2
+"""One stream does not fill the wire: sender and receiver would take turns."""
 BLOB_BYTES_MAX: Final = 64 << 20
 
 
-@dataclass(frozen=True, slots=True)
-class FetchResult:
-    """`state` is complete; `bytes` is what travelled, `total_bytes` the size of all tensors in it."""
-
-    state: Any
-    bytes: int
-    total_bytes: int
-    seconds: float
-    donors_used: tuple[str, ...]
+def http_links(token: str | None, tls: Tls | None, manifest: str) -> Links:
+    """Links to donors' heal servers; `manifest` is the path that their offer is described at. Raises ConfigError."""
+    files = ClientTls.of(tls)
+    return Links(lambda address: DonorConnection(address, token, files, manifest), CONNECTIONS_WITH_ONE_DONOR)
 
 
 def fetch(
@@ -61,11 +61,13 @@ def fetch(
     relays: Sequence[str] = (),
     arrived: Callable[[ReceivePlan], None] | None = None,
     gauge: Gauge | None = None,
+    staging: Staging | None = None,
 ) -> FetchResult:
     """Receive the state that `donors` (addresses, best first) offer under `tag`; blocks.
 
     `into`: the receiver's own state; tensors that match are written in place (and are in the result), also when the
-    fetch fails half way. None: everything is staged in fresh memory. The result lies on the CPU.
+    fetch fails half way. None: everything is staged in fresh memory of the CPU.
+    `staging`: what is received passes through it where `into` lies on a device; None: it goes to the CPU's memory.
     `only`: key paths to transfer; the tensors at all other paths are taken from `into` as they are.
     `have`: what an earlier prefetch (or a fetch that failed) left in memory; its memory is preferred to `into`'s, and
     it is updated, so that it can be passed again if this fetch fails.
@@ -79,18 +81,10 @@ def fetch(
     `tls`: the job's certificates; nothing is received in clear with them, and nothing from who has none.
     Raises `HealError` naming what failed at each donor; `StateRefusedError` where trying again cannot help.
     """
-    given = Given(into, have, only, _own(own, into), gauge or Gauge())
-    running = Fetch(donors, f"state {tag!r}", token, deadline_s, idle_s, cancel, given, relays=relays, tls=tls)
-    try:
-        plan = running.run(f"/state/{quote(tag, safe='')}/manifest")
-    except HealError:
-        if running.plan is not None:
-            running.plan.settle()
-        raise
-    state = plan.finish()
-    if arrived is not None and only is None:
-        arrived(plan)
-    return FetchResult(state, running.bytes, plan.nbytes, running.elapsed_s(), running.donors_used())
+    given = Given(into, have, only, own_of(own, into), gauge or Gauge(), staging)
+    links = http_links(token, tls, f"/state/{quote(tag, safe='')}/manifest")
+    running = Fetch(donors, f"state {tag!r}", links, deadline_s, idle_s, cancel, given, relays=relays)
+    return running.result(arrived)
 
 
 def prefetch(
@@ -105,6 +99,7 @@ def prefetch(
     cancel: threading.Event | None = None,
     own: OwnState | None = None,
     gauge: Gauge | None = None,
+    staging: Staging | None = None,
 ) -> Prefetched:
     """Copy what `donors` hold right now, while they train; for `fetch(have=...)`. Blocks.
 
@@ -112,21 +107,29 @@ def prefetch(
     within `given_s` (default: `deadline_s`).
     `own`, `gauge`: as for `fetch`.
     """
-    given = Given(into, own=_own(own, into), gauge=gauge or Gauge())
-    running = Fetch(donors, "live state", token, deadline_s, idle_s, cancel, given, live=True, given_s=given_s, tls=tls)
+    given = Given(into, own=own_of(own, into), gauge=gauge or Gauge(), staging=staging)
+    running = Fetch(
+        donors, "live state", http_links(token, tls, "/prefetch"), deadline_s, idle_s, cancel, given, live=True,
+        given_s=given_s,
+    )  # fmt: skip
     try:
-        plan = running.run("/prefetch")
+        plan = running.run()
     except HealError:
         if running.plan is None:
             raise
         plan = running.plan
-    plan.settle()
     kept = plan.kept
+    try:
+        plan.settle()
+    except HealError as error:  # a device: what lies there is not known, so all of it is fetched after joining
+        logger.warning("copied live state is of no use: %s", error)
+        kept.sums.clear()
     kept.bytes, kept.seconds, kept.donors_used = running.bytes, running.elapsed_s(), running.donors_used()
     return kept
 
 
-def _own(own: OwnState | None, into: object) -> OwnState | None:
+def own_of(own: OwnState | None, into: object) -> OwnState | None:
+    """What is given, else measures of `into`; None: there is neither."""
     if own is not None or into is None:
         return own
     try:

@@ -1,8 +1,7 @@
-"""The receiver's end of one HTTP connection to a donor: requests out, verified bodies in.
+"""The receiver's end of one HTTP connection to a donor, a `DonorLink`: requests out, verified bodies in.
 
 Two requests may be in flight; answers come in order. What precedes the trailer (`wire`) counts for nothing until
-the trailer has been read. Errors: OSError where the network or the donor's process failed, `HealError` where what came
-is not of the protocol, `Refused` where the donor answered that it will not serve this.
+the trailer has been read.
 
 Threads: one worker owns the connection; only `cut()`, which wakes it, may be called from others.
 """
@@ -15,8 +14,9 @@ import threading
 import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
-from urllib.parse import urlsplit
+from urllib.parse import quote, unquote, urlsplit
 
+from ft_core.checkpointing.donor_link import Busy, Greeting, Item, Refused, Untrusted
 from ft_core.checkpointing.http import auth
 from ft_core.checkpointing.http.byte_stream import HEAD_BYTES_MAX, ByteStream
 from ft_core.checkpointing.http.sockets import cut, track
@@ -28,6 +28,8 @@ from ft_core.tls_diagnosis import Diagnosis
 if TYPE_CHECKING:
     from ft_core.certificates import Tls
 
+WINDOW: Final = 2
+"""Requests in flight per connection: hides one round trip without hoarding work."""
 RETRY_S_MAX: Final = 5
 """Longest `Retry-After` that is believed."""
 
@@ -52,40 +54,24 @@ class ClientTls:
         return self.files.files().now.client
 
 
-class Refused(HealError):
-    """The donor answered, and will not serve this; asking it again is useless."""
-
-    def __init__(self, status: int, text: str) -> None:
-        super().__init__(text)
-        self.status = status
-
-
-class Untrusted(HealError):
-    """The certificates or tokens of the two sides do not fit: no other attempt of this process would fare better."""
-
-    @classmethod
-    def alert(cls, error: ssl.SSLError) -> Exception:
-        """What the donor's TLS said before it hung up."""
-        if "ALERT" not in (error.reason or ""):
-            return error
-        return cls(
-            f"it does not accept this replica's certificate ({error.reason}): FT_TLS_CERT and FT_TLS_KEY have to be "
-            "set, and signed by its FT_TLS_CA"
-        )
-
-
-class Busy(HealError):
-    """The donor has no room for one more; it may have after `retry_s`."""
-
-    def __init__(self, retry_s: float) -> None:
-        super().__init__("busy with other receivers")
-        self.retry_s = retry_s
+def _alert(error: ssl.SSLError) -> Exception:
+    """What the donor's TLS said before it hung up."""
+    if "ALERT" not in (error.reason or ""):
+        return error
+    return Untrusted(
+        f"it does not accept this replica's certificate ({error.reason}): FT_TLS_CERT and FT_TLS_KEY have to be "
+        "set, and signed by its FT_TLS_CA"
+    )
 
 
 class DonorConnection:
     """One HTTP connection to a donor; owned by one worker."""
 
-    def __init__(self, address: str, token: str | None, tls: ClientTls | None = None) -> None:
+    window: Final = WINDOW
+    reopens: Final = True
+
+    def __init__(self, address: str, token: str | None, tls: ClientTls | None = None, manifest: str = "") -> None:
+        """`manifest`: path of what `greet` asks for."""
         parts = urlsplit(address if "//" in address else f"//{address}")
         try:
             host, port = parts.hostname, parts.port
@@ -96,6 +82,7 @@ class DonorConnection:
         self._encrypted = parts.scheme == "https"
         self._tls = tls
         self.address = address
+        self._manifest, self._tag = manifest, ""
         self._host, self._port, self._token = host, port, token
         self._lock = threading.Lock()
         self._stream: ByteStream | None = None
@@ -190,7 +177,7 @@ class DonorConnection:
             try:
                 stream.receive(memoryview(bytearray(1)))
             except ssl.SSLError as reason:
-                raise Untrusted.alert(reason) from None
+                raise _alert(reason) from None
             except OSError:
                 raise error from None
             raise
@@ -200,7 +187,7 @@ class DonorConnection:
         try:
             text = self._open_stream().head()
         except ssl.SSLError as error:
-            raise Untrusted.alert(error) from error
+            raise _alert(error) from error
         if text == b"":
             raise OSError("the donor closed the connection")
         try:
@@ -233,6 +220,38 @@ class DonorConnection:
             raise HealError("the answer does not end as the healing protocol says")
         return int(value)
 
+    def greet(self, wait_s: float, bytes_max: int) -> Greeting:
+        """The manifest, and the tag that ranges are asked for under: a live offer's is the donor's choice."""
+        self.request(f"{self._manifest}?wait_ms={max(1, int(wait_s * 1000))}")
+        body, headers = self.small_body(bytes_max)
+        self._tag = unquote(headers.get("x-ft-tag", ""))
+        return Greeting(self._tag, headers.get("x-ft-layout", ""), body)
+
+    def ask(self, item: Item, target: memoryview | None) -> None:
+        """Send the request for an item."""
+        del target
+        what = f"sums?first={item.first}&count={item.count}" if item.count else f"range/{item.first}"
+        self.request(f"/state/{quote(self._tag, safe='')}/{what}")
+
+    def sums(self, count: int) -> bytearray:
+        """Read and verify an answer of checksums."""
+        length, _ = self.head()
+        if length != 8 * count:
+            raise HealError(f"{count} checksums came as {length} bytes")
+        body = bytearray(length)
+        self.receive(memoryview(body))
+        if self.trailer() != checksum(body):
+            raise HealError("the checksum of an answer does not match")
+        return body
+
+    def range(self, target: memoryview) -> int:
+        """Read a range into `target`; the caller compares the checksum."""
+        length, _ = self.head()
+        if length != len(target):
+            raise HealError(f"a range has {length} bytes instead of {len(target)}")
+        self.receive(target)
+        return self.trailer()
+
     def small_body(self, limit: int) -> tuple[bytearray, dict[str, str]]:
         """Read and verify a whole answer."""
         length, headers = self.head()
@@ -247,14 +266,3 @@ class DonorConnection:
 
 def _seconds(text: str) -> float:
     return float(min(max(int(text), 0), RETRY_S_MAX)) if text.isdecimal() else float(RETRY_S_MAX)
-
-
-def explain(error: Exception) -> str:
-    """One clause for a log or an error message."""
-    if isinstance(error, BlockingIOError):
-        return "sent nothing for longer than idle_s"
-    if isinstance(error, TimeoutError):
-        return "could not be connected to in time"
-    if isinstance(error, OSError):
-        return error.strerror or str(error) or repr(error)
-    return str(error) or repr(error)

@@ -37,8 +37,11 @@ from ft_core.checkpointing.http.sockets import cut, listen, track
 from ft_core.checkpointing.http.wire import BUSY, Cut, NotYet, Refusal, Request, head, read_request
 from ft_core.checkpointing.offer import Offer
 from ft_core.checkpointing.offers import OfferBook
+from ft_core.checkpointing.range_sums import RangeSums
+from ft_core.checkpointing.staging import Staging
 from ft_core.errors import ConfigError, UsageError
 from ft_core.network import advertised_host, is_loopback
+from ft_core.settings import STAGING_MB
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Container
@@ -86,11 +89,13 @@ class StateServer:
         hostname: str | None = None,
         port: int = 0,
         tls: Tls | None = None,
+        staging: Staging | None = None,
     ) -> None:
         """`bind`: address to listen on ("" = all interfaces). `hostname`: what peers connect to.
 
         What other machines reach needs a token, or certificates with a CA (`start`). None: all interfaces if there is
         either, or others are to connect to `hostname`; else this machine only.
+        `staging`: what state on a device passes through.
         `tls`: the job's certificates; with them nothing is served in clear, and with a CA only to its holders.
         """
         if token == "":
@@ -102,8 +107,10 @@ class StateServer:
         """Of what it encrypts with, once it has started."""
         self._bind = bind if bind is not None else self._default_bind()
         self._port = port
-        self._book = OfferBook(self._wake_up)
-        self._answers = Answers(self._book, token)
+        self.book: Final = OfferBook(self._wake_up)
+        """What is offered here, for whoever serves it by another way, too; `sums`: how it is read then."""
+        self.sums: Final = RangeSums(staging if staging is not None else Staging(STAGING_MB << 20))
+        self._answers = Answers(self.book, self.sums, token)
         self._lock = threading.Lock()
         self._places = Places()
         self._connections: dict[Guest, _Connection] = {}
@@ -118,8 +125,8 @@ class StateServer:
 
     def __repr__(self) -> str:
         state = "stopped" if self._stopped else "listening" if self._listener else "new"
-        live = self._book.live_tag()
-        tags = self._book.tags() + ([live] if live else [])
+        live = self.book.live_tag()
+        tags = self.book.tags() + ([live] if live else [])
         where = self._address or "no address"
         return f"StateServer({where}, {state}, offers={tags}, {self._places!r})"
 
@@ -173,7 +180,7 @@ class StateServer:
             self._stopped = True
             for connection in self._connections.values():
                 cut(connection.stream.sock)
-        self._book.stop()
+        self.book.stop()
         self._wake_up()
         end = time.monotonic() + SHUTDOWN_S
         if self._thread is not None:
@@ -194,32 +201,33 @@ class StateServer:
     @property
     def snapshot_wanted(self) -> bool:
         """A newcomer waits for a live offer: call `offer_live` at the next step boundary. Cheap to read every step."""
-        return self._book.snapshot_wanted
+        return self.book.snapshot_wanted
 
     def offer(self, tag: str, state: object, *, copy_storages: Container[int] = ()) -> None:
         """Serve `state` under `tag` until `close(tag)`, which must be called before any of its tensors changes.
 
         Tensors are served from where they lie. Copied now: leaves up to 64 KiB, leaves whose
-        `untyped_storage().data_ptr()` is in `copy_storages` (what forward changes), CUDA and non-contiguous tensors.
+        `untyped_storage().data_ptr()` is in `copy_storages` (what forward changes), non-contiguous tensors. What lies
+        on a CUDA device is copied range by range when a receiver asks for it.
         At most four offers are open; a fifth closes the oldest.
         Raises `EncodingError` naming the key path of what cannot be sent.
         """
-        self._book.offer(tag, state, copy_storages)
+        self.book.offer(tag, state, copy_storages)
 
     def offer_live(self, state: object) -> None:
         """Answer `snapshot_wanted`: let newcomers read `state` as it is and as it changes. Copies small leaves only.
 
         The offer is dropped after some seconds without requests. Raises `EncodingError`.
         """
-        self._book.offer_live(state)
+        self.book.offer_live(state)
 
     def refuse(self, tag: str, why: str) -> None:
         """Answer whoever asks for `tag` that this state cannot be sent, so that nobody waits for it."""
-        self._book.refuse(tag, why)
+        self.book.refuse(tag, why)
 
     def refuse_live(self, why: str) -> None:
         """Answer `snapshot_wanted` with a refusal."""
-        self._book.refuse_live(why)
+        self.book.refuse_live(why)
 
     def relay(self, tag: str, plan: ReceivePlan) -> None:
         """Serve a state that was just received, so that the donors need not send it to everybody.
@@ -227,23 +235,23 @@ class StateServer:
         Not before all of it was verified. What its user changes afterwards is not served (`Offer.relay`).
         """
         with contextlib.suppress(UsageError):  # shut down meanwhile: nobody counts on a relay
-            self._book.open(Offer.relay(tag, plan))
+            self.book.open(Offer.relay(tag, plan))
 
     def close(self, tag: str) -> None:
         """From now on nothing of `tag` is served: what was being sent will not verify. Returns without waiting."""
-        self._book.close((tag,))
+        self.book.close((tag,))
 
     def close_all(self) -> None:
         """`close` every offer (a live one, which may be torn anyway, stays)."""
-        self._book.close()
+        self.book.close()
 
     def drop_live(self) -> None:
         """Stop serving the live offer now, for example before its memory goes away."""
-        self._book.drop_live()
+        self.book.drop_live()
 
     def open_tags(self) -> list[str]:
         """Tags of the open offers, oldest first."""
-        return self._book.tags()
+        return self.book.tags()
 
     def add_blob(self, name: str, provider: Callable[[], bytes | None]) -> None:
         """Answer `/blob/<name>` with what `provider` returns (None: 404). It runs on a connection thread; be quick."""
@@ -303,7 +311,7 @@ class StateServer:
             held = [self._connections[guest] for guest in self._places.parked]
             for connection in held:
                 assert connection.waits is not None
-                if self._book.answers(connection.waits) or now >= connection.until:
+                if self.book.answers(connection.waits) or now >= connection.until:
                     self._places.unpark(connection.guest)
             for guest in self._places.overdue(now):
                 cut(self._connections[guest].stream.sock)  # its thread gives the place back
@@ -314,13 +322,13 @@ class StateServer:
         self._watch(poller, waiting)
         for connection in promoted:
             self._serve_on_a_thread(connection)
-        self._book.want_live(any(c.waits is not None and c.waits.tag is None for c in parked))
+        self.book.want_live(any(c.waits is not None and c.waits.tag is None for c in parked))
         for sock, until in list(self._lingering.items()):
             if now >= until:
                 del self._lingering[sock]
                 sock.close()
         times = [c.until for c in parked] + list(self._lingering.values()) + ([now + LOOK_S] if contended else [])
-        live_s = self._book.expire_live()
+        live_s = self.book.expire_live()
         waits = [max(0.0, at - now) for at in times] + ([live_s] if live_s is not None else [])
         return min(waits, default=None)
 

@@ -39,8 +39,8 @@ class Plan:
     replica_rank: int
     target: Version
     target_lineage: int
-    first_holder: int
-    """Lowest of the ranks that hold that state already: it leads, where one member does something for all."""
+    holders: tuple[int, ...]
+    """Ranks that hold that state already, in order."""
     healing: tuple[int, ...]
     """Ranks that receive state in this quorum, in order."""
     heals_first: bool
@@ -75,6 +75,11 @@ class Plan:
     def heals(self) -> bool:
         """This member receives state in this quorum."""
         return self.replica_rank in self.healing
+
+    @property
+    def first_holder(self) -> int:
+        """Lowest of the ranks that hold the state: it leads, where one member does something for all."""
+        return self.holders[0]
 
     @property
     def store_address(self) -> str:
@@ -136,7 +141,7 @@ def plan(
         replica_rank=me,
         target=target,
         target_lineage=target_lineage,
-        first_holder=holders[0],
+        holders=tuple(holders),
         healing=healing,
         heals_first=mine and me in first,
         participants=tuple(now),

@@ -1,8 +1,8 @@
-"""One fetch or prefetch: workers that share out the ranges of a state among donors.
+"""One fetch or prefetch: workers that share out the ranges of a state among donors, over `DonorLink`s of any kind.
 
-A worker per connection pulls items from a shared queue; an item is a range to receive, or a batch of checksums to
+A worker per link pulls items from a shared queue; an item is a range to receive, or a batch of checksums to
 compare (when a prefetch left something to compare with; the ranges that differ then join the queue). Every donor works
-at its own pace, so a slow one simply does less. When a connection fails, its items go back to the front of the queue; a
+at its own pace, so a slow one simply does less. When a link fails, its items go back to the front of the queue; a
 donor that keeps failing is given up; only when none is left has it failed.
 
 Invariants
@@ -12,7 +12,7 @@ Invariants
 - When `run` returns or raises, no thread will write into the caller's tensors any more.
 
 Threads: the caller waits on `changed`; workers `ft-heal-fetch-<i>` are daemons that end with `run`. The caller ends
-them by cutting their connections.
+them by cutting their links.
 """
 
 from __future__ import annotations
@@ -25,9 +25,8 @@ import time
 from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
-from urllib.parse import quote, unquote
 
-from ft_core.checkpointing.http.connection import Busy, ClientTls, DonorConnection, Refused, Untrusted, explain
+from ft_core.checkpointing.donor_link import Busy, Item, Refused, Untrusted, explain
 from ft_core.checkpointing.http.wire import UNSENDABLE
 from ft_core.checkpointing.own_state import limit_for
 from ft_core.checkpointing.ranges import parse_manifest
@@ -36,38 +35,25 @@ from ft_core.checkpointing.tensor_bytes import checksum
 from ft_core.errors import ConfigError, HealError, StateRefusedError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
-    from ft_core.certificates import Tls
+    from ft_core.checkpointing.donor_link import DonorLink, Links
     from ft_core.checkpointing.receive_plan import Given
 
 logger = logging.getLogger(__name__)
 
 CONNECT_S_MAX: Final = 5.0
-PIPELINE: Final = 2
-"""Requests in flight per connection: hides one round trip without hoarding work."""
-CONNECTIONS_WITH_ONE_DONOR: Final = 2
-"""One stream does not fill the wire: sender and receiver would take turns."""
 FAILURES_MAX: Final = 2
-"""Failures of a connection in a row, without progress between them, before the donor is given up."""
+"""Failures of links to a donor in a row, without progress between them, before it is given up."""
 FAILURES_TOTAL_MAX: Final = 8
-"""Failures of a connection altogether: a donor may not send one good range between bad ones for ever."""
+"""Failures of links to a donor altogether: it may not send one good range between bad ones for ever."""
 SUM_BATCHES_PER_DONOR: Final = 4
+ANSWER_S: Final = 0.05
+"""A donor is to answer so long before the end that its answer is still read."""
+STAGING_S: Final = 5.0
+"""Longest a worker that has nothing under way waits for pinned memory."""
 CANCEL_POLL_S: Final = 0.02
 JOIN_S: Final = 5.0
-
-
-@dataclass(frozen=True, slots=True)
-class _Item:
-    """Work: receive range `first`, or (count > 0) compare the checksums of `count` ranges from `first` on."""
-
-    first: int
-    count: int = 0
-
-    def target(self, tag: str) -> str:
-        if self.count:
-            return f"/state/{quote(tag, safe='')}/sums?first={self.first}&count={self.count}"
-        return f"/state/{quote(tag, safe='')}/range/{self.first}"
 
 
 @dataclass(slots=True)
@@ -89,6 +75,17 @@ class _Donor:
         return f"{self.address}: {'; then '.join(dict.fromkeys(self.failures)) or 'no answer yet'}"
 
 
+@dataclass(frozen=True, slots=True)
+class FetchResult:
+    """`state` is complete; `bytes` is what travelled, `total_bytes` the size of all tensors in it."""
+
+    state: Any
+    bytes: int
+    total_bytes: int
+    seconds: float
+    donors_used: tuple[str, ...]
+
+
 class Fetch:
     """One fetch or prefetch. Everything below `changed` is guarded by it, except `plan`, which is set once."""
 
@@ -96,7 +93,7 @@ class Fetch:
         self,
         donors: Sequence[str],
         what: str,
-        token: str | None,
+        links: Links,
         deadline_s: float,
         idle_s: float,
         cancel: threading.Event | None,
@@ -105,35 +102,33 @@ class Fetch:
         live: bool = False,
         given_s: float | None = None,
         relays: Sequence[str] = (),
-        tls: Tls | None = None,
     ) -> None:
         addresses = list(dict.fromkeys(donors))
         if not addresses:
             raise ConfigError("fetch needs at least one donor")
         if deadline_s <= 0 or idle_s <= 0:
             raise ConfigError(f"deadline_s and idle_s must be positive, got {deadline_s} and {idle_s}")
-        self._tls = ClientTls.of(tls)
-        self._what, self._token, self._idle_s, self._cancel = what, token, idle_s, cancel
+        self._what, self._links, self._idle_s, self._cancel = what, links, idle_s, cancel
         self._given, self._live = given, live
         self._limit = limit_for(given.own)
         self._began = time.monotonic()
         self._end = self._began + deadline_s
         self._given_by = self._end if given_s is None else min(self._end, self._began + given_s)
         """Until then the first donor has to offer something."""
-        self._manifest_target = ""
         self.changed = threading.Condition()
         self.plan: ReceivePlan | None = None
         self.bytes = 0
         self._donors = [_Donor(address) for address in addresses]
         self._donors += [_Donor(address, relay=True) for address in dict.fromkeys(relays) if address not in addresses]
-        self._queue: deque[_Item] = deque()
+        self._queue: deque[Item] = deque()
         self._outstanding = 0
         self._planning = False
         self._fatal: HealError | None = None
         self._stopped = False
-        self._connections: set[DonorConnection] = set()
+        self._open: set[DonorLink] = set()
+        """Those that something is waited for on: cut at the end. The others have nothing under way, and leave."""
         for donor in self._donors:
-            DonorConnection(donor.address, None)  # a bad address is the caller's mistake: say so before anything starts
+            links.to(donor.address)  # a bad address is the caller's mistake: say so before anything starts
 
     def elapsed_s(self) -> float:
         """Seconds since the fetch was made."""
@@ -146,11 +141,10 @@ class Fetch:
 
     # -- the caller's thread
 
-    def run(self, manifest_target: str) -> ReceivePlan:
+    def run(self) -> ReceivePlan:
         """Do the work; returns the filled plan or raises."""
-        self._manifest_target = manifest_target
         donors = [donor for donor in self._donors if not donor.relay]
-        each = CONNECTIONS_WITH_ONE_DONOR if len(donors) == 1 else 1
+        each = self._links.with_one_donor if len(donors) == 1 else 1
         threads: list[threading.Thread] = []
         for donor in [*donors * each, *(donor for donor in self._donors if donor.relay)]:
             donor.workers += 1
@@ -163,10 +157,10 @@ class Fetch:
         finally:
             with self.changed:
                 self._stopped = True
-                connections = list(self._connections)
+                links = list(self._open)
                 self.changed.notify_all()
-            for connection in connections:
-                connection.cut()
+            for link in links:
+                link.cut()
             end = time.monotonic() + JOIN_S
             for thread in threads:
                 # A worker still resolving a name may outlive this; it finds the fetch stopped and touches nothing.
@@ -174,6 +168,19 @@ class Fetch:
                     thread.join(max(0.0, end - time.monotonic()))
         assert self.plan is not None
         return self.plan
+
+    def result(self, arrived: Callable[[ReceivePlan], None] | None = None) -> FetchResult:
+        """Do the work and build the state. `arrived`: called with all that lies in memory, if nothing was left out."""
+        try:
+            plan = self.run()
+        except HealError:
+            if self.plan is not None:
+                self.plan.settle()
+            raise
+        state = plan.finish()
+        if arrived is not None and self._given.only is None:
+            arrived(plan)
+        return FetchResult(state, self.bytes, plan.nbytes, self.elapsed_s(), self.donors_used())
 
     def _wait(self) -> None:
         with self.changed:
@@ -205,12 +212,12 @@ class Fetch:
         failures = total = 0
         try:
             while failures < FAILURES_MAX and total < FAILURES_TOTAL_MAX and not self._stopped:
-                connection = DonorConnection(donor.address, self._token, self._tls)
+                link = self._links.to(donor.address)
                 with self.changed:
-                    self._connections.add(connection)
+                    self._open.add(link)
                 progress = [0]
                 try:
-                    self._converse(donor, connection, progress)
+                    self._converse(donor, link, progress)
                     return
                 except Busy as e:
                     self._pause(e.retry_s * random.uniform(0.5, 1.5))  # those who were sent away come back apart
@@ -222,45 +229,76 @@ class Fetch:
                         if not self._stopped:
                             donor.failures.append(explain(e))
                             del donor.failures[: -2 * FAILURES_MAX]
-                    if isinstance(e, Refused | Untrusted):
+                    if isinstance(e, Refused | Untrusted) or not link.reopens:
                         return
                     if not isinstance(e, (OSError, HealError)):
                         logger.exception("healing from %s failed unexpectedly", donor.address)
                         return
                 finally:
-                    connection.close()
+                    link.close()
                     with self.changed:
-                        self._connections.discard(connection)
+                        self._open.discard(link)
         finally:
             with self.changed:
                 donor.workers -= 1
                 self.changed.notify_all()
 
-    def _converse(self, donor: _Donor, connection: DonorConnection, progress: list[int]) -> None:
+    def _converse(self, donor: _Donor, link: DonorLink, progress: list[int]) -> None:
         left = max(0.001, self._end - time.monotonic())
-        connection.open(min(left, CONNECT_S_MAX), left)
-        tag, plan = self._agree(donor, connection)
-        connection.set_idle(min(self._idle_s, max(0.001, self._end - time.monotonic())))
-        inflight: deque[_Item] = deque()
+        link.open(min(left, CONNECT_S_MAX), left)
+        plan = self._agree(donor, link)
+        link.set_idle(min(self._idle_s, max(0.001, self._end - time.monotonic())))
+        inflight: deque[Item] = deque()
         try:
             while True:
-                while len(inflight) < PIPELINE:
-                    item = self._take(wait=not inflight)
+                while len(inflight) < link.window:
+                    item = self._take(link, wait=not inflight)
                     if item is None:
                         break
+                    target = self._target(plan, item, STAGING_S if not inflight else 0.0)
+                    if target is None and not item.count:
+                        self._put_back(item)
+                        break
                     inflight.append(item)
-                    connection.request(item.target(tag))
+                    link.ask(item, target)
                 if not inflight:
                     return
-                more = self._receive(connection, plan, inflight[0])
+                more = self._receive(link, plan, inflight[0])
                 inflight.popleft()
-                self._finish(donor, more)
+                self._finish(donor, link, more, idle=not inflight)
                 progress[0] += 1
         finally:
+            if inflight:
+                link.close()  # first: nobody else may be given memory that this link may still write to
             with self.changed:
+                for item in inflight:
+                    plan.abandon(item.first)
                 self._queue.extendleft(inflight)
                 self._outstanding -= len(inflight)
                 self.changed.notify_all()
+
+    def _put_back(self, item: Item) -> None:
+        """There is no memory to receive it into while this link has others under way."""
+        with self.changed:
+            self._queue.appendleft(item)
+            self._outstanding -= 1
+            self.changed.notify_all()
+
+    def _target(self, plan: ReceivePlan, item: Item, within_s: float) -> memoryview | None:
+        """Where a range goes, which is overwritten from now on; None: pinned memory for it is not free in that time."""
+        if item.count:
+            return None
+        landing = plan.landing(item.first, within_s)
+        if landing is None and within_s:
+            self._put_back(item)
+            raise HealError(f"no pinned memory was free within {within_s:g} s (FT_STAGING_MB)")
+        with self.changed:
+            if landing is not None:
+                if self._stopped:
+                    plan.abandon(item.first)
+                    raise OSError("cancelled")
+                plan.forget(item.first)
+        return landing
 
     def _pause(self, seconds: float) -> None:
         end = min(time.monotonic() + seconds, self._end)
@@ -268,13 +306,11 @@ class Fetch:
             while not self._stopped and (left := end - time.monotonic()) > 0:
                 self.changed.wait(left)
 
-    def _agree(self, donor: _Donor, connection: DonorConnection) -> tuple[str, ReceivePlan]:
+    def _agree(self, donor: _Donor, link: DonorLink) -> ReceivePlan:
         """Get the donor's manifest; the first to arrive becomes the plan, all others must be cut alike."""
-        wait_ms = max(1, int((self._end - time.monotonic()) * 1000) - 50)
-        connection.request(f"{self._manifest_target}?wait_ms={wait_ms}")
-        body, headers = connection.small_body(self._limit.manifest_bytes)
-        tag, digest = unquote(headers.get("x-ft-tag", "")), headers.get("x-ft-layout", "")
+        greeting = link.greet(max(0.001, self._end - time.monotonic() - ANSWER_S), self._limit.manifest_bytes)
         with self.changed:
+            self._open.discard(link)
             donor.offers = True
             while self._planning:
                 self.changed.wait()
@@ -282,15 +318,15 @@ class Fetch:
             self._planning = plan is None
         if plan is None:
             try:
-                manifest = parse_manifest(body, self._limit)
+                manifest = parse_manifest(greeting.manifest, self._limit)
                 plan = self._make_plan(manifest)
             finally:
                 with self.changed:
                     self._planning = False
                     self.changed.notify_all()
-        if digest != plan.manifest.digest:
+        if greeting.digest != plan.manifest.digest:
             raise Refused(409, "its state has other tensors (key paths, dtypes or shapes) than the first donor's")
-        return tag, plan
+        return plan
 
     def _make_plan(self, manifest: Any) -> ReceivePlan:
         if self._stopped:
@@ -303,60 +339,51 @@ class Fetch:
             raise
         compare = [i for i in plan.needed if plan.known[i] is not None]
         batch = max(1, -(-len(compare) // (SUM_BATCHES_PER_DONOR * len(self._donors))))
-        items = [_Item(first, count) for first, count in _runs(compare, batch)]
-        items += [_Item(i) for i in plan.needed if plan.known[i] is None]
+        items = [Item(first, count) for first, count in _runs(compare, batch)]
+        items += [Item(i) for i in plan.needed if plan.known[i] is None]
         with self.changed:
             self._queue.extend(items)
             self.plan = plan
             self._given.gauge.total = plan.nbytes
         return plan
 
-    def _take(self, *, wait: bool) -> _Item | None:
-        """The next item; None if there is none now or, with `wait`, if all work is done."""
+    def _take(self, link: DonorLink, *, wait: bool) -> Item | None:
+        """The next item; None if there is none now or, with `wait` (nothing is under way), if all work is done."""
         with self.changed:
             while not self._queue and wait and self._outstanding and not self._stopped:
                 self.changed.wait()
             if self._stopped or not self._queue:
                 return None
+            self._open.add(link)
             self._outstanding += 1
             return self._queue.popleft()
 
-    def _receive(self, connection: DonorConnection, plan: ReceivePlan, item: _Item) -> list[_Item]:
+    def _receive(self, link: DonorLink, plan: ReceivePlan, item: Item) -> list[Item]:
         """Read the answer to `item`; returns the work that follows from it."""
-        length, _ = connection.head()
         if item.count:
-            body = bytearray(8 * item.count)
-            if length != len(body):
-                raise HealError(f"{item.count} checksums came as {length} bytes")
-            connection.receive(memoryview(body))
-            if connection.trailer() != checksum(body):
-                raise HealError("the checksum of an answer does not match")
-            theirs = struct.unpack(f"<{item.count}Q", body)
-            differ = [_Item(i) for i, value in enumerate(theirs, item.first) if plan.known[i] != value]
+            theirs = struct.unpack(f"<{item.count}Q", link.sums(item.count))
+            differ = [Item(i) for i, value in enumerate(theirs, item.first) if plan.known[i] != value]
             with self.changed:
                 compared = range(item.first, item.first + item.count)
-                self._given.gauge.done += sum(len(plan.target(i)) for i in compared)
-                self._given.gauge.done -= sum(len(plan.target(more.first)) for more in differ)
+                ranges = plan.manifest.ranges
+                self._given.gauge.done += sum(ranges[i].nbytes for i in compared)
+                self._given.gauge.done -= sum(ranges[more.first].nbytes for more in differ)
             return differ
-        target = plan.target(item.first)
-        if length != len(target):
-            raise HealError(f"range {item.first} has {length} bytes instead of {len(target)}")
-        with self.changed:
-            if self._stopped:
-                raise OSError("cancelled")
-            plan.forget(item.first)
-        connection.receive(target)
-        value = checksum(target)
-        if connection.trailer() != value and not self._live:
+        target = plan.landing(item.first, 0.0)
+        assert target is not None  # since it was asked for
+        told, value = link.range(target), checksum(target)
+        if told != value and not self._live:
             raise HealError(f"the checksum of range {item.first} does not match")
         with self.changed:
-            self.bytes += length
-            self._given.gauge.done += length
+            self.bytes += len(target)
+            self._given.gauge.done += len(target)
             plan.arrived(item.first, value)
         return []
 
-    def _finish(self, donor: _Donor, more: list[_Item]) -> None:
+    def _finish(self, donor: _Donor, link: DonorLink, more: list[Item], *, idle: bool) -> None:
         with self.changed:
+            if idle:
+                self._open.discard(link)
             donor.used = True
             self._queue.extend(more)
             self._outstanding -= 1

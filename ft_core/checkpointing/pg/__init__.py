@@ -1,0 +1,1 @@
+"""Live state over a process group."""

@@ -1,0 +1,51 @@
+"""State that travels over process groups, in whole jobs: newcomers heal, and donors that are killed amid it."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.chaos.cluster import Cluster, gap_s
+
+if TYPE_CHECKING:
+    from tests.forge import Forge
+
+pytestmark = [pytest.mark.process, pytest.mark.timeout(120)]
+MB = 64
+
+
+def test_a_killed_replica_heals_over_process_groups(forge: Forge) -> None:
+    with Cluster(forge, FT_NUM_REPLICA_GROUPS=3, FT_TRANSPORT="pg", INERT_MB=MB, BN=1, LOG=1) as cluster:
+        a, _, _ = (cluster.start(name) for name in "abc")
+        a.wait_step(20)
+        cluster.kill("c")
+        a.wait_step(a.step() + 20)
+        back = cluster.start("c")
+        back.wait_step(1)
+        assert back.commits()[0][2] == 3  # it contributes from its first step on
+        assert len(cluster.wait_ends()) == 1
+        assert {row[2] for row in a.commits()} == {2, 3}
+        received = [line for line in back.errors if "healed to step" in line and "from 2 donors" in line]
+        assert received, "\n".join(back.errors[-20:])
+        assert not any("prefetched" in line for line in back.errors)
+
+
+@pytest.mark.parametrize("nth", [1, 7])
+def test_a_donor_killed_while_it_gives(forge: Forge, nth: int) -> None:
+    """The newcomer heals from the other one, in this quorum or the next; the other trains on."""
+    with Cluster(forge, FT_TRANSPORT="pg", INERT_MB=MB, LOG=1) as cluster:
+        a = cluster.start("a")  # alone, so that who is to die has nobody to give to before the newcomer comes
+        a.wait_step(20)
+        dying = cluster.start("b", DIES_GIVING=nth)
+        dying.wait_step(a.step() + 20)
+        at = time.monotonic()
+        newcomer = cluster.start("c")
+        dying.popen.wait(45)
+        assert any(line == "dies giving" for _, line in dying.lines)
+        del cluster.trainers["b"]
+        newcomer.wait_step(1)
+        assert newcomer.commits()[0][2] == 2
+        assert len(cluster.wait_ends()) == 1
+        assert gap_s(a, at) < 3.0, "the other was held up"
