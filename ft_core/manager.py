@@ -54,11 +54,10 @@ class Manager:
     Args:
         pg: unconfigured group for the collectives between replicas; None: by the model's device, or FT_BACKEND.
         load_state_dict: called on a healing replica with what `state_dict` returned on a donor; None: register later.
-        state_dict: returns all state that must be equal on all replicas (model, optimizer, ...). Its tensors are served
-            to healing peers from live memory until the next `optimizer.step`.
+        state_dict: returns all state that must be equal on all replicas; served from memory until `optimizer.step`.
         min_replica_size: groups in the smallest quorum; under FIXED_WITH_SPARES exactly this many participate.
-        use_async_quorum: form quorums during the forward pass; a replica that fell behind then contributes zeros to the
-            step in which it heals. False: `start_quorum` blocks, and a healed replica contributes at once.
+        use_async_quorum: form quorums during forward; who fell behind heals in a step to which it contributes zeros.
+            False: `start_quorum` blocks, and a healed replica contributes at once.
         timeout: the one time budget everything else is derived from (`settings.TimeBudget`).
         quorum_timeout, connect_timeout: defaults 60 s, or TORCHFT_*_TIMEOUT_SEC.
         rank, world_size: inside the replica group; default RANK and WORLD_SIZE, else 0 and 1.
@@ -168,7 +167,7 @@ class Manager:
 
         Args:
             room_id: independent quorum namespace, by default this Manager's own; changing it leaves the present one.
-            allow_heal: False: members that are behind wait instead of healing. The same on all replicas.
+            allow_heal: False: members that are behind wait instead of healing. Alike on all replicas.
             shrink_only: the next quorum takes nobody in.
             timeout: bound on forming a quorum, default quorum_timeout.
 

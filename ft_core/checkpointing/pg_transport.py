@@ -40,7 +40,7 @@ from ft_core.checkpointing.pg.pairing import pairs
 from ft_core.checkpointing.range_fetch import Fetch
 from ft_core.checkpointing.receive_plan import Gauge, Given
 from ft_core.errors import ConfigError, HealError, UsageError
-from ft_core.process_group import ProcessGroup, default_process_group
+from ft_core.process_group import ProcessGroup, host_process_group
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -176,7 +176,7 @@ class PGTransport(HTTPTransport[T]):
         return Fetch(donors, f"state {tag!r}", links, limit_s, self._idle_s, cancel, given)
 
     def _pair(self, exchange: Exchange, donor: int, receiver: int, rank: int) -> Pair:
-        group = self._pg.sibling() if self._pg.carries_cpu_memory else default_process_group()
+        group = self._pg.sibling() if self._pg.carries_cpu_memory else host_process_group()
         place = Place(f"{exchange.store}/state/{donor}-{receiver}", exchange.replica_id, rank)
         return Pair(group, 1 - rank, place)
 

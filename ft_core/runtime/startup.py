@@ -20,7 +20,7 @@ from ft_core.control.lighthouse.lease_client import LeaseSettings
 from ft_core.control.link import Control, LeaderControl, LocalControl, RankControl
 from ft_core.errors import ConfigError, LighthouseError
 from ft_core.network import is_here, is_loopback
-from ft_core.process_group import ByDevice, ProcessGroup, create_store_client, open_store
+from ft_core.process_group import ByDevice, ProcessGroup, create_store_client, host_process_group, open_store
 from ft_core.protocol.rank.rank import Rank
 from ft_core.runtime.communicators import Communicators
 from ft_core.runtime.shell import RankShell
@@ -61,7 +61,7 @@ def start(config: Config, pg: ProcessGroup | ByDevice, transport: CheckpointTran
     communicators.set_timeout(WATCHED)
     mine = transport is None
     if transport is None:
-        transport = _transport(config, pg)
+        transport = _transport(config, host_process_group() if isinstance(pg, ByDevice) else pg)
     else:
         _check_reachable(transport, config.host)
     shell = RankShell(

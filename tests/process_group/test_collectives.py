@@ -26,7 +26,9 @@ wait_tensor: Callable[[torch.Tensor], torch.Tensor] = functional.wait_tensor
 Groups = list[ProcessGroup]
 
 
-@pytest.fixture(params=[(kind, n) for kind in ALL_KINDS for n in (1, 2, 3)], scope="module", ids=lambda p: f"{p[0]}-{p[1]}")
+@pytest.fixture(
+    params=[(kind, n) for kind in ALL_KINDS for n in (1, 2, 3)], scope="module", ids=lambda p: f"{p[0]}-{p[1]}"
+)
 def groups(request: pytest.FixtureRequest, store: Store) -> Iterator[Groups]:
     kind, count = request.param
     with groups_of(kind, count, store) as formed:

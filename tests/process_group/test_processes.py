@@ -11,7 +11,7 @@ import time
 import pytest
 
 from tests.process_group import ranks
-from tests.process_group.ranks import KINDS, Store, Worker, call_all, workers
+from tests.process_group.ranks import HOST_KINDS, Store, Worker, call_all, workers
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(120)]
 
@@ -19,7 +19,7 @@ AT_ONCE_S = 2.0
 """As in test_contract.py: the other tests of scripts/test run beside these."""
 
 
-@pytest.fixture(params=[kind.__name__ for kind in KINDS])
+@pytest.fixture(params=[kind.__name__ for kind in HOST_KINDS])
 def kind(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
@@ -117,7 +117,7 @@ import sys, threading
 from datetime import timedelta
 import torch
 import ft_core.process_group
-from tests.process_group.ranks import KINDS, Store, configure_all, wait_until
+from tests.process_group.ranks import HOST_KINDS, Store, configure_all, wait_until
 
 store = Store()
 kind = getattr(ft_core.process_group, sys.argv[2])

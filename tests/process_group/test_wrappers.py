@@ -9,7 +9,7 @@ import torch
 from torch.distributed import ReduceOp
 
 import ft_core.process_group as process_group
-from ft_core.errors import CollectiveError, ConfigError, NotAvailableError
+from ft_core.errors import CollectiveError, ConfigError
 from ft_core.process_group import (
     DoneWork,
     ErrorSwallowingProcessGroupWrapper,
