@@ -39,6 +39,7 @@ logger = logging.getLogger(__name__)
 MAX_DEATHS = 256
 DIED_WAIT_S = 0.5
 """How long the helper's report of how a child died is waited for; it takes a millisecond."""
+FORK_TRIES = 3
 EXIT_WAIT_S = 5.0
 """How long the helper may take to end its children and itself when this process exits; then it is killed."""
 SUPPORTED = sys.platform == "linux" and hasattr(os, "pidfd_open") and hasattr(os, "memfd_create")
@@ -180,14 +181,19 @@ class Children:
         return [fd for fd in found + ([] if spare is None else spare.fds()) if fd >= 0]
 
     def _fork(self) -> Child:
-        helper = self._connected()
-        ours, theirs = _pair()
-        with (
-            theirs,
-            contextlib.suppress(OSError),
-        ):  # it has just died: so will the channel, which is noticed where it is used
-            helper.send((FORK,), [theirs.fileno()])
-        return Child(Channel(ours))
+        for _ in range(FORK_TRIES):
+            helper = self._connected()
+            ours, theirs = _pair()
+            with theirs:
+                try:
+                    helper.send((FORK,), [theirs.fileno()])
+                    return Child(Channel(ours))
+                except OSError:  # it has just died, and its thread does not know yet
+                    ours.close()
+                    with self._lock:
+                        if self._helper is helper:
+                            self._helper = None
+        raise ThisMachineError("the process that starts children for process groups dies again and again")
 
     def _connected(self) -> Channel:
         with self._lock:
