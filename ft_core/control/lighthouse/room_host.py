@@ -86,6 +86,8 @@ REASON_S = 0.2
 """A reason is told once it has stood for this long: while many groups arrive, it changes with every one of them."""
 PEERS_MAX = 32
 """As many donors are named to a newcomer: more than it can copy from at the same time."""
+COMING_S = 1.5
+"""So long members may take to come from the other lighthouse of a pair: an attempt to connect there, and to this one."""
 TURBULENCE_S = 0.05
 TURBULENCE_LEASES = 3
 
@@ -183,8 +185,8 @@ class Rooms(StreamHost[Lease]):
             await context.abort(grpc.StatusCode.UNAVAILABLE, self.partner.refusal)
 
     def begin(self) -> None:
-        """Serve: what rooms need to know of the time before comes from the other lighthouse."""
-        self._forgot_at = self.now()
+        """Serve: rooms know of the time before what the other lighthouse has told, and wait for those on their way."""
+        self._forgot_at = self.now() + max(0.0, COMING_S - self.settings.boot_window_s)
 
     def stop_serving(self, why: str) -> list[Told]:
         """End all streams and calls, and drop the rooms. Returns what these knew."""
