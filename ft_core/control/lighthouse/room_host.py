@@ -87,7 +87,7 @@ REASON_S = 0.2
 PEERS_MAX = 32
 """As many donors are named to a newcomer: more than it can copy from at the same time."""
 COMING_S = 1.5
-"""So long members may take to come from the other lighthouse of a pair: an attempt to connect there, and to this one."""
+"""So long members may take to come from the other lighthouse: an attempt to connect there, and one to connect here."""
 TURBULENCE_S = 0.05
 TURBULENCE_LEASES = 3
 
