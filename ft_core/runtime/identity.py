@@ -30,7 +30,7 @@ def hello(config: Config, rank: Rank, incarnation: int, heal_address: str, lines
         expected=config.expected, min_replicas=rank.settings.min_replicas,
         group_world_size=config.world_size, join_s=config.budget.join_s, liveness_s=config.budget.liveness_s,
         orphan_s=config.budget.orphan_s, heal_addresses=(heal_address,),
-        cast=rank.cast, fenced=rank.fenced, after=rank.after,
+        cast=rank.cast, fenced=rank.entered_by_all, after=rank.after,
     )  # fmt: skip
 
 

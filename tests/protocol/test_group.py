@@ -29,6 +29,14 @@ def test_a_group_is_where_its_ranks_are_and_one_without_data_says_nothing_of_it(
     assert merged.position == 7
 
 
+def test_a_group_has_entered_a_quorum_with_all_its_ranks_or_not_at_all() -> None:
+    """Else one group's word that a quorum was entered by all could meet another's that it never was (R22)."""
+    for cast, fenced in itertools.product([True, False], repeat=2):
+        merged = merge_asks({0: ask(cast=True, fenced=True), 1: ask(cast=cast, fenced=fenced)}, 2)
+        assert isinstance(merged, Ask)
+        assert (merged.cast, merged.fenced) == (cast, fenced)
+
+
 def test_every_combination_of_three_votes() -> None:
     for votes in itertools.product([COMMIT, VETO, BROKEN, None], repeat=3):
         cast = {rank: vote for rank, vote in enumerate(votes) if vote}

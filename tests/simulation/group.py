@@ -287,7 +287,7 @@ class Group:
             group_world_size=config.ranks, join_s=config.join_s, liveness_s=config.liveness_s,
             orphan_s=config.orphan_s, paused_s=max(0.0, self.paused_until - self.world.now),
             signature=rank.attempt.signature, signature_lines=self.signature_lines(),
-            cast=rank.cast, fenced=rank.fenced, after=rank.after,
+            cast=rank.cast, fenced=rank.entered_by_all, after=rank.after,
         )  # fmt: skip
 
     def stable(self) -> Version:

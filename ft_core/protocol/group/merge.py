@@ -67,8 +67,8 @@ def merge_asks(asks: dict[int, Ask], world_size: int) -> Ask | Mismatch | None:
         heals_late=any(ask.heals_late for ask in ordered),
         moves=False,
         from_scratch=any(ask.from_scratch for ask in ordered),
-        cast=any(ask.cast for ask in ordered),
-        fenced=any(ask.fenced for ask in ordered),
+        cast=all(ask.cast for ask in ordered),  # a commit takes a fence in the ring of each rank (R22)
+        fenced=all(ask.fenced for ask in ordered),
         stable=min(ask.stable for ask in ordered),
         position=max(ask.position for ask in ordered),
         **_signature(ordered),

@@ -116,9 +116,15 @@ class RankState:
         return 0 < self.quorum_id == self.fenced_in
 
     @property
+    def entered_by_all(self) -> bool:
+        """All members are known to have entered that quorum, with all of their ranks (R22)."""
+        alone = self.settings.group_world_size == 1
+        return self.fenced and (alone or self.held.version.quorum_id == self.quorum_id)
+
+    @property
     def after(self) -> tuple[Basis, ...]:
         """What that quorum grew out of, as long as it is not known to be entered by all."""
-        return () if self.quorum is None or self.fenced else self.quorum.after
+        return () if self.quorum is None or self.entered_by_all else self.quorum.after
 
     @property
     def broken(self) -> bool:
