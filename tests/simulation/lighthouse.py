@@ -136,6 +136,8 @@ class Lighthouse:
         if self.pair.serves and (complete or self.room.told != self._sent):
             self._sent = self.room.told
             told = (self._sent,)
+        elif complete:
+            told = tuple(self.pair.all_known())
         self._send(self.pair.report(len(self.conns), told, complete=complete))
 
     def _send(self, report: Report) -> None:

@@ -13,7 +13,6 @@ runs on the server's one loop.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import secrets
 from collections import deque
@@ -39,6 +38,9 @@ if TYPE_CHECKING:
 REDIAL_S = 0.1
 """Between two attempts to reach the other lighthouse."""
 MAX_QUEUED = 256
+"""Reports that wait to be written: more than all rooms need at once."""
+MAX_NAMES = 8192
+"""Members that the rooms of one report may name before the next report begins: it has to fit into a gRPC message."""
 STANDBY = "standby: "
 """What the refusal of a lighthouse that stands by begins with: its clients go to the other one."""
 
@@ -63,6 +65,8 @@ class PartnerLink:
         self._pair = Pair(secrets.randbits(63) | 1, address, rooms.liveness_s, rooms.started)
         self._queue: deque[bytes] = deque()
         self._wake: asyncio.Event | None = None
+        self._overrun = False
+        """A report found no place in the queue."""
         self._sent: dict[str, Told] = {}
         self._stream: object = None
         """The newest stream of the other one's."""
@@ -192,14 +196,21 @@ class PartnerLink:
 
     # ------------------------------------------------------------ what is sent
 
-    def _report(self) -> None:
-        """Report, completely if the other one may not know everything."""
-        complete = self._pair.tells_all
-        told: tuple[Told, ...] = ()
-        if complete and self._pair.serves:
-            told = tuple(shell.room.told for shell in self._rooms.chosen(""))
+    def _report(self, *, complete: bool = False) -> None:
+        """Report, completely if the other one may not know everything: some rooms at a time."""
+        if not (complete or self._pair.tells_all):
+            self._write(self._pair.report(self._leases))
+            return
+        told = [shell.room.told for shell in self._rooms.chosen("")] if self._pair.serves else self._pair.all_known()
+        if self._pair.serves:
             self._sent = {one.room: one for one in told}
-        self._write(self._pair.report(self._leases, told, complete=complete))
+        batch: list[Told] = []
+        for one in told:
+            batch.append(one)
+            if sum(map(_names, batch)) > MAX_NAMES:
+                self._write(self._pair.report(self._leases, batch))
+                batch = []
+        self._write(self._pair.report(self._leases, batch, complete=True))
 
     def _write(self, report: Report) -> None:
         try:
@@ -207,9 +218,10 @@ class PartnerLink:
         except ConfigError as error:  # what is known of a room has no place in a report: the other one goes without
             self._say(f"a report to {self.address} cannot be sent: {error}")
             return
-        self._queue.append(data)
-        if len(self._queue) > MAX_QUEUED:
-            self._queue.clear()  # it reads nothing, or is not there: it is told everything when it is
+        if len(self._queue) < MAX_QUEUED:
+            self._queue.append(data)
+        else:
+            self._overrun = True  # it reads nothing, or is not there: a new stream tells it everything
         if self._wake is not None:
             self._wake.set()
 
@@ -221,7 +233,12 @@ class PartnerLink:
     async def _dial(self) -> None:
         """Keep a stream to the other one open, and write on it what there is to report."""
         while True:
-            channel = aio_channel(self.address, "--peer", self._tls, self._rooms.liveness_s)
+            try:
+                channel = aio_channel(self.address, "--peer", self._tls, self._rooms.liveness_s)
+            except FaultToleranceError as error:  # certificates that do not work at present
+                self._say(str(error))
+                await asyncio.sleep(1.0)
+                continue
             try:
                 method: Any = channel.stream_stream(f"/{LIGHTHOUSE}/Partner")
                 call = method(self._reports(), metadata=self._metadata)
@@ -231,16 +248,16 @@ class PartnerLink:
             except grpc.RpcError as error:
                 self._say(_why(error, self.address))
             finally:
-                with contextlib.suppress(Exception):
-                    await channel.close()
+                await channel.close()
+            self._act(self._pair.ended())  # what was under way is lost: the next stream begins with everything
             await asyncio.sleep(REDIAL_S)
 
     async def _reports(self) -> AsyncIterator[bytes]:
         assert self._wake is not None
         self._queue.clear()
-        told = tuple(shell.room.told for shell in self._rooms.chosen("")) if self._pair.serves else ()
-        yield codec.encode_report(self._pair.report(self._leases, told, complete=True), release())
-        while True:
+        self._overrun = False
+        self._report(complete=True)
+        while not self._overrun:
             while self._queue:
                 yield self._queue.popleft()
             self._wake.clear()
@@ -251,6 +268,10 @@ class PartnerLink:
         if text != self._said:
             self._said = text
             _log.warning("%s", text)
+
+
+def _names(told: Told) -> int:
+    return len(told.members) + sum(len(basis.members) for basis in told.bases)
 
 
 def _why(error: grpc.RpcError, address: str) -> str:

@@ -60,7 +60,7 @@ class Report:
     told: tuple[Told, ...] = ()
     """What it knows of these rooms."""
     complete: bool = False
-    """These are all rooms that it knows of."""
+    """With these it has reported all rooms that it knows of."""
     proposals: tuple[Proposal, ...] = ()
     answers: tuple[tuple[int, bool], ...] = ()
     """(quorum_id, whether it is recorded) of proposals of the receiver's."""
@@ -162,11 +162,13 @@ class Pair:
         notes = self._notes.get(room, _Notes())
         return tuple(told for told in (notes.own, notes.theirs) if told is not None)
 
+    def all_known(self) -> list[Told]:
+        """What is written down about all rooms: what one that stands by, or has just started, reports."""
+        return [told for notes in self._notes.values() for told in (notes.own, notes.theirs) if told is not None]
+
     def report(self, leases: int, told: Sequence[Told] = (), *, complete: bool = False) -> Report:
         """What to send the other one now. `told`: what the rooms know, of one that serves."""
         self._leases = leases
-        if complete and not self.serves:
-            told = tuple(t for notes in self._notes.values() for t in (notes.own, notes.theirs) if t is not None)
         return Report(
             self.boot, self.role, self._partner_boot if self._hears else 0, self.contact, leases, tuple(told), complete
         )
@@ -180,6 +182,8 @@ class Pair:
         if report.boot != self._partner_boot:
             self._partner_boot, self._first_met = report.boot, 0.0
             self._lose(out)
+        for told in report.told:
+            self._note(told, out)
         new = not self._hears
         self._heard_at, self._partner_role, self._hears_me = now, report.role, report.hears == self.boot
         self._contact_there = report.contact
@@ -194,8 +198,6 @@ class Pair:
             self.contact = True
             self._first_met = self._first_met or now
             self.partner = replace(self.partner, since=self._first_met, met_at=now)
-        for told in report.told:
-            self._note(told, out)
         if report.complete:
             self.partner = replace(self.partner, informed=True)
         self._choose(report, out)
@@ -222,9 +224,7 @@ class Pair:
 
     def stops(self, room: Told) -> None:
         """It stops serving: what a room knows is kept until the other one has taken it into account."""
-        self._notes.setdefault(room.room, _Notes()).own = room
-        while len(self._notes) > MAX_ROOMS:
-            del self._notes[next(iter(self._notes))]
+        self._notes_of(room.room).own = room
 
     # ------------------------------------------------------------ what follows
 
@@ -240,14 +240,19 @@ class Pair:
         self._look(out)
 
     def _note(self, told: Told, out: list[Action]) -> None:
-        notes = self._notes.setdefault(told.room, _Notes())
+        notes = self._notes_of(told.room)
         notes.theirs = told
         if notes.own is not None and notes.own.ids <= {*told.merged, *told.ids}:
             notes.own = None
         if self.serves:
             out.append(Feed(told.room, PartnerTold(told)))
+
+    def _notes_of(self, room: str) -> _Notes:
+        """Those of a room, which is one that lives: those that were written last are kept."""
+        notes = self._notes[room] = self._notes.pop(room, _Notes())
         while len(self._notes) > MAX_ROOMS:
             del self._notes[next(iter(self._notes))]
+        return notes
 
     def _choose(self, report: Report, out: list[Action]) -> None:
         """Which of the two serves."""
@@ -282,7 +287,7 @@ class Pair:
         known = self.known(proposal.room)
         accepted = self.role is Role.STANDBY and accepts(proposal, known, self.partner.met_at, now)
         if accepted:
-            notes = self._notes.setdefault(proposal.room, _Notes())
+            notes = self._notes_of(proposal.room)
             before = notes.theirs
             notes.own = None
             notes.theirs = Told(
