@@ -29,8 +29,18 @@ if TYPE_CHECKING:
 
 LOSSY = frozenset(
     {
-        "freeze", "duplicate", "cut_lighthouse", "cut_peers", "cut_all", "blip", "turbulence", "proxy", "oneway",
-        "cut_one", "cut_pair", "freeze_lighthouse",
+        "freeze",
+        "duplicate",
+        "cut_lighthouse",
+        "cut_peers",
+        "cut_all",
+        "blip",
+        "turbulence",
+        "proxy",
+        "oneway",
+        "cut_one",
+        "cut_pair",
+        "freeze_lighthouse",
     }
 )
 """Faults that, together with a restart of the lighthouse, leave the documented remainder (R9)."""

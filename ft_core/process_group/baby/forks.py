@@ -21,6 +21,7 @@ import socket
 from ft_core.process_group import host_names
 from ft_core.process_group.baby.channel import Channel
 from ft_core.process_group.baby.child import IGNORED, die_with, serve
+from ft_core.process_group.baby.descriptors import readable
 
 FORK, DIED = "fork", "died"
 KILLED_WAIT_S = 5.0
@@ -88,6 +89,6 @@ class _Starter:
         for pid in self._children.values():
             os.kill(pid, signal.SIGKILL)  # not waited for yet, so the number is still its own
         for fd, pid in self._children.items():
-            if select.select([fd], [], [], KILLED_WAIT_S)[0]:
+            if readable(fd, KILLED_WAIT_S):
                 with contextlib.suppress(ChildProcessError):
                     os.waitpid(pid, 0)

@@ -47,6 +47,7 @@ from ft_core.process_group.baby.child import (
     SET_TIMEOUT,
     as_received,
 )
+from ft_core.process_group.baby.descriptors import readable
 from ft_core.process_group.baby.parcel import Known, Parcel
 from ft_core.process_group.baby.work import BabyWork, overdue_at
 from ft_core.process_group.fork_safety import close_in_child
@@ -355,7 +356,7 @@ class Incarnation:
         child.kill()  # it may have closed the channel only
         if self.aborted:
             self._fail_pending(copied_only=True)
-        dead = child.pidfd < 0 or bool(select.select([child.pidfd], [], [], DEATH_WAIT_S)[0])
+        dead = child.pidfd < 0 or readable(child.pidfd, DEATH_WAIT_S)
         if problem is not None:
             reason = problem if isinstance(problem, CollectiveError) else CollectiveError(f"{self.who()}: {problem!r}")
         elif self.aborted:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import os
 import pathlib
-import select
 import signal
 import threading
 import time
@@ -20,6 +19,7 @@ from ft_core.process_group import ProcessGroupBabyAccelerator, ProcessGroupBabyG
 from ft_core.process_group import ProcessGroupBabyXCCL as Xccl
 from ft_core.process_group.baby import children as processes
 from ft_core.process_group.baby import incarnation
+from ft_core.process_group.baby.descriptors import readable
 from ft_core.process_group.peer_ends import PeerEnds
 from tests.process_group.ranks import (
     GROUP_TIMEOUT,
@@ -169,7 +169,7 @@ def test_what_is_worked_on_in_place_fails_when_the_child_is_dead(groups: Groups)
     pidfd = os.dup(child.child.pidfd)
     try:
         dead: list[bool] = []
-        in_place.get_future().add_done_callback(lambda _: dead.append(bool(select.select([pidfd], [], [], 0)[0])))
+        in_place.get_future().add_done_callback(lambda _: dead.append(readable(pidfd, 0)))
         groups[0].abort()
         for work in (copied, in_place):
             with pytest.raises(CollectiveError, match=r"recv on .* failed: abort\(\) was called"):
