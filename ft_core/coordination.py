@@ -233,7 +233,7 @@ class ManagerClient:
             self._template.replica_id, self._seq, Version(step, 0), quorum_id=self._quorum_id, failed=failed,
             group_world_size=self._template.group_world_size, store_address=self._template.store_address,
             heal_addresses=self._template.heal_addresses, shrink_only=shrink_only, data=data_as_text(data),
-            fenced=self._quorum_id > 0,  # there is no fence here: who asks after a quorum has entered it
+            fenced=False,  # there is no fence here: that one has entered a quorum says nothing of the others
         )  # fmt: skip
         self._control.ask(ask)
         quorum = self._handler.wait(self._seq, timeout.total_seconds())

@@ -15,6 +15,7 @@ import torch
 
 from benchmarks import gpu, gpu_kill, gpu_pair, gpu_step
 from benchmarks.common import ROOT, BenchmarkError, Options, Row
+from benchmarks.device_state import Found
 from benchmarks.gpu_pair import Pair, choose, pairs
 from benchmarks.gpu_report import FROM, NOTHING, TO, GpuReport, ReportError, counts_of, devices, into
 from ft_core.doctor.facts import Gpu, GpuFacts
@@ -51,6 +52,14 @@ def test_both_are_killed_over_gloo_and_the_survivor_commits_again() -> None:
     assert 0 < float(p50.value) <= float(p90.value)
     assert len(p50.samples) == 2
     assert same.met
+
+
+@pytest.mark.process
+@pytest.mark.timeout(120)
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_the_program_of_the_state_is_called_as_it_can_be() -> None:
+    with pytest.raises(BenchmarkError, match="it ended with 2: device_state: there is no CUDA device here"):
+        gpu.state(Options(), pairs("cuda", 1, nccl=True)[0])
 
 
 @pytest.mark.process
@@ -164,18 +173,18 @@ def test_the_page_has_a_place_for_it_and_says_now_what_the_file_says() -> None:
         into(page.replace(FROM, ""), GOOD)
 
 
-def test_pytests_report_and_a_programs_table_are_read() -> None:
+def test_pytests_report_and_a_programs_figures_are_read() -> None:
     junit = '<testsuites><testsuite tests="9" failures="1" errors="1" skipped="3"/></testsuites>'
     assert counts_of(junit) == {"passed": 4, "failed": 2, "skipped": 3}
     with pytest.raises(ReportError, match=r"pytest's report cannot be read"):
         counts_of("<testsuites>")
     with pytest.raises(ReportError):
         counts_of('<testsuites><testsuite tests="x"/></testsuites>')
-    printed = "noise | here\n| figure | what | measured | target | | detail |\n|---|---|---:|---|---|---|\n"
-    printed += "| device_state | to host | 21.5 GB/s | >= 80 % | ok | n=5 |\n| a | b | 1 |  | **missed** |  |\n"
-    assert gpu.rows_of(printed) == [
-        Row("device_state", "to host", "21.5 GB/s", "", ">= 80 %", True, "n=5"), Row("a", "b", "1", "", "", False, ""),
-    ]  # fmt: skip
+    printed = json.dumps(dataclasses.asdict(Found("H100", 1024, 7, 0.1, 0.12, 21.5, 17.9, 0.83, True)))
+    (row,) = gpu.state_rows(f"noise\n{printed}\n")
+    assert (row.value, row.unit, row.met, row.detail) == (17.9, "GB/s", True, "83% of 21.5 GB/s; 1024 MiB, n=7")
+    with pytest.raises(BenchmarkError, match="it printed no figures: 'noise'"):
+        gpu.state_rows("noise")
     assert devices(["H100", "A100", "H100"]) == "2 H100, A100"
 
 

@@ -91,7 +91,9 @@ class CudaDevice:
 
     def __init__(self, index: int) -> None:
         self._index = index
-        self._out, self._in = (torch.cuda.Stream(index) for _ in range(2))
+        # Of the high priority: those of the other one are handed out in turns, 32 per device, also to each new NCCL
+        # group. A copy on the stream of a collective would wait for a peer, which may be waiting for this very copy.
+        self._out, self._in = (torch.cuda.Stream(index, priority=-1) for _ in range(2))
 
     def __repr__(self) -> str:
         return f"CudaDevice({self._index})"
@@ -109,7 +111,8 @@ class CudaDevice:
     def copy(self, target: torch.Tensor, source: torch.Tensor, after: Moment | None) -> CudaMoment:
         """On the stream for that direction."""
         stream, here = (self._in, target) if target.is_cuda else (self._out, source)
-        with torch.cuda.stream(stream):
+        # The device first: on a thread that has none, leaving the stream would make device 0 current, and use it.
+        with torch.cuda.device(self._index), torch.cuda.stream(stream):
             if after is not None:
                 assert isinstance(after, CudaMoment)
                 stream.wait_event(after.event)

@@ -27,8 +27,9 @@ from ft_core.checkpointing.tensor_bytes import byte_view
 
 if TYPE_CHECKING:
     import socket
-    from collections.abc import Container, Sequence
+    from collections.abc import Container, Mapping, Sequence
 
+    from ft_core.checkpointing.devices import Device, Moment
     from ft_core.checkpointing.receive_plan import ReceivePlan
 
 
@@ -59,6 +60,7 @@ class Offer:
         *,
         live: bool = False,
         verified: Sequence[int] | None = None,
+        made: Mapping[Device, Moment] | None = None,
     ) -> None:
         self.tag: Final = tag
         self.live: Final = live
@@ -73,6 +75,7 @@ class Offer:
         self.last_used_s = 0.0
         self._manifest = manifest
         self._memory = memory
+        self._made = made
 
     @classmethod
     def capture(cls, tag: str, state: object, copy_storages: Container[int] = (), *, live: bool = False) -> Offer:
@@ -81,7 +84,11 @@ class Offer:
         ranges = plan_ranges(encoded.leaves)
         classes = {name: path for name, (_, path) in encoded.classes.items()}
         manifest = Manifest(encoded.leaves, ranges, encoded.skeleton, layout_digest(ranges), classes)
-        return cls(tag, manifest, _capture(encoded, ranges, copy_storages), live=live)
+        memory = _capture(encoded, ranges, copy_storages)
+        # What is not contiguous was copied on its device just now, on this thread's stream, behind the boundary's mark.
+        copied = {devices.device_of(t) for t, owned in zip(encoded.tensors, encoded.owned, strict=True) if owned}
+        made = {device: device.mark() for device in copied if device is not None}
+        return cls(tag, manifest, memory, live=live, made=made)
 
     @classmethod
     def relay(cls, tag: str, plan: ReceivePlan) -> Offer:
@@ -111,7 +118,7 @@ class Offer:
     def reading(self, index: int, staging: Staging) -> Reading:
         """How to get at the bytes of range `index`; valid while the offer is held."""
         memory = self._memory[index]
-        return Reading(staging, memory.host, memory.parts, self.ranges[index].nbytes)
+        return Reading(staging, memory.host, memory.parts, self.ranges[index].nbytes, self._made)
 
     def intact(self, index: int) -> bool:
         """Whether the memory is still there: someone may have resized the storage under a live offer."""

@@ -26,6 +26,8 @@ from ft_core.checkpointing.ranges import RANGE_BYTES
 from ft_core.checkpointing.tensor_bytes import byte_view
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     import torch
 
     from ft_core.checkpointing.devices import Device, Moment
@@ -116,13 +118,16 @@ class Staging:
 class Reading:
     """A range of an offer on its way into host memory, and then there, until `release`.
 
-    `host`: bytes that are there already (None: none); `parts`: (offset, bytes on a device) that come on top.
+    `host`: bytes that are there already (None: none); `parts`: (offset, bytes on a device) that come on top. `made`:
+    when a device will have made what the offer had to copy there, after the boundary.
     """
 
     def __init__(
-        self, staging: Staging, host: memoryview | None, parts: list[tuple[int, torch.Tensor]], nbytes: int
-    ) -> None:
+        self, staging: Staging, host: memoryview | None, parts: list[tuple[int, torch.Tensor]], nbytes: int,
+        made: Mapping[Device, Moment] | None = None,
+    ) -> None:  # fmt: skip
         self._staging, self._host, self._parts, self._nbytes = staging, host, parts, nbytes
+        self._made = made or {}
         self._buffer: torch.Tensor | None = None
         self._moments: dict[Device, Moment] = {}
 
@@ -144,7 +149,7 @@ class Reading:
             byte_view(buffer)[: self._nbytes] = self._host
         for offset, source in self._parts:
             device = _device(source)
-            after = None if device in self._moments else self._staging.boundary(device)
+            after = None if device in self._moments else self._made.get(device) or self._staging.boundary(device)
             self._moments[device] = device.copy(buffer[offset : offset + source.numel()], source, after)
         return True
 

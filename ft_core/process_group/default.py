@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from ft_core.backends import DEVICE_OF, MOVE, TorchBuild, Wish, check_devices, choose
+from ft_core.backends import DEVICE_OF, MOVE, TorchBuild, Wish, check_build, check_devices, choose
+from ft_core.errors import ConfigError
 from ft_core.process_group.gloo.group import ProcessGroupGloo
 from ft_core.settings import check_backend
 
@@ -52,12 +53,16 @@ def default_process_group(device: Devices = None, backend: str | None = None, *,
 
     Raises:
         ConfigError: an unknown name; the backend, the devices of the model and this torch cannot work together.
-        NotAvailableError: the group needs something that is not there.
     """
     devices = names_of(_each(device))
     name = choose(wish(backend, move), devices, torch_build())
-    with current_device(devices if name in DEVICE_OF else ()):
-        return _new(name)
+    try:
+        with current_device(devices if name in DEVICE_OF else ()):
+            return _new(name)
+    except ConfigError as error:  # as of a library that is too old: in the words of whoever constructs groups himself
+        if name not in DEVICE_OF:
+            raise
+        raise ConfigError(f"{error}; without a script of your own: set FT_BACKEND=gloo") from error
 
 
 @dataclass(frozen=True)
@@ -69,6 +74,11 @@ class ByDevice:
     """
 
     move: str = MOVE
+
+    def check_build(self) -> None:
+        """See that this torch has the backend that the user asks for, whatever the device. Raises ConfigError."""
+        asked = wish(move=self.move)
+        check_build(asked.backend, asked, torch_build())
 
     def check(self, device: Devices) -> None:
         """See that there is a group for models on `device`. Raises ConfigError, as `make`."""
@@ -83,7 +93,23 @@ def check_group(group: ProcessGroup, devices: Iterable[torch.device | str]) -> N
     """See that gradients on these devices can travel over a group that the user gave. Raises ConfigError."""
     backend = group.torch_backend
     if backend in DEVICE_OF or group.carries_cpu_memory:
-        check_devices(backend, Wish(backend, f"pg={type(group).__name__}()"), names_of(devices))
+        said = f"pg={type(group).__name__}()"
+        names = names_of(devices)
+        check_devices(backend, Wish(backend, said), names)
+        own = _device_of(group)
+        if own is not None and names not in ([], [str(own)], [own.type]):
+            raise ConfigError(
+                f"{said}: the model is on {names[0]}, and this group carries tensors on {own}: make the group while "
+                f"{names[0]} is the current device, or leave out {said}: then the device of the model decides"
+            )
+
+
+def _device_of(group: ProcessGroup) -> torch.device | None:
+    """The one whose tensors it carries; None: not bound to one."""
+    while (inner := getattr(group, "parent", None)) is not None:
+        group = inner
+    found = getattr(group, "device", None)
+    return found if isinstance(found, torch.device) else None
 
 
 def names_of(devices: Iterable[torch.device | str]) -> list[str]:

@@ -84,6 +84,11 @@ class StreamHost(ABC, Generic[C]):
     def _ended(self, caller: C) -> None:
         """Its stream has ended, after a goodbye (`caller.left`) or without one, and no newer one took over."""
 
+    @property
+    def callers(self) -> int:
+        """How many were let in and are there yet."""
+        return len(self._callers)
+
     async def refuse_token(self, context: Context) -> None:
         """End a call that does not carry the token."""
         await self._door.check(context)

@@ -52,6 +52,8 @@ class RankRuntime:
         pg = ByDevice() if pg is None else pg
         if not isinstance(pg, ProcessGroup | ByDevice):
             raise ConfigError(f"pg must be an ft_core.process_group.ProcessGroup, got {type(pg).__name__}")
+        if isinstance(pg, ByDevice):
+            pg.check_build()
         started = startup.start(config, pg, transport)
         self.config = config
         self.live = live

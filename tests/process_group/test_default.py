@@ -9,11 +9,12 @@ import torch
 
 from ft_core import process_group
 from ft_core.backends import TorchBuild
-from ft_core.errors import ConfigError, NotAvailableError
+from ft_core.errors import ConfigError
 from ft_core.process_group import (
     ByDevice,
     FakeProcessGroupWrapper,
     ProcessGroup,
+    ProcessGroupBabyNCCL,
     ProcessGroupDummy,
     ProcessGroupGloo,
     check_group,
@@ -21,7 +22,9 @@ from ft_core.process_group import (
     default_process_group,
     host_process_group,
 )
+from ft_core.process_group.baby import children
 from ft_core.settings import AUTO, BACKENDS
+from tests.process_group.fake_communicator import FakeNCCL
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -154,11 +157,20 @@ def test_a_group_that_was_given_is_compared_with_the_model() -> None:
         check_group(ProcessGroupDummy(0, 1), ["mps:0"])
 
 
-@pytest.mark.parametrize("backend", ["baby-gloo"])
-def test_a_group_that_is_not_there_yet_says_so_when_it_is_made(backend: str) -> None:
-    try:
-        made = default_process_group("cpu", backend)
-    except NotAvailableError as error:
-        assert "ProcessGroupBabyGloo" in str(error)  # noqa: PT017 - or it is there
-    else:
-        made.shutdown()
+def test_a_group_of_another_device_than_the_models_is_refused() -> None:
+    group = FakeNCCL(device="cuda:0")
+    for given in (group, FakeProcessGroupWrapper(group)):
+        check_group(given, ["cuda:0"])
+        check_group(given, [])
+        with pytest.raises(ConfigError, match=r"the model is on cuda:1, and this group carries tensors on cuda:0"):
+            check_group(given, ["cuda:1"])
+
+
+def test_a_group_in_a_child_has_the_device_that_is_current_when_it_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not when it is configured: the Manager does that on a thread whose current device is the first one."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    monkeypatch.setattr(children.Children, "prepare", lambda _: None)
+    group = ProcessGroupBabyNCCL()
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    assert (group._inner_arguments(), group.sibling()._inner_arguments()) == ({"device": 3}, {"device": 3})

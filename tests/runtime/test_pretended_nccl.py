@@ -21,8 +21,16 @@ def _all_groups_are_released() -> Iterator[None]:
     assert nothing_is_left(10.0)
 
 
+class Pretended(FakeNCCL):
+    """Its tensors lie in CPU memory, which a group that torch calls nccl is not given."""
+
+    @property
+    def torch_backend(self) -> str:
+        return "pretended"
+
+
 def nccl() -> FakeNCCL:
-    return FakeNCCL(timedelta(seconds=10))
+    return Pretended(timedelta(seconds=10))
 
 
 def test_replicas_train_as_they_do_over_gloo(cluster: Cluster) -> None:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from ft_core.errors import JobFinishedError, RefusedError, StateLostError
 from ft_core.protocol.lighthouse import events as room_events
 from ft_core.protocol.lighthouse.pair import REPORTS_PER_LIVENESS, Feed, Pair, Send, Serve, StandBy
+from ft_core.protocol.lighthouse.partner import ALONE
 from ft_core.protocol.lighthouse.reachability import Holds
 from ft_core.protocol.lighthouse.room import Room
 from ft_core.protocol.lighthouse.room_view import peers_of
@@ -169,6 +170,7 @@ class Lighthouse:
                     self._report()
                 case StandBy():
                     self.world.say("lighthouse %d stands by", self.index)
+                    self.room.take((room_events.PartnerIs(ALONE),), self.world.now)
                     self.pair.stops(self.room.told)
                     for conn in list(self.conns.values()):
                         conn.break_()

@@ -193,7 +193,8 @@ class World:
         """Start a lighthouse that remembers nothing; its clock may have gone back a little."""
         self.boots += 1
         other = self.lighthouses[1 - index] if len(self.lighthouses) > 1 else None
-        if self.boots > len(self.lighthouses) and other is None:
+        knows = other is not None and (other.pair is None or other.pair.partner.informed)
+        if self.boots > len(self.lighthouses) and not knows:
             self.forgotten += 1
         self.trouble_at = self.now
         boot = 1000 + int(self.now) + (self.rng.randint(-8, 2) if self.boots > 1 else 0)

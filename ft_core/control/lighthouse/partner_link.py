@@ -73,6 +73,7 @@ class PartnerLink:
         self._tasks: list[asyncio.Task[None]] = []
         self._timer: asyncio.TimerHandle | None = None
         self._said = ""
+        self._closed = False
 
     def __repr__(self) -> str:
         return f"PartnerLink({self.address}, {self._pair.role.value}, {'in' if self._pair.contact else 'no'} contact)"
@@ -102,7 +103,7 @@ class PartnerLink:
         """On the loop: end all of it."""
         for task in self._tasks:
             task.cancel()
-        self._tasks = []
+        self._tasks, self._closed = [], True
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -130,20 +131,22 @@ class PartnerLink:
 
     @property
     def _leases(self) -> int:
-        return self._rooms.leases
+        return self._rooms.callers
 
     # ------------------------------------------------------------ what arrives
 
     async def serve(self, _requests: object, context: Context) -> None:
         """Handler of the stream that the other one has dialled."""
         await self._rooms.check_token(context)
-        mine = self._stream = object()
+        mine = object()
         try:
             while True:
                 data: Any = await context.read()
                 if data is grpc.aio.EOF:
                     return
-                self._heard(data)
+                report = self._decode(data)
+                self._stream = mine  # the newest of the other one's; a stranger's never is
+                self._heard(report)
         except FaultToleranceError as error:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, codec.clip(str(error)))
         finally:
@@ -151,17 +154,22 @@ class PartnerLink:
                 self._stream = None
                 self._act(self._pair.ended())
 
-    def _heard(self, data: bytes) -> None:
+    def _decode(self, data: bytes) -> Report:
         report = codec.decode_report(data)
         if report.boot == self._pair.boot:
             raise RefusedError("--peer is this lighthouse itself; give the address of the other one")
+        if self._pair.is_stranger(report, self._rooms.now()):
+            raise RefusedError("this lighthouse has a partner, and that is another one: end one of the three")
+        return report
+
+    def _heard(self, report: Report) -> None:
         contact = self._pair.contact
         self._act(self._pair.heard(report, self._rooms.now(), self._leases))
         if self._pair.contact != contact:
             self._report()
 
     def _act(self, actions: Sequence[Action]) -> None:
-        for action in actions:
+        for action in () if self._closed else actions:
             match action:
                 case Send():
                     self._write(action.report)

@@ -4,17 +4,15 @@ How it works. Each room is a `room.Room`, which decides, and a `RoomShell`, whic
 messages become events, effects become pushes over the open lease streams. There is no tick: one timer per room stands
 at `room.next_at` and is set anew after every event. Nothing is awaited between an event and the last of its effects.
 
-A lease is one stream with a generation (a counter of this server); only the newest generation of a replica is
-registered. When it ends, the room is told for how long it had been silent, which tells a closed connection from missed
-keepalives.
+A lease is one stream with a generation (a counter of this server); only the newest of a replica is registered. When it
+ends, the room is told for how long it had been silent: that tells a closed connection from missed keepalives.
 
 A decision looks at every replica, so what a thousand of them report within a moment is decided about together: asks
 that arrive in one turn of the loop, and in large rooms everything that comes soon after the last decision (`pace`). A
 message to all is encoded once; a reason is told once it has stood for REASON_S.
 
-R15, turbulence. If most leases of a room (and at least TURBULENCE_LEASES) end within TURBULENCE_S, or this process
-itself stood still for longer than the liveness timeout, suspicions prove nothing; the rooms are told before anything
-else. Standing still is noticed by a beat, which runs only while there are leases.
+R15, turbulence. If most leases of a room (at least TURBULENCE_LEASES) end within TURBULENCE_S, or this process stood
+still for longer than the liveness timeout (noticed by a beat, while there are leases), the rooms are told first.
 
 Invariants: rooms, signatures and every outgoing queue are bounded; what a client sends never ends anybody else's lease.
 Everything runs on the server's one loop; the streams are `rpc.stream_host`'s.
@@ -52,12 +50,14 @@ from ft_core.protocol.lighthouse.events import (
     LeaseEnded,
     Left,
     Note,
+    PartnerIs,
     Progress,
     Propose,
     Refuse,
     Tick,
     Turbulence,
 )
+from ft_core.protocol.lighthouse.partner import ALONE
 from ft_core.protocol.lighthouse.room import Room
 from ft_core.protocol.lighthouse.room_keeping import MAX_ROOMS, FinishedRooms, replaceable
 from ft_core.protocol.lighthouse.room_view import peers_of
@@ -66,6 +66,7 @@ from ft_core.protocol.quorum_ids import QuorumIds, boot_of
 from ft_core.protocol.types import Ask
 from ft_core.rpc import codec
 from ft_core.rpc.channel import grpc
+from ft_core.rpc.loop_server import StreamDropped
 from ft_core.rpc.stream_host import StreamHost
 from ft_core.settings import DEFAULT_ROOM
 
@@ -169,11 +170,6 @@ class Rooms(StreamHost[Lease]):
 
     # ------------------------------------------------------------ one of a pair (R22)
 
-    @property
-    def leases(self) -> int:
-        """How many there are."""
-        return len(self._callers)
-
     async def check_token(self, context: Context) -> None:
         """End a call that does not carry the token."""
         await super().refuse_token(context)
@@ -190,13 +186,13 @@ class Rooms(StreamHost[Lease]):
 
     def stop_serving(self, why: str) -> list[Told]:
         """End all streams and calls, and drop the rooms. Returns what these knew."""
-        told = [shell.room.told for shell in self._rooms.values()]
         rooms, self._rooms = self._rooms, {}
         for shell in rooms.values():
+            shell.room.take((PartnerIs(ALONE),), self.now())  # what it has proposed will never be announced
             shell.stop()
             end_all(shell, why)
         self._changed()
-        return told
+        return [shell.room.told for shell in rooms.values()]
 
     def _make_place(self, name: str) -> None:
         """Forget a room, for the one called `name`."""
@@ -216,6 +212,8 @@ class Rooms(StreamHost[Lease]):
 
     def feed(self, shell: RoomShell, *events: Event) -> list[Effect]:
         """Hand events to a room; decide what follows now, or soon if it has just decided. Returns what followed now."""
+        if self._rooms.get(shell.room.name) is not shell:
+            return []  # dropped when this lighthouse began to stand by: its streams end only now
         now = self.now()
         self._notice_stall(now)
         effects = self._take(shell, events, now)
@@ -340,6 +338,8 @@ class Rooms(StreamHost[Lease]):
         opening = codec.decode_lease_request(first)
         if not isinstance(opening, codec.Opening):
             raise ProtocolError("the first message of a lease must be a Hello")
+        if self.partner is not None and not self.partner.serves:  # since the stream was opened
+            raise StreamDropped(self.partner.refusal)
         return self._open(self.room(opening.room), opening.hello, stream)
 
     def _received(self, lease: Lease, data: bytes) -> None:

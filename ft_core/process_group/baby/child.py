@@ -142,8 +142,8 @@ class _Server:
                 self._wait_on_thread(number, lambda: barrier(*arguments))
                 return
             work = self._group._launch(call.name, *arguments)
-            device = next((tensor.device for tensor in tensors if tensor.device.type != "cpu"), None)
-            if device is not None:
+            if not self._group.blocks_host:  # its works' futures are done when they are launched
+                device = self._group.device  # type: ignore[attr-defined]  # what does not block the host has one
                 self._wait_on_thread(number, lambda: self._finish_on_device(work, device))
             elif not self._follow(number, work):
                 self._wait_on_thread(number, lambda: _finish(work, call.name))

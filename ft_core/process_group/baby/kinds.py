@@ -51,7 +51,7 @@ class ProcessGroupBabyNCCL(ProcessGroupBaby):
     """`ProcessGroupNCCL` in a child process, for a driver or fabric on which NCCL's own abort hangs.
 
     Device memory is mapped by the child (CUDA IPC), which has a CUDA context of its own. `device`: by default
-    the one that is current when it is configured. ConfigError without CUDA.
+    the one that is current when it is made. ConfigError without CUDA.
     """
 
     inner = "ProcessGroupNCCL"
@@ -65,11 +65,8 @@ class ProcessGroupBabyNCCL(ProcessGroupBaby):
                 f"{type(self).__name__} needs CUDA, and torch.cuda.is_available() is False: use ProcessGroupBabyGloo, "
                 "or install torch's CUDA build and look at the driver with nvidia-smi"
             )
-        super().__init__(timeout, device=device)
-
-    def _inner_arguments(self) -> dict[str, Any]:
-        device = self._arguments["device"]
-        return {"device": torch.cuda.current_device() if device is None else device}
+        # Now: configure() runs on a thread whose current device is another one.
+        super().__init__(timeout, device=torch.cuda.current_device() if device is None else device)
 
     @property
     def torch_device_type(self) -> str:

@@ -46,23 +46,25 @@ class InSegment:
 
 @dataclass(frozen=True)
 class InStorage:
-    """A contiguous tensor in a storage that lies in shared memory; `offset` in elements."""
+    """A tensor in a storage that lies in shared memory, or on a device; `offset` in elements."""
 
     storage: int
     offset: int
     dtype: torch.dtype
     shape: tuple[int, ...]
+    stride: tuple[int, ...] | None = None
+    """None: that of a contiguous one."""
 
 
 @dataclass(frozen=True)
 class OnDevice:
-    """A tensor in device memory: torch's function that opens it, and its arguments."""
+    """A storage in device memory: torch's function that opens it as a tensor, and its arguments."""
 
     open: Any
     arguments: tuple[Any, ...]
 
 
-Place = InSegment | InStorage | OnDevice
+Place = InSegment | InStorage
 
 
 @dataclass(frozen=True)
@@ -75,6 +77,8 @@ class Manifest:
     """0: the child has it."""
     new_storages: tuple[tuple[int, int], ...]
     """Number and size in bytes of storages that the child does not have."""
+    new_on_device: tuple[tuple[int, OnDevice], ...]
+    """The same for those in device memory: number and handle."""
     gone_segments: tuple[int, ...]
     gone_storages: tuple[int, ...]
     event: tuple[torch.device, Any] | None = None
@@ -140,11 +144,20 @@ class Parcel:
         places: list[Place] = []
         new_storages: list[tuple[int, int]] = []
         storage_fds: list[int] = []
+        new_on_device: list[tuple[int, OnDevice]] = []
         copied: list[tuple[int, InSegment]] = []
         size = 0
         for number, tensor in enumerate(self._tensors):
             if self._on_device:
-                places.append(OnDevice(*reduce_tensor(tensor)))
+                # Once per storage: torch counts each handle in the storage itself until that is freed, has events for
+                # 1,000 of them in a process, and then waits for the stream at each.
+                storage = tensor.untyped_storage()
+                key, is_known = known.storage(storage)
+                if not is_known:
+                    whole = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
+                    new_on_device.append((key, OnDevice(*reduce_tensor(whole))))
+                offset, shape, stride = int(tensor.storage_offset()), tuple(tensor.shape), tuple(tensor.stride())
+                places.append(InStorage(key, offset, tensor.dtype, shape, stride))
                 continue
             handle = _shared_storage(tensor)
             if handle is not None:
@@ -167,6 +180,7 @@ class Parcel:
             segment=None if self._segment is None else self._segment.number,
             new_segment_bytes=new_segment_bytes,
             new_storages=tuple(new_storages),
+            new_on_device=tuple(new_on_device),
             gone_segments=tuple(gone_segments),
             gone_storages=tuple(known.gone_storages(in_use)),
             event=self._record(),
@@ -244,17 +258,17 @@ class Unpacker:
             device, handle = manifest.event
             event = torch.cuda.Event.from_ipc_handle(device, handle)
             torch.cuda.current_stream(device).wait_event(event)
+        for key, handle in manifest.new_on_device:
+            self._storages[key] = handle.open(*handle.arguments).untyped_storage()
         return [self._open(place, manifest) for place in manifest.places]
 
     def _open(self, place: Place, manifest: Manifest) -> torch.Tensor:
         if isinstance(place, InSegment):
             assert manifest.segment is not None
             return _view(self._segments[manifest.segment], place)
-        if isinstance(place, InStorage):
-            shape = torch.Size(place.shape)
-            stride = torch.empty(shape, device="meta").stride()  # of a contiguous one
-            return torch.empty(0, dtype=place.dtype).set_(self._storages[place.storage], place.offset, shape, stride)
-        return place.open(*place.arguments)  # type: ignore[no-any-return]
+        storage, shape = self._storages[place.storage], torch.Size(place.shape)
+        stride = torch.empty(shape, device="meta").stride() if place.stride is None else place.stride
+        return torch.empty(0, dtype=place.dtype, device=storage.device).set_(storage, place.offset, shape, stride)
 
 
 def _shared_storage(tensor: torch.Tensor) -> torch.UntypedStorage | None:

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+ABORT = "ft-device-abort"
+"""Name of the threads that abort a communicator."""
 EXIT_STUCK = 75
 """The exit code of a process whose device cannot be got back (EX_TEMPFAIL: start it again)."""
 
@@ -52,8 +54,11 @@ class ProcessHost:
         return time.monotonic()
 
     def start(self, name: str, do: Callable[[], None]) -> None:
-        """Run `do` on a daemon thread; on this one where the interpreter ends, and starts no threads any more."""
-        if not self._starts(name, do):
+        """Run `do` on a daemon thread.
+
+        Where the interpreter ends, and starts none any more, on this one, but for an abort: that may block for ever.
+        """
+        if not self._starts(name, do) and name != ABORT:
             do()
 
     def after(self, seconds: float, do: Callable[[], None]) -> Callable[[], None]:

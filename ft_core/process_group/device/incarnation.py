@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 
 from ft_core.errors import CollectiveError, ConfigError, FaultToleranceError
 from ft_core.process_group.device import watch as watching
-from ft_core.process_group.device.host import Host, process_host
+from ft_core.process_group.device.host import ABORT, Host, process_host
 from ft_core.process_group.device.meeting import Meeting
 from ft_core.process_group.device.phases import Action, CallAbort, EndProcess, Lifecycle, Phase, WatchDeadline
 from ft_core.process_group.device.work import DeviceWork
@@ -308,7 +308,7 @@ class Incarnation:
                 if self._ended.is_set():  # another thread's abort of the communicator was faster
                     self._take_deadline_back()
             elif isinstance(action, CallAbort):
-                self._host.start("ft-device-abort", self._abort_communicator)
+                self._host.start(ABORT, self._abort_communicator)
             else:
                 assert isinstance(action, EndProcess)
                 self._host.end_process(f"{self.spec}: {action.reason}")
@@ -374,6 +374,15 @@ def _after_fork_in_child() -> None:
 _of_the_parent: list[Reaper] = []
 
 
+def _threads_start() -> bool:
+    """Python 3.12 and newer start no thread any more when exit functions run."""
+    try:
+        threading.Thread(target=int, daemon=True).start()
+    except RuntimeError:
+        return False
+    return True
+
+
 def _end_all_at_exit() -> None:
     """Abort what is left before the interpreter takes objects apart: a destructor would do it, and may not return."""
     global _exiting
@@ -385,6 +394,8 @@ def _end_all_at_exit() -> None:
     reaper.stop(EXIT_WAIT_S)
     while left and time.monotonic() < deadline:
         left = [incarnation for incarnation in left if incarnation in _live and not incarnation.try_destroy()]
+        if left and not _threads_start():
+            break  # nobody aborts them: they are left, and the kernel closes their connections
         if left:
             time.sleep(0.002)
     for incarnation in left:

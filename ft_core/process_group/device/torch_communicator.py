@@ -99,6 +99,8 @@ class TorchCommunicator:
         """Start the collective behind the current stream."""
         if name == "barrier":
             name, arguments = "allreduce", ([self._zero], AllreduceOptions())
+        if name == "reduce_scatter":
+            name, arguments = _flat(*arguments)
         target = self._dispatcher if name in _ONLY_THROUGH_DISPATCHER else self._backend
         inner = getattr(target, name)(*arguments)
         event = self._streams.Event()
@@ -129,6 +131,13 @@ class TorchCommunicator:
         if self._backend is not None:
             with self._streams.device(self._device):
                 self._backend.abort()
+
+
+def _flat(outputs: Any, inputs: Any, opts: Any) -> tuple[str, tuple[Any, ...]]:
+    """A reduce-scatter of equal parts as one of a whole. torch would make the same copy, and let it go in `wait`."""
+    if len(outputs) != 1 or any(part.shape != outputs[0].shape for part in inputs[0]):
+        return "reduce_scatter", (outputs, inputs, opts)
+    return "_reduce_scatter_base", (outputs[0], torch.stack([*inputs[0]]), opts)
 
 
 class _TorchLaunched:

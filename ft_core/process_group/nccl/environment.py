@@ -5,7 +5,8 @@ with a flag that is set before, so that no step is committed whose sum was cut s
 
 How it works. `applied()` sets the variables around the making of one backend, which reads them, and puts back what was
 there: the script's own NCCL groups keep torch's defaults. NONBLOCKING_TIMEOUT is the exception: torch reads it once
-per process, so it is set for good. What the user has set is left as it is; where that cannot work it is said once.
+per process, so it is set for good, unless the user has set it. The others are set whatever is there: launchers set
+TORCH_NCCL_ASYNC_ERROR_HANDLING=1 for every worker (torchrun's agent, ftrun's), and no other value can work here.
 
 Invariants: one `applied()` at a time, under a lock; all names are in NEEDED or in FOR_GOOD. Threads: any. Between
 setting and putting back there is nothing but the backend's constructor; other threads that read the environment in C
@@ -42,39 +43,24 @@ WHY: dict[str, str] = {
 """What happens with another value than the one in NEEDED."""
 FOR_GOOD: dict[str, str] = {"TORCH_NCCL_NONBLOCKING_TIMEOUT": "30"}
 """Seconds that connecting may take, and a launch that waits for it; torch's default is 30 minutes."""
-OLD_NAMES = {
-    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "NCCL_ASYNC_ERROR_HANDLING",
-    "TORCH_NCCL_BLOCKING_WAIT": "NCCL_BLOCKING_WAIT",
-}
-"""Which torch reads where the new name is not set."""
-_FALSE = frozenset({"0", "false", "n", "no", "off", ""})
 
 _lock = threading.Lock()
 _said = False
 
 
 def to_set(environment: Mapping[str, str]) -> dict[str, str]:
-    """What has to be added to `environment`: what the user has not set, under either name. Pure."""
-    users = {name for name in NEEDED if name in environment or OLD_NAMES.get(name, name) in environment}
-    return {
-        name: value for name, value in {**NEEDED, **FOR_GOOD}.items() if name not in environment and name not in users
-    }
+    """What has to be changed in `environment`. torch reads a new name before its old one. Pure."""
+    needed = {name: value for name, value in NEEDED.items() if environment.get(name) != value}
+    return needed | {name: value for name, value in FOR_GOOD.items() if name not in environment}
 
 
 def warnings(environment: Mapping[str, str]) -> list[str]:
     """What the user has set that cannot work, one sentence each. Pure."""
-    found = []
-    for name in NEEDED:
-        for spelled in (name, OLD_NAMES.get(name)):
-            value = environment.get(spelled) if spelled is not None else None
-            if value is not None and value.strip().lower() not in _FALSE:
-                found.append(f"{spelled}={value} is left as it is, but {WHY[name]}: unset it")
-                break
-    for name in FOR_GOOD:
-        value = environment.get(name)
-        if value is not None and not (value.strip().isdigit() and int(value) > 0):
-            found.append(f"{name}={value} is left as it is, but torch reads whole seconds there: unset it")
-    return found
+    return [
+        f"{name}={value} is left as it is, but torch reads whole seconds there: unset it"
+        for name in FOR_GOOD
+        if (value := environment.get(name)) is not None and not (value.strip().isdigit() and int(value) > 0)
+    ]
 
 
 @contextlib.contextmanager
@@ -83,13 +69,16 @@ def applied() -> Iterator[None]:
     with _lock:
         _say_once()
         added = to_set(os.environ)
+        before = {name: os.environ.get(name) for name in added if name in NEEDED}
         os.environ.update(added)
         try:
             yield
         finally:
-            for name in added:
-                if name not in FOR_GOOD:
+            for name, value in before.items():
+                if value is None:
                     os.environ.pop(name, None)
+                else:
+                    os.environ[name] = value
 
 
 def _say_once() -> None:

@@ -103,6 +103,11 @@ class _Notes:
     """What this one knew when it stopped serving, until the other has taken it into account."""
     theirs: Told | None = None
 
+    @property
+    def over(self) -> bool:
+        """Nothing of it goes on, as far as is known."""
+        return all(t is None or t.closed or t.ended or not t.ids for t in (self.own, self.theirs))
+
 
 @dataclass(slots=True)
 class Pair:
@@ -174,6 +179,10 @@ class Pair:
         )
 
     # ------------------------------------------------------------ events
+
+    def is_stranger(self, report: Report, now: float) -> bool:
+        """Whether it comes from a third lighthouse: the other one is in contact, and this is not its report."""
+        return self.contact and report.boot != self._partner_boot and now < self._heard_at + self.liveness_s
 
     def heard(self, report: Report, now: float, leases: int) -> list[Action]:
         """A report of the other lighthouse has arrived."""
@@ -250,8 +259,9 @@ class Pair:
     def _notes_of(self, room: str) -> _Notes:
         """Those of a room, which is one that lives: those that were written last are kept."""
         notes = self._notes[room] = self._notes.pop(room, _Notes())
-        while len(self._notes) > MAX_ROOMS:
-            del self._notes[next(iter(self._notes))]
+        while len(self._notes) > MAX_ROOMS:  # rooms that are over go first
+            over = (name for name, kept in self._notes.items() if kept is not notes and kept.over)
+            del self._notes[next(over, next(iter(self._notes)))]
         return notes
 
     def _choose(self, report: Report, out: list[Action]) -> None:

@@ -107,6 +107,10 @@ class Record:
         """Whether the lease that was seen last belonged to another process than the one that says hello."""
         return self.generation >= 0 and self.hello.incarnation != hello.incarnation
 
+    def members_of(self, quorum_id: int) -> tuple[str, ...]:
+        """Of the quorum that it presented, or entered here; (): it is another one."""
+        return self.hello.members if self.hello.quorum_id == quorum_id else ()
+
     def reports(self, progress: Progress, now: float) -> bool:
         """It reports what it does. True: it knows of a newer stable version than before."""
         self.heard_at = now

@@ -316,7 +316,7 @@ class Room:
         self._saw_commit(ask.version.quorum_id, record)
         out += map(ev.Note, self.reachability.stated(ask, self._table.living(ask.unreachable), now))
         left = self._quorum.is_left_by(ask, record.answered)
-        self._succession.asked(ask, leaves=left)
+        self._succession.asked(ask, record.members_of(ask.quorum_id), leaves=left)
         if self.current is not None and left:
             self._quorum.end(now)
             first = self._quorum.report_left(ask)
@@ -437,7 +437,7 @@ class Room:
         current = self.current
         if current is None or quorum_id != current.quorum_id or self._news.known(quorum_id, reporter):
             return
-        self._succession.committed(quorum_id)
+        self._succession.committed(current)
         if not self._quorum.trained:  # not on later ones: a link may have been cut since
             self.reachability.committed(current.members)
         self._quorum.trained = True

@@ -51,6 +51,9 @@ RETRY_S = 0.2
 """How soon a quorum is proposed again that the other lighthouse has refused to record (seconds)."""
 MAX_PAST = 256
 """As many former quorums are remembered: the other lighthouse may not have been told of the last ones."""
+LOST_S = 1.0
+"""A proposal that is not answered within it was lost with a stream, and is made anew (seconds)."""
+MAX_DROPPED = 16
 MAX_BASES = 4
 """Quorums that may be entered yet and that are told apart; more of them are formed together only."""
 
@@ -60,6 +63,7 @@ class _Proposed:
     asks: tuple[tuple[str, int], ...]
     """(replica_id, seq) of each: a proposal is for these asks alone."""
     proposal: Proposal
+    at: float = 0.0
     answer: bool | None = None
 
 
@@ -94,6 +98,12 @@ class Succession:
         """The last quorum that was recorded and never announced."""
         self._past: deque[int] = deque(maxlen=MAX_PAST)
         """Quorums that have been in force here: what is told of an older one is no news."""
+        self._left: dict[int, set[str]] = {}
+        """Who of a basis has asked after it."""
+        self._doubted: set[int] = set()
+        """Quorums that have ended here by an ask which the other lighthouse may answer yet, out of its reach."""
+        self._formed: deque[int] = deque(maxlen=MAX_PAST)
+        """Quorums that were formed here."""
         for one in self._inherited:
             self._learn(one)
 
@@ -121,42 +131,66 @@ class Succession:
             else:
                 self._take((*hello.after, mine) if hello.cast else hello.after)
 
-    def asked(self, ask: Ask, *, leaves: bool) -> None:
-        """A replica asks. `leaves`: it is a member of the quorum in force, and leaves it."""
-        found = next((b for b in self.bases if b.quorum_id == ask.quorum_id), None)
-        if found is not None and ask.fenced:
-            self._enter(found)
+    def asked(self, ask: Ask, members: tuple[str, ...], *, leaves: bool) -> None:
+        """A replica asks. `members`: of the quorum that it leaves, as far as is known; `leaves`: that is, or would have
+        been, the one in force. What it had not done when it opened its lease it may have done since."""
+        if ask.quorum_id and ask.replica_id in members:
+            mine = Basis(ask.quorum_id, members)
+            if ask.fenced:
+                self._enter(mine)
+            elif ask.cast:
+                self._take((mine,))
+                left = self._left.setdefault(ask.quorum_id, set())
+                left.add(ask.replica_id)
+                if left.issuperset(members):
+                    self._enter(mine)  # all of them have left it, so all had entered it
+        last = newest(b for b in self.bases if ask.replica_id in b.members)
+        if leaves and ask.quorum_id < last and not self._only_here(last):
+            self._doubted = {last, *list(self._doubted)[: MAX_DROPPED - 1]}
+        self._doubted.discard(ask.quorum_id)
+        self._left = {q: who for q, who in self._left.items() if any(b.quorum_id == q for b in self.bases)}
         kept = self.bases
         for basis in self.bases:
             member = ask.replica_id in basis.members and basis.quorum_id != self.entered
             never = basis.quorum_id == ask.quorum_id and not ask.cast
-            if member and len(self.bases) > 1 and (never or (leaves and basis.quorum_id > ask.quorum_id)):
+            # The same ask may be presented to the other lighthouse again, and be answered there with what that formed.
+            never = never or (leaves and basis.quorum_id > ask.quorum_id and self._only_here(basis.quorum_id))
+            if member and len(self.bases) > 1 and never:
                 kept = tuple(b for b in kept if b is not basis)
         self.bases = kept
-        if self.beside is not None and ask.replica_id in self.beside.among:
+        beside = self.beside
+        left_it = beside is not None and ask.replica_id in beside.among
+        if left_it and beside is not None and (ask.quorum_id >= beside.quorum_id or self._only_here(beside.quorum_id)):
             self.beside = None
+
+    def _only_here(self, quorum_id: int) -> bool:
+        """Whether nobody but this lighthouse can answer an ask with that quorum from now on."""
+        return self.partner.stands_by or not self.partner.address or quorum_id in self._formed
 
     def formed(self, quorum: Quorum) -> None:
         """A quorum was formed here."""
-        self._proposed, self.beside = None, None
+        self._proposed, self.beside, self._dropped = None, None, ()
         self.is_in_force(quorum.quorum_id)
+        self._formed.append(quorum.quorum_id)
         self._take((Basis(quorum.quorum_id, quorum.ids),))
 
     def is_in_force(self, quorum_id: int) -> None:
         """The room goes on from this one: what is told of those before it is no news."""
         self._past.append(quorum_id)
 
-    def committed(self, quorum_id: int) -> None:
+    def committed(self, current: Current) -> None:
         """A step was committed in that quorum."""
-        found = next((b for b in self.bases if b.quorum_id == quorum_id), None)
-        if found is not None:
-            self._enter(found)
+        self._enter(Basis(current.quorum_id, current.members))
 
     def _hears(self, told: Told, current: Current | None) -> None:
         """The other lighthouse tells what it knows."""
         self._learn(told)
         self._retry_at = 0.0
-        self.merged = tuple(sorted(told.ids))
+        kept = [i for i in self.merged if i not in told.ids]  # a report may say two things of a room
+        self.merged = tuple(sorted((*kept[-MAX_DROPPED:], *told.ids)))
+        if told.quorum_id in self._doubted and not told.ended:
+            self.beside = Current(told.quorum_id, told.members, ended=False)
+            return
         if not told.quorum_id or told.ended or told.quorum_id in self._past or told.quorum_id < self.entered:
             return
         if current is not None and told.quorum_id < current.quorum_id:
@@ -168,7 +202,9 @@ class Succession:
         """What the other lighthouse has to know to go on in this one's place."""
         quorum_id, members = (current.quorum_id, current.members) if current is not None else (0, ())
         ended = current is not None and current.ended
-        return Told(self._room, quorum_id, members, ended, self.bases, furthest, closed, finished, self.merged)
+        open_ = self._proposed.proposal if self._proposed is not None else None  # it is not to be forgotten by this
+        bases = (*self.bases, Basis(open_.quorum_id, open_.members)) if open_ is not None else self.bases
+        return Told(self._room, quorum_id, members, ended, bases, furthest, closed, finished, self.merged)
 
     def inherits(self, current: Current | None) -> list[Told]:
         """What to adopt, now that somebody is here: the newest quorum; an older one that may go on stands beside it."""
@@ -222,7 +258,7 @@ class Succession:
 
     def _drop(self) -> None:
         if self._proposed is not None:
-            self._dropped = (self._proposed.proposal.quorum_id,)
+            self._dropped = (*self._dropped, self._proposed.proposal.quorum_id)[-MAX_DROPPED:]
         self._proposed = None
 
     # ------------------------------------------------------------ what may form
@@ -253,17 +289,30 @@ class Succession:
             (record := records.get(i)) is not None and record.life is Life.GONE for i in self.beside.members
         ):
             self.beside = None  # it can complete nothing more
-        if not presumed and self.beside is None and len(self.bases) <= MAX_BASES and self._grows(ids, view):
+        unary = any((r := records.get(i)) is not None and r.hello.unary for i in ids)
+        if (
+            not presumed
+            and self.beside is None
+            and len(self.bases) <= MAX_BASES
+            and self._grows(ids, view, unary=unary)
+        ):
             return formed
         asks = tuple((ask.replica_id, ask.seq) for ask in formed.asks)
         proposed = self._proposed
         if proposed is not None and proposed.asks == asks and partner.stands_by:
             if proposed.answer:
                 return replace(formed, quorum_id=proposed.proposal.quorum_id)
-            return NotReady(f"the lighthouse at {partner.address} is recording the next quorum", None)
+            if view.now < proposed.at + LOST_S:
+                why = f"the lighthouse at {partner.address} is recording the next quorum"
+                return NotReady(why, proposed.at + LOST_S)
         self._drop()
         if not partner.stands_by:
             return self._waits(ids, presumed=presumed)
+        if self.beside is not None and not presumed and view.now < partner.met_at + view.orphan_s:
+            return NotReady(
+                f"{', '.join(self.beside.members)} may train on in a quorum that the lighthouse at {partner.address} "
+                "has formed", partner.met_at + view.orphan_s,
+            )  # fmt: skip
         if not self._remembers(view, records):
             at = partner.met_at + view.orphan_s
             return NotReady(
@@ -275,7 +324,8 @@ class Succession:
             self._refused, self._retry_at = False, view.now + RETRY_S
         if view.now < self._retry_at:
             return NotReady(f"the lighthouse at {partner.address} knows of another quorum", self._retry_at)
-        return NotReady(f"the lighthouse at {partner.address} is recording the next quorum", None, propose=True)
+        why = f"the lighthouse at {partner.address} is recording the next quorum"
+        return NotReady(why, view.now + LOST_S, propose=True)
 
     def certain(
         self, outcome: Formed | NotReady, lost: list[Refuse], view: View
@@ -301,14 +351,15 @@ class Succession:
             self._room, quorum_id, members, (*self.bases, Basis(quorum_id, members)), tuple(sorted(over)), presumed,
             view.orphan_s, furthest,
         )  # fmt: skip
-        self._proposed = _Proposed(tuple((ask.replica_id, ask.seq) for ask in formed.asks), proposal)
+        self._proposed = _Proposed(tuple((ask.replica_id, ask.seq) for ask in formed.asks), proposal, view.now)
         return proposal
 
-    def _grows(self, ids: Collection[str], view: View) -> bool:
-        """Whether a quorum of these grows out of all bases, without anybody's consent."""
+    def _grows(self, ids: Collection[str], view: View, *, unary: bool) -> bool:
+        """Whether a quorum of these grows out of all bases, without anybody's consent. `unary`: one of them brings
+        nothing along, so all have to be here."""
         if not self.bases:
             return bool(view.expected) and len(ids) >= view.expected
-        if not self.partner.informed and view.rules.r22_informed:
+        if unary or (not self.partner.informed and view.rules.r22_informed):
             return all(set(basis.members).issubset(ids) for basis in self.bases)
         return all(most_of(basis, ids) for basis in self.bases)
 
@@ -321,7 +372,10 @@ class Succession:
         if presumed or self.beside is not None:
             why = "that the last quorum has ended is not certain"
         elif not self.bases:
-            why = "this lighthouse does not know whether the job runs under it, and not all of its groups are here"
+            why = (
+                "this lighthouse does not know whether the job runs under it, and not all of its groups are here (as "
+                "many as FT_NUM_REPLICA_GROUPS says)"
+            )
         elif not self.partner.informed:
             why = f"this lighthouse was started since, and {names} may train on under it"
         else:
