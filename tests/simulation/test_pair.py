@@ -8,9 +8,9 @@ one. What the switches of R22 need where a seed shows it, or a script (tests/pro
 
 | rule | switch | shown by |
 |---|---|---|
-| a quorum grows out of the last one | Rules.r22_grows | seed 2 |
+| a quorum grows out of the last one | Rules.r22_grows | seed 8 |
 | a lighthouse that was started again is not informed | Rules.r22_informed | test_succession |
-| what both have forgotten is not contradicted | Rules.r22_remembers | seed 214, test_succession |
+| what both have forgotten is not contradicted | Rules.r22_remembers | test_succession |
 """
 
 from __future__ import annotations
@@ -62,17 +62,9 @@ def test_every_invariant_holds_under_two_lighthouses(mix: str) -> None:
     assert served > len([*seeds()]), "the other lighthouse never takes over: it tests nothing"
 
 
-@pytest.mark.parametrize(
-    ("rules", "faults", "seed"),
-    [
-        (Rules(r22_grows=False), ("cut_pair", "cut_one", "kill"), 2),
-        (Rules(r22_remembers=False), ("lighthouse", "cut_pair", "cut_one", "cut_lighthouse", "kill"), 214),
-    ],
-    ids=["grows", "remembers"],
-)
-def test_without_the_rule_two_quorums_train_beside_each_other(rules: Rules, faults: tuple[str, ...], seed: int) -> None:
-    fixed = PLAIN | {"faults": faults, "pair": True} | ({"groups": 3} if seed > 100 else {})
-    found = simulate(seed, Config.draw(seed, room_rules=rules, **fixed)).violation
+def test_without_the_rule_two_quorums_train_beside_each_other() -> None:
+    fixed = PLAIN | {"faults": ("cut_pair", "cut_one", "kill"), "pair": True}
+    found = simulate(8, Config.draw(8, room_rules=Rules(r22_grows=False), **fixed)).violation
     assert found is not None
     assert found.rule in ("I1", "I3", "I6"), found
-    assert simulate(seed, Config.draw(seed, **fixed)).violation is None
+    assert simulate(8, Config.draw(8, **fixed)).violation is None
