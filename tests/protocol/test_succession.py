@@ -263,6 +263,67 @@ def test_a_quorum_of_the_other_lighthouse_stands_beside_until_one_of_it_asks() -
     assert any(line.startswith("quorum a, b ->") for line in lines)
 
 
+def test_an_open_ask_that_visits_this_lighthouse_ends_nothing_that_the_other_one_may_answer() -> None:
+    """c has asked the other one, which has formed {c, d} with our record; the answer may reach c yet, who goes back."""
+    first, last = Basis(400 << 32 | 1, tuple("abcde")), Basis(400 << 32 | 2, ("c", "d"))
+    half = Half(Told("job", last.quorum_id, last.members, bases=(first, last)))
+    half.other(stands_by=False)
+    for name in "abce":
+        half.quorum[name], half.members[name] = first.quorum_id, first.members
+        half.hello(name, fenced=True)
+    half.asks_again("c")
+    half.ends("c")
+    lines = [line for name in "abe" for line in half.asks_again(name)] + half.later(ORPHAN / 2)
+    assert not any(line.startswith("quorum") for line in lines), "it may train with d, under the other lighthouse"
+    half.do(PartnerTold(Told("job", last.quorum_id, last.members, bases=(first, last))))
+    half.other(stands_by=True)
+    lines = half.later(ORPHAN / 4)
+    assert not any(line.startswith(("quorum", "propose")) for line in lines), "nor is it over when they meet again"
+
+
+def test_what_members_do_in_their_quorum_after_they_opened_their_lease_counts() -> None:
+    """They came before their first ballot: their asks say more than their Hello did."""
+    before, last = Basis(400 << 32 | 1, ("a", "b", "c")), Basis(400 << 32 | 2, ("a", "b"))
+    half = Half(boot=900)
+    half.other(stands_by=False)
+    for name in "ab":
+        half.quorum[name], half.members[name] = last.quorum_id, last.members
+        half.hello(name, cast=False, after=(before,))
+    half.quorum["c"], half.members["c"] = before.quorum_id, before.members
+    half.hello("c", fenced=True)
+    half.dies("a")
+    lines = half.asks_again("b") + half.asks_again("c") + half.later(30)
+    assert not any(line.startswith("quorum") for line in lines), "a may have gone on alone: it is the first of two"
+
+
+def test_an_open_proposal_is_part_of_what_the_other_lighthouse_is_told() -> None:
+    """Else the next report would have it forget what it has just recorded."""
+    half = Half()
+    half.trains("a", "b", "c")
+    for name in "abc":
+        half.progress(name, 1)
+    half.dies("a"), half.dies("b")
+    assert "propose c" in half.asks_again("c") + half.later(9)
+    assert half.room.told.bases[-1].members == ("c",)
+
+
+def test_nothing_is_proposed_beside_a_quorum_of_the_other_lighthouse() -> None:
+    half = Half()
+    half.trains("a", "b", "c")
+    first = half.room.told.bases[0]
+    half.other(stands_by=False)
+    half.dies("c")
+    half.ids.observe(900 << 32)
+    half.asks_again("a"), half.asks_again("b")
+    half.later(9)
+    apart = ("b", "c")
+    half.do(PartnerTold(Told("job", 600 << 32 | 1, apart, bases=(first, Basis(600 << 32 | 1, apart)))))
+    half.other(stands_by=True)
+    half.dies("b")
+    lines = half.asks_again("a", fenced=False) + half.later(ORPHAN / 4)
+    assert not any(line.startswith(("quorum", "propose")) for line in lines), "b and c may train by themselves"
+
+
 def test_the_state_is_not_called_lost_while_the_other_lighthouse_may_know_its_holders() -> None:
     told = Told("job", 400 << 32 | 1, ("x", "y"), bases=(Basis(400 << 32 | 1, ("x", "y")),), furthest=7)
     half = Half(told)
