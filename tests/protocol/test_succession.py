@@ -36,7 +36,7 @@ class Half(Script):
     def other(self, *, stands_by: bool, informed: bool = True, since: float | None = None) -> None:
         """What is known of the other lighthouse."""
         at = self.now if since is None else since
-        self.do(PartnerIs(Partner(OTHER, stands_by, informed, at, at)))
+        self.do(PartnerIs(Partner(OTHER, stands_by, informed, at, self.now)))
 
     def proposes(self) -> Proposal | None:
         """What the room would like to have recorded now."""
@@ -276,7 +276,7 @@ def test_an_open_ask_that_visits_this_lighthouse_ends_nothing_that_the_other_one
     lines = [line for name in "abe" for line in half.asks_again(name)] + half.later(ORPHAN / 2)
     assert not any(line.startswith("quorum") for line in lines), "it may train with d, under the other lighthouse"
     half.do(PartnerTold(Told("job", last.quorum_id, last.members, bases=(first, last))))
-    half.other(stands_by=True)
+    half.other(stands_by=True, since=0.0)
     lines = half.later(ORPHAN / 4)
     assert not any(line.startswith(("quorum", "propose")) for line in lines), "nor is it over when they meet again"
 
@@ -318,7 +318,7 @@ def test_nothing_is_proposed_beside_a_quorum_of_the_other_lighthouse() -> None:
     half.later(9)
     apart = ("b", "c")
     half.do(PartnerTold(Told("job", 600 << 32 | 1, apart, bases=(first, Basis(600 << 32 | 1, apart)))))
-    half.other(stands_by=True)
+    half.other(stands_by=True, since=0.0)
     half.dies("b")
     lines = half.asks_again("a", fenced=False) + half.later(ORPHAN / 4)
     assert not any(line.startswith(("quorum", "propose")) for line in lines), "b and c may train by themselves"
