@@ -16,7 +16,16 @@ from torch.distributed import ReduceOp
 from ft_core.errors import ConfigError, NotAvailableError, UsageError
 from ft_core.process_group import ProcessGroup, ProcessGroupGloo
 from tests.process_group.fake_communicator import FakeNCCL
-from tests.process_group.ranks import ALL_KINDS, KINDS, Store, configure_all, groups_of, in_threads, nothing_is_left
+from tests.process_group.ranks import (
+    ALL_KINDS,
+    KINDS,
+    Store,
+    configure_all,
+    groups_of,
+    in_threads,
+    nothing_is_left,
+    set_aside_lost_groups,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -31,6 +40,7 @@ Groups = list[ProcessGroup]
 )
 def groups(request: pytest.FixtureRequest, store: Store) -> Iterator[Groups]:
     kind, count = request.param
+    set_aside_lost_groups()
     with groups_of(kind, count, store) as formed:
         yield formed
     assert nothing_is_left()  # no collective left something behind that keeps its group alive

@@ -176,7 +176,9 @@ def test_ft_backend_that_cannot_be_is_refused_when_the_model_is_wrapped(
 ) -> None:
     monkeypatch.setenv("FT_BACKEND", "nccl")
     monkeypatch.setattr(default, "torch_build", lambda: TorchBuild("2.13.0+cpu"))
-    said = refused_at_wrap(cluster, lambda: nn.Linear(6, 3), pg=by_device)
+    with pytest.raises(ConfigError) as found:  # the Manager looks at it when it is made
+        by_device().check_build()
+    said = str(found.value)
     assert said.startswith("FT_BACKEND=nccl: torch 2.13.0+cpu is built without CUDA: install a CUDA build of it")
     monkeypatch.setattr(default, "torch_build", lambda: EIGHT)
     said = refused_at_wrap(Cluster(cluster.lighthouse), lambda: nn.Linear(6, 3), pg=by_device)
