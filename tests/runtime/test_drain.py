@@ -161,7 +161,7 @@ def test_draining_while_it_heals(cluster: Cluster, monkeypatch: pytest.MonkeyPat
     def slow(manager: Manager) -> None:
         healing = manager._runtime.shell.transfer
 
-        def receive(plan: Any, place: Any, into: Any, cancel: threading.Event) -> Any:  # noqa: ARG001
+        def receive(plan: Any, place: Any, into: Any, cancel: threading.Event) -> Any:
             from ft_core.errors import HealError
 
             receiving.set()
