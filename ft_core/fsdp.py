@@ -28,7 +28,6 @@ from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard import _fsdp_collectives
 from torch.distributed.fsdp._fully_shard._fsdp_param import ShardedState
 from torch.utils._pytree import tree_leaves
@@ -36,6 +35,7 @@ from torch.utils._pytree import tree_leaves
 from ft_core.errors import ConfigError, UsageError
 from ft_core.reduction.batch_weights import unweigh_inputs, weigh_outputs
 from ft_core.reduction.bucket_plan import BucketSettings
+from ft_core.reduction.sharded.fsdp_groups import groups_of
 from ft_core.reduction.sharded.inventory import take_shards
 from ft_core.reduction.sharded.reducer import ShardReducer
 
@@ -213,7 +213,7 @@ def _held(modules: tuple[nn.Module, ...], trained: Sequence[nn.Parameter]) -> li
     found = []
     for root in modules:
         for module in root.modules():
-            groups = module._get_fsdp_state()._fsdp_param_groups if isinstance(module, FSDPModule) else ()
+            groups = groups_of(module)
             found += [
                 (held, mine[id(held.sharded_param)], held._param_fqn or held._module_info.param_name)
                 for group in groups for held in group.fsdp_params if id(held.sharded_param) in mine

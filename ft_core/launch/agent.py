@@ -441,7 +441,7 @@ class GroupAgent(LocalElasticAgent):
         """Whatever is left of the group ends now: draining was the supervisor's business, before this."""
         del death_sig, timeout
         self.send(signal.SIGKILL, group=True)
-        super()._shutdown(signal.SIGKILL, REAP_S)
+        super()._shutdown(signal.SIGKILL)  # torch before 2.12 takes no more; SIGKILL needs no other limit than its own
         self._dying.close()
 
 

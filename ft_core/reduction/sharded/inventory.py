@@ -23,6 +23,7 @@ from ft_core.errors import ConfigError
 from ft_core.reduction.bucket_plan import BucketPlan, BucketSettings, TensorSpec, plan_buckets
 from ft_core.reduction.ddp_arguments import named_buffers
 from ft_core.reduction.interface import FENCE_SLOTS
+from ft_core.reduction.sharded.fsdp_groups import groups_of
 from ft_core.reduction.sharded.parameter import ShardedParameter, local_of
 
 if TYPE_CHECKING:
@@ -159,7 +160,7 @@ def _root(mesh: Any) -> Any:
 def _check_replicas(root: nn.Module) -> None:
     """Refuse torch's HSDP: its replicas live and die together."""
     for path, module in root.named_modules():
-        groups = module._get_fsdp_state()._fsdp_param_groups if isinstance(module, FSDPModule) else ()
+        groups = groups_of(module)
         for group in groups:
             # Of a mesh of one dimension FSDP2 has no replicas, and DDPMeshInfo is what has some.
             replicas = group.mesh_info.replicate_mesh_size if isinstance(group.mesh_info, DDPMeshInfo) else 1

@@ -23,6 +23,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from ft_core.reduction.autograd import queue_callback
 from ft_core.reduction.bucket_reducer import BucketReducer
+from ft_core.reduction.sharded.fsdp_groups import groups_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -107,7 +108,6 @@ class ShardReducer(BucketReducer):
 
 def _first_group(root: nn.Module) -> Any:
     for module in root.modules():
-        if isinstance(module, FSDPModule):
-            for group in module._get_fsdp_state()._fsdp_param_groups:
-                return group
+        for group in groups_of(module):
+            return group
     return None
