@@ -18,6 +18,7 @@ from ft_core.process_group import (
     ProcessGroupDummy,
     ProcessGroupGloo,
     check_group,
+    check_tensors,
     default,
     default_process_group,
     host_process_group,
@@ -164,6 +165,16 @@ def test_a_group_of_another_device_than_the_models_is_refused() -> None:
         check_group(given, [])
         with pytest.raises(ConfigError, match=r"the model is on cuda:1, and this group carries tensors on cuda:0"):
             check_group(given, ["cuda:1"])
+
+
+def test_tensors_of_a_collective_are_compared_with_the_group_and_those_of_the_cpu_go_beside_it() -> None:
+    away = torch.empty(1, device="meta")
+    of_one, of_a_kind = FakeNCCL(device="meta"), OfDevice()
+    check_tensors("allreduce", FakeProcessGroupWrapper(of_one), [torch.ones(1), away])
+    for given in (FakeProcessGroupWrapper(FakeNCCL(device="cuda:0")), of_a_kind, ProcessGroupGloo()):
+        check_tensors("allreduce", given, [torch.ones(1)])
+        with pytest.raises(ConfigError, match=rf"^allreduce over {type(given).__name__} .* this one is on meta: move"):
+            check_tensors("allreduce", given, [torch.ones(1), away])
 
 
 def test_a_group_in_a_child_has_the_device_that_is_current_when_it_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
