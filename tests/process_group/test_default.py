@@ -23,7 +23,7 @@ from ft_core.process_group import (
     default_process_group,
     host_process_group,
 )
-from ft_core.process_group.baby import children
+from ft_core.process_group.baby import children, kinds
 from ft_core.settings import AUTO, BACKENDS
 from tests.process_group.fake_communicator import FakeNCCL
 
@@ -179,9 +179,16 @@ def test_tensors_of_a_collective_are_compared_with_the_group_and_those_of_the_cp
 
 def test_a_group_in_a_child_has_the_device_that_is_current_when_it_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not when it is configured: the Manager does that on a thread whose current device is the first one."""
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(kinds, "complaint", lambda _: None)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
     monkeypatch.setattr(children.Children, "prepare", lambda _: None)
     group = ProcessGroupBabyNCCL()
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    assert (group._inner_arguments(), group.sibling()._inner_arguments()) == ({"device": 3}, {"device": 3})
+    third = {"device": torch.device("cuda:3")}
+    assert (group._inner_arguments(), group.sibling()._inner_arguments()) == (third, third)
+    check_group(group, ["cuda:3"])
+    with pytest.raises(ConfigError, match="the model is on cuda:0, and this group carries tensors on cuda:3"):
+        check_group(group, ["cuda:0"])
+    with pytest.raises(ConfigError, match=r"device='cuda:4': this process sees 4 of cuda"):
+        ProcessGroupBabyNCCL(device="cuda:4")
