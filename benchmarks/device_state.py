@@ -26,6 +26,8 @@ from ft_core.settings import STAGING_MB
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from ft_core.device import Mark
+
 AIM = 0.8
 DEPTH = 2
 """Ranges under way at once: double-buffered."""
@@ -59,7 +61,7 @@ def staged(source: torch.Tensor, target: torch.Tensor, staging: Staging) -> None
     assert device is not None
     staging.mark()
     under_way: list[tuple[int, Reading]] = []
-    ends: list[devices.Moment] = []
+    ends: list[Mark] = []
 
     def finish() -> None:
         at, reading = under_way.pop(0)
@@ -77,7 +79,7 @@ def staged(source: torch.Tensor, target: torch.Tensor, staging: Staging) -> None
             finish()
     while under_way:
         finish()
-    if not all(end.wait(COPY_S) for end in ends):
+    if not all(devices.wait_for(end, COPY_S) for end in ends):
         raise RuntimeError("the device did not copy")
 
 

@@ -22,6 +22,7 @@ from collections import deque
 from typing import TYPE_CHECKING, Final
 
 from ft_core.checkpointing import devices
+from ft_core.checkpointing.devices import All, is_reached, wait_for
 from ft_core.checkpointing.ranges import RANGE_BYTES
 from ft_core.checkpointing.tensor_bytes import byte_view
 
@@ -30,7 +31,8 @@ if TYPE_CHECKING:
 
     import torch
 
-    from ft_core.checkpointing.devices import Device, Moment
+    from ft_core.checkpointing.devices import Device
+    from ft_core.device import Mark
 
 COPY_S: Final = 30.0
 """Longest that a buffer, or the end of a copy, is waited for: then the device hangs, and the transfer is given up."""
@@ -48,9 +50,9 @@ class Staging:
         self._most = max(2, nbytes // RANGE_BYTES)
         self._changed = threading.Condition()
         self._free: list[torch.Tensor] = []
-        self._copying: deque[tuple[Moment, torch.Tensor]] = deque()
+        self._copying: deque[tuple[Mark, torch.Tensor]] = deque()
         self._made = 0
-        self._marks: dict[Device, Moment] = {}  # at most one per device
+        self._marks: dict[Device, Mark] = {}  # at most one per device
 
     def __repr__(self) -> str:
         return f"Staging({self._made} of {self._most} buffers of {RANGE_BYTES} B, {len(self._free)} free)"
@@ -61,7 +63,7 @@ class Staging:
         with self._changed:
             self._marks = marks
 
-    def boundary(self, device: Device) -> Moment:
+    def boundary(self, device: Device) -> Mark:
         """What a copy from or to that device has to wait for."""
         with self._changed:
             mark = self._marks.get(device)
@@ -90,7 +92,7 @@ class Staging:
                 self._changed.notify_all()
             raise
 
-    def give_back(self, buffer: torch.Tensor, after: Moment | None = None) -> None:
+    def give_back(self, buffer: torch.Tensor, after: Mark | None = None) -> None:
         """The buffer is not needed any more, once `after` is reached."""
         with self._changed:
             if after is None:
@@ -108,11 +110,11 @@ class Staging:
 
     def _sort_out(self) -> None:
         for _ in range(len(self._copying)):
-            moment, buffer = self._copying.popleft()
-            if moment.reached:
+            end, buffer = self._copying.popleft()
+            if is_reached(end):
                 self._free.append(buffer)
             else:
-                self._copying.append((moment, buffer))
+                self._copying.append((end, buffer))
 
 
 class Reading:
@@ -124,12 +126,12 @@ class Reading:
 
     def __init__(
         self, staging: Staging, host: memoryview | None, parts: list[tuple[int, torch.Tensor]], nbytes: int,
-        made: Mapping[Device, Moment] | None = None,
+        made: Mapping[Device, Mark] | None = None,
     ) -> None:  # fmt: skip
         self._staging, self._host, self._parts, self._nbytes = staging, host, parts, nbytes
         self._made = made or {}
         self._buffer: torch.Tensor | None = None
-        self._moments: dict[Device, Moment] = {}
+        self._copies: dict[Device, Mark] = {}
 
     @property
     def copied(self) -> bool:
@@ -149,8 +151,8 @@ class Reading:
             byte_view(buffer)[: self._nbytes] = self._host
         for offset, source in self._parts:
             device = _device(source)
-            after = None if device in self._moments else self._made.get(device) or self._staging.boundary(device)
-            self._moments[device] = device.copy(buffer[offset : offset + source.numel()], source, after)
+            after = None if device in self._copies else self._made.get(device) or self._staging.boundary(device)
+            self._copies[device] = device.copy(buffer[offset : offset + source.numel()], source, after)
         return True
 
     def view(self) -> memoryview:
@@ -158,36 +160,21 @@ class Reading:
         if self._buffer is None:
             assert self._host is not None
             return self._host
-        for moment in self._moments.values():
+        for end in self._copies.values():
             try:
-                if not moment.wait(COPY_S):
+                if not wait_for(end, COPY_S):
                     raise OSError(f"the device has not copied {self._nbytes} bytes within {COPY_S:g} s")
             except RuntimeError as error:
                 raise OSError(f"the device could not copy: {error}") from error
         return byte_view(self._buffer)[: self._nbytes]
 
-    def release(self, after: Moment | None = None) -> None:
+    def release(self, after: Mark | None = None) -> None:
         """Nothing reads it any more, once `after` is reached. Idempotent."""
         buffer, self._buffer = self._buffer, None
         if buffer is not None:
-            moments = [*self._moments.values(), *([after] if after is not None else [])]
-            late = [moment for moment in moments if not moment.reached]
-            self._staging.give_back(buffer, _All(late) if late else None)
-
-
-class _All:
-    """Several moments."""
-
-    def __init__(self, moments: list[Moment]) -> None:
-        self._moments = moments
-
-    @property
-    def reached(self) -> bool:
-        return all(moment.reached for moment in self._moments)
-
-    def wait(self, timeout_s: float) -> bool:
-        end = time.monotonic() + timeout_s
-        return all(moment.wait(end - time.monotonic()) for moment in self._moments)
+            marks = [*self._copies.values(), *([after] if after is not None else [])]
+            late = [mark for mark in marks if not is_reached(mark)]
+            self._staging.give_back(buffer, All(late) if late else None)
 
 
 def _device(tensor: torch.Tensor) -> Device:

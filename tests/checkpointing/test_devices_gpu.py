@@ -64,7 +64,7 @@ def test_an_event_ends_at_its_deadline_and_a_copy_in_pinned_memory() -> None:
     device = devices.device_of(source)
     assert device is not None
     torch.cuda._sleep(1 << 32)  # seconds
-    assert not device.mark().wait(0.01)
+    assert not devices.wait_for(device.mark(), 0.01)
     torch.cuda.synchronize()
     assert device.pinned(16).is_pinned()
 
