@@ -59,7 +59,7 @@ def staged(source: torch.Tensor, target: torch.Tensor, staging: Staging) -> None
     """Range by range: each is looked at only once it is in host memory, and copied on while the next one comes."""
     device = devices.device_of(source)
     assert device is not None
-    staging.mark()
+    staging.mark(source)
     under_way: list[tuple[int, Reading]] = []
     ends: list[Mark] = []
 

@@ -50,6 +50,8 @@ class FakeDevice:
         self.pinned_bytes = 0
         self.to_host = 0
         """Bytes that were copied to the host."""
+        self.followed: list[FakeMark] = []
+        """What the streams of threads that capture were put behind."""
         self.broken: list[str] = []
         self.fail_copy: int | None = None
         """Number of the copy (from 1) whose end is an error."""
@@ -126,6 +128,9 @@ class FakeDevice:
     def mark(self) -> FakeMark:
         return self._enqueue(lambda: None)
 
+    def follow(self, mark: Any) -> None:
+        self.followed.append(mark)
+
     def copy(self, target: torch.Tensor, source: torch.Tensor, after: Any) -> FakeMark:
         with self.changed:
             self.copies += 1
@@ -134,7 +139,7 @@ class FakeDevice:
             raise RuntimeError("CUDA error: out of memory (fake)")
         to_host = source.untyped_storage().data_ptr() in self.storages
         host = target if to_host else source
-        if to_host and host.untyped_storage().data_ptr() not in self.pinned_storages:
+        if host.untyped_storage().data_ptr() not in self.pinned_storages:
             self.broken.append("memory that is not pinned was given to an asynchronous copy")
         if target.dtype != torch.uint8 or target.shape != source.shape:
             self.broken.append("not the same number of bytes")
@@ -167,5 +172,4 @@ def install(monkeypatch: pytest.MonkeyPatch) -> FakeDevice:
         return device if tensor.untyped_storage().data_ptr() in device.storages else None
 
     monkeypatch.setattr(devices, "device_of", device_of)
-    monkeypatch.setattr(devices, "in_use", lambda: [device])
     return device

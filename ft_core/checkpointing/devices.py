@@ -1,9 +1,10 @@
 """What state needs of a device whose memory the CPU does not reach: pinned memory, copies beside training, events.
 
 How it works. A `Device` copies on a stream of its own, which waits for a mark (as of `ft_core.device`) and for nothing
-else, so neither does training wait for a copy nor a copy for what training launches later. `device_of` is how everything here
-finds the device of a tensor; None means memory that is served from where it lies. CUDA's is the only one there is: a
-thin shell without decisions. Everything else is tested with a device that lies in CPU memory (`tests/fake_device.py`).
+else, so neither does training wait for a copy nor a copy for what training launches later. `device_of` is how
+everything here finds the device of a tensor; None means memory that is served from where it lies. CUDA's is the only
+one there is: a thin shell without decisions. Everything else is tested with a device that lies in CPU memory
+(`tests/fake_device.py`).
 
 Invariants: what `copy` was given is not freed for other uses before its copy has ended; bytes that were copied may be
 looked at once the mark that `copy` returned has been reached, not before.
@@ -38,6 +39,10 @@ class Device(Protocol):
 
     def mark(self) -> Mark:
         """The end of all that the calling thread has launched on this device."""
+        ...
+
+    def follow(self, mark: Mark) -> None:
+        """What the calling thread launches on this device from now on comes after `mark`."""
         ...
 
     def copy(self, target: torch.Tensor, source: torch.Tensor, after: Mark | None) -> Mark:
@@ -104,6 +109,10 @@ class CudaDevice:
         """An event on the calling thread's current stream."""
         return self._memory.mark()
 
+    def follow(self, mark: Mark) -> None:
+        """Have that stream wait for the event."""
+        torch.cuda.current_stream(self._index).wait_event(mark)  # type: ignore[arg-type]  # as in `copy`
+
     def copy(self, target: torch.Tensor, source: torch.Tensor, after: Mark | None) -> Mark:
         """On the stream for that direction."""
         stream, here = (self._in, target) if target.is_cuda else (self._out, source)
@@ -131,12 +140,5 @@ def _cuda_device(index: int) -> CudaDevice:
         return _cuda[index]
 
 
-def _cuda_in_use() -> list[Device]:
-    """The calling thread's current device, if CUDA is used at all."""
-    return [_cuda_device(torch.cuda.current_device())] if torch.cuda.is_initialized() else []
-
-
 device_of: Callable[[torch.Tensor], Device | None] = _cuda_device_of
 """The device that copies this tensor's memory; None: the CPU reaches it, or no device here knows how."""
-in_use: Callable[[], list[Device]] = _cuda_in_use
-"""Devices that the calling thread may have launched something on."""

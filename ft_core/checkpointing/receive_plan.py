@@ -33,7 +33,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ft_core.checkpointing import devices, state_types
-from ft_core.checkpointing.devices import byte_slice, wait_for
+from ft_core.checkpointing.devices import All, byte_slice, wait_for
 from ft_core.checkpointing.staging import COPY_S
 from ft_core.checkpointing.state_encoding import Leaf, decode_tree
 from ft_core.checkpointing.tensor_bytes import byte_view, checksum, fresh, version_of
@@ -189,20 +189,37 @@ class ReceivePlan:
     def finish(self) -> Any:
         """All needed ranges hold verified bytes: copy the packs out, and build the state."""
         for index in self.needed:
-            target = self._targets[index]
-            for leaf, offset in self.manifest.ranges[index].members:
-                if not self._wanted[leaf]:
-                    continue
+            target, members = self._targets[index], self.manifest.ranges[index].members
+            wanted = [(leaf, offset) for leaf, offset in members if self._wanted[leaf]]
+            for leaf, offset in wanted:
                 assert target is not None
-                view, nbytes = self._views[leaf], self.manifest.leaves[leaf].nbytes
-                if view is None:
-                    self._copy(
-                        self._tensors[leaf], 0, torch.frombuffer(target[offset : offset + nbytes], dtype=torch.uint8)
-                    )
-                else:
-                    view[:] = target[offset : offset + nbytes]
+                view = self._views[leaf]
+                if view is not None:
+                    view[:] = target[offset : offset + self.manifest.leaves[leaf].nbytes]
+            on_devices = [(leaf, offset) for leaf, offset in wanted if self._views[leaf] is None]
+            if on_devices:
+                assert target is not None
+                self._copy_pack(target, on_devices)
         self.settle()
         return decode_tree(self.manifest.skeleton, self._tensors, self.classes)
+
+    def _copy_pack(self, pack: memoryview, members: list[tuple[int, int]]) -> None:
+        """Begin to copy leaves out of a pack to devices, through pinned memory.
+
+        From any other memory a copy would block this thread until the device has come to it, whatever its deadline is.
+        """
+        assert self._staging is not None
+        buffer = self._staging.take(_device(self._tensors[members[0][0]]), COPY_S)
+        if buffer is None:
+            raise HealError(f"no pinned memory was free within {COPY_S:g} s (FT_STAGING_MB)")
+        byte_view(buffer)[: len(pack)] = pack
+        ends: list[Mark] = []
+        try:
+            for leaf, offset in members:
+                part = buffer[offset : offset + self.manifest.leaves[leaf].nbytes]
+                ends.append(self._copy(self._tensors[leaf], 0, part))
+        finally:
+            self._staging.give_back(buffer, All(ends))
 
     def _copy(self, tensor: torch.Tensor, start: int, source: torch.Tensor) -> Mark:
         """Begin to copy bytes to a tensor on a device, behind what its owner had launched."""
