@@ -26,6 +26,8 @@ from ft_core.settings import STAGING_MB
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from ft_core.device import Mark
+
 AIM = 0.8
 DEPTH = 2
 """Ranges under way at once: double-buffered."""
@@ -57,9 +59,9 @@ def staged(source: torch.Tensor, target: torch.Tensor, staging: Staging) -> None
     """Range by range: each is looked at only once it is in host memory, and copied on while the next one comes."""
     device = devices.device_of(source)
     assert device is not None
-    staging.mark()
+    staging.mark(source)
     under_way: list[tuple[int, Reading]] = []
-    ends: list[devices.Moment] = []
+    ends: list[Mark] = []
 
     def finish() -> None:
         at, reading = under_way.pop(0)
@@ -77,7 +79,7 @@ def staged(source: torch.Tensor, target: torch.Tensor, staging: Staging) -> None
             finish()
     while under_way:
         finish()
-    if not all(end.wait(COPY_S) for end in ends):
+    if not all(devices.wait_for(end, COPY_S) for end in ends):
         raise RuntimeError("the device did not copy")
 
 

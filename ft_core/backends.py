@@ -102,6 +102,26 @@ def check_devices(backend: str, wish: Wish, devices: Sequence[str]) -> None:
         )
 
 
+def check_tensor(device: str, *, backend: str, own: str | None, said: str) -> None:
+    """See that a tensor on `device` can travel over the group of the gradients. Raises ConfigError.
+
+    Args:
+        device: of the tensor, like 'cuda:0'.
+        backend: of the group.
+        own: the device that the group is bound to; None: to none.
+        said: the collective and the group, for errors.
+    """
+    kinds = (DEVICE_OF[backend],) if backend in DEVICE_OF else THROUGH_HOST
+    if device == own or (own is None and kind_of(device) in kinds):
+        return
+    place = own if own is not None else kinds[0]
+    beside = f", or to the CPU: what is there travels over Gloo beside {backend}" if backend in DEVICE_OF else ""
+    raise ConfigError(
+        f"{said} takes tensors on {own or ' and '.join(kinds)}, and this one is on {device}: move it with "
+        f"tensor.to({place!r}){beside}"
+    )
+
+
 def _leave_out(wish: Wish) -> str:
     if wish.backend == AUTO:
         return "set FT_BACKEND=gloo"

@@ -5,14 +5,20 @@ which it asks now and then. Numbers go to the device, and come back, through pin
 memory blocks the host until the stream has come so far, and for good if a collective before it waits for a dead peer.
 `HostMemory` is the same for tensors of the CPU: what returns is done.
 
-Invariants: nothing here blocks. What `fetch` returned may be read once a mark that was made later has been reached.
-Pinned memory that is let go is used again only after the copy it was for: torch's allocator sees to it.
+Making pinned memory may wait for the whole device, and so for a collective that hangs. torch keeps what is let go, in
+sizes that are powers of two, and hands it out again without a call of the driver's. So a reducer reserves what its
+copies will need when it is made, before any collective: that many pieces of each size are made at once, and let go.
+
+Invariants: nothing here blocks but `reserve`. What `fetch` returned may be read once a mark that was made later has
+been reached. Pinned memory that is let go is used again only after the copy it was for: torch's allocator sees to it.
 Threads: any; the current stream is the calling thread's.
 """
 
 from __future__ import annotations
 
 import functools
+import threading
+from collections import Counter
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -21,6 +27,15 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 __all__ = ["HOST", "Accelerator", "Device", "HostMemory", "Mark", "Stream", "device_of"]
+
+
+RESERVED = 4
+"""Pieces of each size that a reducer may have in use at once: a ballot, which parameters were used, what is told, and
+one of a step that was given up and whose stream has not come so far."""
+RESERVED_MOST = 64
+"""Pieces of each size at most, however many reducers there are: they do not reduce all at once."""
+RESERVED_LEAST_BYTES = 4096
+"""Up to this size there are pieces in any case: for a script's few numbers."""
 
 
 class Mark(Protocol):
@@ -45,6 +60,10 @@ class Device(Protocol):
     @property
     def immediate(self) -> bool:
         """Operations on its tensors are done when they return: there is nothing to wait for, and one stream."""
+        ...
+
+    def reserve(self, nbytes: int) -> None:
+        """Have memory for what one more user puts and fetches, each of at most `nbytes`; before collectives run."""
         ...
 
     def put(self, numbers: Tensor, into: Tensor) -> None:
@@ -88,6 +107,9 @@ class HostMemory:
     def __repr__(self) -> str:
         return "HostMemory()"
 
+    def reserve(self, nbytes: int) -> None:
+        """Nothing: no memory is in between."""
+
     def put(self, numbers: Tensor, into: Tensor) -> None:
         """Copy it."""
         into.copy_(numbers)
@@ -113,9 +135,25 @@ class Accelerator:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._module: Any = torch.get_device_module(device)
+        self._lock = threading.Lock()
+        self._pieces: Counter[int] = Counter()
+        """By size, how many were reserved."""
 
     def __repr__(self) -> str:
         return f"Accelerator({self._device})"
+
+    def reserve(self, nbytes: int) -> None:
+        """Have torch keep pinned memory of each size. Blocks."""
+        largest = max(nbytes, RESERVED_LEAST_BYTES)
+        with self._lock:
+            for size in sizes_up_to(largest):
+                self._pieces[size] = min(RESERVED_MOST, self._pieces[size] + RESERVED)
+            # All at once: a piece that is let go before the next is made would be that one.
+            pieces = [self._pinned(size) for size, count in self._pieces.items() for _ in range(count)]
+        del pieces
+
+    def _pinned(self, nbytes: int) -> Tensor:
+        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
 
     def put(self, numbers: Tensor, into: Tensor) -> None:
         """Copy through pinned memory, in the order of the current stream."""
@@ -137,6 +175,11 @@ class Accelerator:
         """Return this thread's stream of the device."""
         stream: Stream = self._module.current_stream(self._device)
         return stream
+
+
+def sizes_up_to(nbytes: int) -> list[int]:
+    """The sizes of torch's pieces of pinned memory for at most so many bytes: powers of two."""
+    return [1 << power for power in range((max(nbytes, 1) - 1).bit_length() + 1)]
 
 
 HOST = HostMemory()

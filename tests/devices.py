@@ -18,6 +18,7 @@ import torch
 from torch.distributed import Work
 
 from ft_core import ProcessGroupGloo
+from ft_core.device import RESERVED_LEAST_BYTES
 from ft_core.errors import CollectiveError
 from ft_core.process_group import ProcessGroup
 from ft_core.process_group.done_work import NO_TIMEOUT
@@ -92,6 +93,10 @@ class FakeDevice:
         self.looked = threading.Event()
         """The host has begun to wait for this device."""
         self.puts: list[Tensor] = []
+        self.reserved = 0
+        """Bytes of the largest piece of pinned memory that need not be made any more."""
+        self.made: list[int] = []
+        """Sizes of pieces that were made while collectives ran."""
 
     def __repr__(self) -> str:
         return f"FakeDevice({self.name}, {self.looks} looks)"
@@ -106,11 +111,20 @@ class FakeDevice:
         if self.on_look is not None:
             self.on_look(self.looks)
 
+    def reserve(self, nbytes: int) -> None:
+        self.reserved = max(self.reserved, nbytes, RESERVED_LEAST_BYTES)
+
+    def _need(self, nbytes: int) -> None:
+        if nbytes > self.reserved:
+            self.made.append(nbytes)
+
     def put(self, numbers: Tensor, into: Tensor) -> None:
+        self._need(into.nbytes)
         staged = numbers.clone()
         self.current.run(lambda: into.data.copy_(staged))
 
     def fetch(self, tensor: Tensor) -> Tensor:
+        self._need(tensor.nbytes)
         numbers = torch.full_like(tensor, 7.0)  # until the copy has been made
         self.current.run(lambda: numbers.copy_(tensor))
         return numbers
@@ -124,6 +138,7 @@ class FakeDevice:
     def close(self) -> None:
         for stream in self._streams:
             stream.close()
+        assert self.made == [], "a real device may wait for a collective that hangs, to make pinned memory"
 
 
 class DeviceGroup(ProcessGroup):

@@ -23,24 +23,18 @@ if TYPE_CHECKING:
     import pytest
 
 
-class FakeMoment:
-    """Happens when the device gets there; then, if it is to fail, raises."""
+class FakeMark:
+    """Reached when the device gets there; then, if it is to fail, asking raises."""
 
     def __init__(self, device: FakeDevice) -> None:
         self.device = device
-        self.happened = threading.Event()
+        self.reached = threading.Event()
         self.error: RuntimeError | None = None
 
-    @property
-    def reached(self) -> bool:
-        return self.happened.is_set()
-
-    def wait(self, timeout_s: float) -> bool:
-        if not self.happened.wait(max(0.0, timeout_s)):
-            return False
-        if self.error is not None:
+    def query(self) -> bool:
+        if self.reached.is_set() and self.error is not None:
             raise self.error
-        return True
+        return self.reached.is_set()
 
 
 class FakeDevice:
@@ -50,12 +44,14 @@ class FakeDevice:
         self.storages: set[int] = set()
         self.pinned_storages: set[int] = set()
         self.kept: list[torch.Tensor] = []
-        self.training: list[tuple[Callable[[], None], FakeMoment]] = []
-        self.copying: list[tuple[Callable[[], None], FakeMoment, FakeMoment | None]] = []
+        self.training: list[tuple[Callable[[], None], FakeMark]] = []
+        self.copying: list[tuple[Callable[[], None], FakeMark, FakeMark | None]] = []
         self.copies = 0
         self.pinned_bytes = 0
         self.to_host = 0
         """Bytes that were copied to the host."""
+        self.followed: list[FakeMark] = []
+        """What the streams of threads that capture were put behind."""
         self.broken: list[str] = []
         self.fail_copy: int | None = None
         """Number of the copy (from 1) whose end is an error."""
@@ -85,18 +81,18 @@ class FakeDevice:
         """Let what was launched happen, each stream in its order."""
         for _ in range(most):
             with self.changed:
-                if self.copying and (self.copying[0][2] is None or self.copying[0][2].reached):
-                    work, moment, _ = self.copying.pop(0)
+                if self.copying and (self.copying[0][2] is None or self.copying[0][2].reached.is_set()):
+                    work, mark, _ = self.copying.pop(0)
                 elif self.training:
-                    work, moment = self.training.pop(0)
+                    work, mark = self.training.pop(0)
                 else:
                     assert not self.copying, "a copy waits for what was never launched"
                     return
             try:
                 work()
             except RuntimeError as error:
-                moment.error = error
-            moment.happened.set()
+                mark.error = error
+            mark.reached.set()
 
     @contextlib.contextmanager
     def running(self, delay_s: float = 0.001, *, from_first_copy: bool = False) -> Iterator[None]:
@@ -129,10 +125,13 @@ class FakeDevice:
         self.pinned_storages.add(buffer.untyped_storage().data_ptr())
         return buffer
 
-    def mark(self) -> FakeMoment:
+    def mark(self) -> FakeMark:
         return self._enqueue(lambda: None)
 
-    def copy(self, target: torch.Tensor, source: torch.Tensor, after: Any) -> FakeMoment:
+    def follow(self, mark: Any) -> None:
+        self.followed.append(mark)
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor, after: Any) -> FakeMark:
         with self.changed:
             self.copies += 1
             number = self.copies
@@ -140,7 +139,7 @@ class FakeDevice:
             raise RuntimeError("CUDA error: out of memory (fake)")
         to_host = source.untyped_storage().data_ptr() in self.storages
         host = target if to_host else source
-        if to_host and host.untyped_storage().data_ptr() not in self.pinned_storages:
+        if host.untyped_storage().data_ptr() not in self.pinned_storages:
             self.broken.append("memory that is not pinned was given to an asynchronous copy")
         if target.dtype != torch.uint8 or target.shape != source.shape:
             self.broken.append("not the same number of bytes")
@@ -151,18 +150,18 @@ class FakeDevice:
             target.copy_(source)
             self.to_host += target.numel() if to_host else 0
 
-        moment = FakeMoment(self)
+        mark = FakeMark(self)
         with self.changed:
-            self.copying.append((work, moment, after))
+            self.copying.append((work, mark, after))
             self.changed.notify_all()
-        return moment
+        return mark
 
-    def _enqueue(self, work: Callable[[], None]) -> FakeMoment:
-        moment = FakeMoment(self)
+    def _enqueue(self, work: Callable[[], None]) -> FakeMark:
+        mark = FakeMark(self)
         with self.changed:
-            self.training.append((work, moment))
+            self.training.append((work, mark))
             self.changed.notify_all()
-        return moment
+        return mark
 
 
 def install(monkeypatch: pytest.MonkeyPatch) -> FakeDevice:
@@ -173,5 +172,4 @@ def install(monkeypatch: pytest.MonkeyPatch) -> FakeDevice:
         return device if tensor.untyped_storage().data_ptr() in device.storages else None
 
     monkeypatch.setattr(devices, "device_of", device_of)
-    monkeypatch.setattr(devices, "in_use", lambda: [device])
     return device

@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from ft_core.backends import DEVICE_OF, TorchBuild, Wish, check_devices, choose, kind_of
+from ft_core.backends import DEVICE_OF, TorchBuild, Wish, check_devices, check_tensor, choose, kind_of
 from ft_core.errors import ConfigError
 from ft_core.settings import AUTO, BACKENDS, Environment, check_backend
 
@@ -141,6 +141,30 @@ def test_errors_are_in_the_words_of_the_interface() -> None:
     lightning = Wish("nccl", "FT_BACKEND=nccl", "write accelerator='{device}'")
     with pytest.raises(ConfigError, match="works on cuda devices only: write accelerator='cuda', or leave out FT_BACK"):
         check_devices("nccl", lightning, ["cpu"])
+
+
+@pytest.mark.parametrize(
+    ("device", "backend", "own", "says"),
+    [
+        ("cuda:0", "nccl", "cuda:0", ""),
+        ("cuda:7", "gloo", None, ""),
+        ("cuda:7", "baby-nccl", None, ""),
+        ("cuda:1", "nccl", "cuda:0", r"^sum takes tensors on cuda:0, and this one is on cuda:1: move it with tensor\.to"
+                                     r"\('cuda:0'\), or to the CPU: what is there travels over Gloo beside nccl$"),
+        ("xpu:0", "nccl", "cuda:0", "takes tensors on cuda:0, and this one is on xpu:0"),
+        ("xpu:0", "nccl", None, "takes tensors on cuda, and this one is on xpu:0"),
+        ("xpu:0", "gloo", None, r"takes tensors on cpu and cuda, and this one is on xpu:0: move it with "
+                                r"tensor\.to\('cpu'\)$"),
+    ],
+)  # fmt: skip
+def test_which_tensors_of_a_scripts_travel_over_the_group(
+    device: str, backend: str, own: str | None, says: str
+) -> None:
+    if not says:
+        check_tensor(device, backend=backend, own=own, said="sum")
+        return
+    with pytest.raises(ConfigError, match=says):
+        check_tensor(device, backend=backend, own=own, said="sum")
 
 
 def test_a_name_that_is_none() -> None:

@@ -3,11 +3,20 @@
 from __future__ import annotations
 
 import time
+import weakref
 
 import pytest
 import torch
 
-from ft_core.device import Accelerator, HostMemory, device_of
+from ft_core.device import (
+    RESERVED,
+    RESERVED_LEAST_BYTES,
+    RESERVED_MOST,
+    Accelerator,
+    HostMemory,
+    device_of,
+    sizes_up_to,
+)
 
 needs_accelerator = pytest.mark.skipif(not torch.accelerator.is_available(), reason="needs an accelerator")
 
@@ -17,6 +26,7 @@ def test_in_cpu_memory_all_is_done_at_once() -> None:
     assert isinstance(memory, HostMemory)
     assert memory.immediate
     numbers, tensor = torch.tensor([1, 0, 3], dtype=torch.uint8), torch.zeros(3)
+    memory.reserve(1 << 60)
     memory.put(numbers, tensor)
     assert tensor.tolist() == [1.0, 0.0, 3.0]
     assert memory.fetch(tensor) is tensor
@@ -25,6 +35,46 @@ def test_in_cpu_memory_all_is_done_at_once() -> None:
     stream.wait_stream(memory.current_stream())
     assert stream == memory.current_stream()
     assert repr(memory) == "HostMemory()"
+
+
+def test_sizes_are_those_of_torchs_allocator_of_pinned_memory() -> None:
+    assert sizes_up_to(0) == sizes_up_to(1) == [1]
+    assert sizes_up_to(288) == [1, 2, 4, 8, 16, 32, 64, 128, 256, 512]
+    assert sizes_up_to(512) == sizes_up_to(288)
+
+
+class Kept:
+    """torch's allocator of pinned memory: what is let go is handed out again, by size."""
+
+    def __init__(self) -> None:
+        self.made: list[int] = []
+        self.in_use: list[int] = []
+
+    def __call__(self, nbytes: int) -> torch.Tensor:
+        size = sizes_up_to(nbytes)[-1]
+        if self.in_use.count(size) == self.made.count(size):
+            self.made.append(size)
+        self.in_use.append(size)
+        tensor = torch.empty(nbytes, dtype=torch.uint8)
+        weakref.finalize(tensor, self.in_use.remove, size)
+        return tensor
+
+
+def test_what_one_more_user_needs_is_made_when_it_reserves(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "get_device_module", lambda _: None)
+    memory, kept = Accelerator(torch.device("meta")), Kept()
+    monkeypatch.setattr(memory, "_pinned", kept)
+    for users in (1, 2):
+        memory.reserve(100)
+        assert kept.in_use == []
+        assert {size: kept.made.count(size) for size in kept.made} == dict.fromkeys(
+            sizes_up_to(RESERVED_LEAST_BYTES), users * RESERVED
+        )
+    memory.reserve(5000)
+    assert (kept.made.count(8192), kept.made.count(4096)) == (RESERVED, 3 * RESERVED)
+    for _ in range(RESERVED_MOST):
+        memory.reserve(1)
+    assert kept.made.count(4096) == RESERVED_MOST
 
 
 @pytest.mark.gpu
@@ -61,6 +111,26 @@ class TestAccelerator:
         assert told.tolist() == [2.0, 4.0, 6.0]
         assert not reached_at_once
         assert queued_s < done_s / 4
+
+    @pytest.mark.skipif(
+        not torch.cuda.is_available() or not hasattr(torch.cuda, "host_memory_stats"), reason="torch does not count it"
+    )
+    def test_what_was_reserved_is_used_and_nothing_more_is_made(self) -> None:
+        device = torch.device("cuda", torch.cuda.current_device())
+        memory = device_of(device)
+        memory.reserve(20_000)
+        made = torch.cuda.host_memory_stats()["num_host_alloc"]
+        for nbytes in (4, 288, 4096, 16_384, 20_000):
+            tensor = torch.zeros(nbytes // 4, device=device)
+            kept = []
+            for _ in range(RESERVED // 2):
+                memory.put(torch.ones(nbytes // 4), tensor)
+                kept.append(memory.fetch(tensor))
+            mark = memory.mark()
+            while not mark.query():
+                pass
+            assert all(bool((told == 1).all()) for told in kept)
+        assert torch.cuda.host_memory_stats()["num_host_alloc"] == made
 
     def test_streams_are_put_behind_each_other(self) -> None:
         device = torch.device("cuda" if torch.cuda.is_available() else "xpu", torch.accelerator.current_device_index())

@@ -71,9 +71,9 @@ class HTTPTransport(LiveTransport[T]):
     def __repr__(self) -> str:
         return f"HTTPTransport({self.server!r})"
 
-    def mark(self) -> None:
-        """Copies from and to devices wait for that."""
-        self.staging.mark()
+    def mark(self, state: object) -> None:
+        """Copies from and to devices wait for that. The first time with state on a device pinned memory is made."""
+        self.staging.mark(state)
 
     def offer(self, exchange: Exchange, state: object) -> None:
         """Offer it to whoever holds the token."""

@@ -29,8 +29,9 @@ if TYPE_CHECKING:
     import socket
     from collections.abc import Container, Mapping, Sequence
 
-    from ft_core.checkpointing.devices import Device, Moment
+    from ft_core.checkpointing.devices import Device
     from ft_core.checkpointing.receive_plan import ReceivePlan
+    from ft_core.device import Mark
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +61,7 @@ class Offer:
         *,
         live: bool = False,
         verified: Sequence[int] | None = None,
-        made: Mapping[Device, Moment] | None = None,
+        made: Mapping[Device, Mark] | None = None,
     ) -> None:
         self.tag: Final = tag
         self.live: Final = live

@@ -33,7 +33,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ft_core.checkpointing import devices, state_types
-from ft_core.checkpointing.devices import byte_slice
+from ft_core.checkpointing.devices import All, byte_slice, wait_for
 from ft_core.checkpointing.staging import COPY_S
 from ft_core.checkpointing.state_encoding import Leaf, decode_tree
 from ft_core.checkpointing.tensor_bytes import byte_view, checksum, fresh, version_of
@@ -43,10 +43,11 @@ from ft_core.errors import HealError, StateRefusedError
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from ft_core.checkpointing.devices import Device, Moment
+    from ft_core.checkpointing.devices import Device
     from ft_core.checkpointing.own_state import OwnState
     from ft_core.checkpointing.ranges import Manifest
     from ft_core.checkpointing.staging import Staging
+    from ft_core.device import Mark
 
 
 @dataclass(slots=True, repr=False)
@@ -106,7 +107,7 @@ class ReceivePlan:
         self._own = tensor_paths(given.into) if given.into is not None else {}
         self._staging = given.staging
         self._landed: dict[int, torch.Tensor] = {}  # range -> buffer it is received into; as many as are under way
-        self._copies: deque[Moment] = deque()  # ends of copies to devices, as many as there are ranges
+        self._copies: deque[Mark] = deque()  # ends of copies to devices, as many as there are ranges
         self._ordered: set[Device] = set()  # those whose copies wait for the boundary: later ones come behind them
         self._claimed: dict[torch.device, list[tuple[int, int]]] = {}  # sorted, disjoint (start, stop) addresses
         self._in_place: list[torch.Tensor] = []
@@ -179,42 +180,59 @@ class ReceivePlan:
         part, buffer = self.manifest.ranges[index], self._landed.get(index)
         if buffer is not None:
             assert part.leaf is not None
-            moment = self._copy(self._tensors[part.leaf], part.start, buffer[: part.nbytes])
+            end = self._copy(self._tensors[part.leaf], part.start, buffer[: part.nbytes])
             del self._landed[index]
             assert self._staging is not None
-            self._staging.give_back(buffer, moment)
+            self._staging.give_back(buffer, end)
         self.kept.sums[part.key] = value
 
     def finish(self) -> Any:
         """All needed ranges hold verified bytes: copy the packs out, and build the state."""
         for index in self.needed:
-            target = self._targets[index]
-            for leaf, offset in self.manifest.ranges[index].members:
-                if not self._wanted[leaf]:
-                    continue
+            target, members = self._targets[index], self.manifest.ranges[index].members
+            wanted = [(leaf, offset) for leaf, offset in members if self._wanted[leaf]]
+            for leaf, offset in wanted:
                 assert target is not None
-                view, nbytes = self._views[leaf], self.manifest.leaves[leaf].nbytes
-                if view is None:
-                    self._copy(
-                        self._tensors[leaf], 0, torch.frombuffer(target[offset : offset + nbytes], dtype=torch.uint8)
-                    )
-                else:
-                    view[:] = target[offset : offset + nbytes]
+                view = self._views[leaf]
+                if view is not None:
+                    view[:] = target[offset : offset + self.manifest.leaves[leaf].nbytes]
+            on_devices = [(leaf, offset) for leaf, offset in wanted if self._views[leaf] is None]
+            if on_devices:
+                assert target is not None
+                self._copy_pack(target, on_devices)
         self.settle()
         return decode_tree(self.manifest.skeleton, self._tensors, self.classes)
 
-    def _copy(self, tensor: torch.Tensor, start: int, source: torch.Tensor) -> Moment:
+    def _copy_pack(self, pack: memoryview, members: list[tuple[int, int]]) -> None:
+        """Begin to copy leaves out of a pack to devices, through pinned memory.
+
+        From any other memory a copy would block this thread until the device has come to it, whatever its deadline is.
+        """
+        assert self._staging is not None
+        buffer = self._staging.take(_device(self._tensors[members[0][0]]), COPY_S)
+        if buffer is None:
+            raise HealError(f"no pinned memory was free within {COPY_S:g} s (FT_STAGING_MB)")
+        byte_view(buffer)[: len(pack)] = pack
+        ends: list[Mark] = []
+        try:
+            for leaf, offset in members:
+                part = buffer[offset : offset + self.manifest.leaves[leaf].nbytes]
+                ends.append(self._copy(self._tensors[leaf], 0, part))
+        finally:
+            self._staging.give_back(buffer, All(ends))
+
+    def _copy(self, tensor: torch.Tensor, start: int, source: torch.Tensor) -> Mark:
         """Begin to copy bytes to a tensor on a device, behind what its owner had launched."""
         device = _device(tensor)
         assert self._staging is not None
         try:
             after = None if device in self._ordered else self._staging.boundary(device)
-            moment = device.copy(byte_slice(tensor, start, start + source.numel()), source, after)
+            end = device.copy(byte_slice(tensor, start, start + source.numel()), source, after)
         except RuntimeError as e:
             raise HealError(f"the device could not take {source.numel()} bytes: {e}") from e
         self._ordered.add(device)
-        self._copies.append(moment)
-        return moment
+        self._copies.append(end)
+        return end
 
     def settle(self) -> None:
         """Nothing is received any more: wait for what devices copy, mark for autograd that tensors were written to.
@@ -224,7 +242,7 @@ class ReceivePlan:
         copies = list(self._copies)
         self._copies.clear()
         try:
-            done = all(moment.wait(COPY_S) for moment in copies)
+            done = all(wait_for(end, COPY_S) for end in copies)
         except RuntimeError as e:
             raise HealError(f"a device could not copy the received state: {e}") from e
         if not done:

@@ -96,8 +96,8 @@ class LiveTransport(CheckpointTransport[T]):
     server: StateServer
 
     @abstractmethod
-    def mark(self) -> None:
-        """Training thread, at a boundary: the state is complete when devices have done what was launched so far."""
+    def mark(self, state: object) -> None:
+        """Training thread, at a boundary: `state` is complete when its devices have done what was launched so far."""
 
     @abstractmethod
     def offer(self, exchange: Exchange, state: object) -> None:

@@ -8,7 +8,13 @@ from ft_core.process_group.baby.kinds import (
     ProcessGroupBabyXCCL,
 )
 from ft_core.process_group.base import ProcessGroup
-from ft_core.process_group.default import ByDevice, check_group, default_process_group, host_process_group
+from ft_core.process_group.default import (
+    ByDevice,
+    check_group,
+    check_tensors,
+    default_process_group,
+    host_process_group,
+)
 from ft_core.process_group.done_work import DoneWork
 from ft_core.process_group.fork_safety import close_in_child
 from ft_core.process_group.gloo.group import ProcessGroupGloo
@@ -42,6 +48,7 @@ __all__ = [
     "host_process_group",
     "ByDevice",
     "check_group",
+    "check_tensors",
     "create_store_client",
     "open_store",
     "warm_store",

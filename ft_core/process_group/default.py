@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from ft_core.backends import DEVICE_OF, MOVE, TorchBuild, Wish, check_build, check_devices, choose
+from ft_core.backends import DEVICE_OF, MOVE, TorchBuild, Wish, check_build, check_devices, check_tensor, choose
 from ft_core.errors import ConfigError
 from ft_core.process_group.gloo.group import ProcessGroupGloo
 from ft_core.settings import check_backend
@@ -101,6 +101,24 @@ def check_group(group: ProcessGroup, devices: Iterable[torch.device | str]) -> N
             raise ConfigError(
                 f"{said}: the model is on {names[0]}, and this group carries tensors on {own}: make the group while "
                 f"{names[0]} is the current device, or leave out {said}: then the device of the model decides"
+            )
+
+
+def check_tensors(name: str, group: ProcessGroup, tensors: Iterable[torch.Tensor]) -> None:
+    """See that the collective `name` of these tensors can travel over a group, or beside it. Raises ConfigError.
+
+    What is in CPU memory can: where the group does not carry it, one of CPU memory stands beside it.
+    """
+    own = _device_of(group)
+    if own is None and group.torch_backend not in DEVICE_OF and not group.carries_cpu_memory:
+        return  # of a kind that is not known here
+    for tensor in tensors:
+        if tensor.device.type != "cpu":
+            check_tensor(
+                str(tensor.device),
+                backend=group.torch_backend,
+                own=None if own is None else str(own),
+                said=f"{name} over {type(group).__name__}",
             )
 
 

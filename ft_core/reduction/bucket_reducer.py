@@ -113,6 +113,7 @@ class BucketReducer:
     def _allocate(self, parameters: Sequence[Parameter], devices: Sequence[torch.device]) -> Allocated:
         """The memory of the gradients, and in whose tail, and where, the buffers travel."""
         memory = FlatGradients(self._plan, parameters, devices, device_of=self._manager.device_of)
+        memory.buckets[-1].device.reserve(memory.told.nbytes)  # of its tail, which is all that is put there
         return memory, self._plan, memory.buckets[-1].flat
 
     def __repr__(self) -> str:

@@ -109,6 +109,8 @@ class GroupReducer(BucketReducer):
             self._weights = memory.buckets[-1].flat[summed.pieces : summed.end]
             self._sums = memory.buckets[-1].flat[summed.used : summed.end]
             """How many participants used each parameter, where that is counted, and the digits of the weights."""
+        memory.buckets[-1].device.reserve(self._sums.nbytes)
+        self._shards[-1].device.reserve(self._fence.nbytes)
         return memory, plans.crossing, last
 
     # ------------------------------------------------------------------------------------------- a reduction begins

@@ -1,7 +1,9 @@
 """What a training script reduces and reports besides its gradients.
 
 How it works. `allreduce` launches a collective on the group for the script's own (R4) and never raises for what a peer
-does: a failure breaks the attempt. The shell keeps what is under way, because `should_commit` waits for it.
+does: a failure breaks the attempt. A mistake of the caller's (an operation, a tensor on a device that no group here
+carries) is raised before anything of the tensor or the attempt has changed. The shell keeps what is under way, because
+`should_commit` waits for it.
 
 Threads: the training thread; futures report on the thread that completes them.
 """
@@ -44,6 +46,7 @@ class Collectives:
         if attempt is None:
             raise UsageError("allreduce before start_quorum")
         shell = self._shell
+        shell.communicators.check("allreduce", [tensor])  # as all members find it: it is no failure of this step
         usable = attempt.usable()
         with shell.lock:
             if not usable or not self._rank.may_launch_user_op():

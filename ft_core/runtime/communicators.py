@@ -29,7 +29,7 @@ from torch.distributed import AllreduceOptions, ReduceOp, Work
 
 from ft_core.device import device_of
 from ft_core.errors import CollectiveError
-from ft_core.process_group import ByDevice, check_group, host_process_group
+from ft_core.process_group import ByDevice, check_group, check_tensors, host_process_group
 from ft_core.protocol.rank.ballot import FENCE_SLOTS
 
 if TYPE_CHECKING:
@@ -93,6 +93,11 @@ class Communicators:
     def gradients(self) -> ProcessGroup:
         """The group of the gradients; there is one from the first model on, or the first quorum."""
         assert self._gradients is not None, "serve() chooses it"
+        return self._gradients
+
+    @property
+    def chosen(self) -> ProcessGroup | None:
+        """The same; None as long as there is none."""
         return self._gradients
 
     @property
@@ -171,6 +176,10 @@ class Communicators:
     def control(self) -> ProcessGroup:
         """The group for CPU memory, configured. All members of the quorum must call this at the same point."""
         return self._group("control", self._new_control)
+
+    def check(self, name: str, tensors: Sequence[torch.Tensor]) -> None:
+        """See that `users` has a group for each of a collective's tensors. Raises ConfigError; changes nothing."""
+        check_tensors(name, self.gradients, tensors)
 
     def users(self, tensor: torch.Tensor) -> ProcessGroup:
         """The group for a collective of the script's over `tensor`, configured; on all members at the same point."""

@@ -13,12 +13,13 @@ from typing import TYPE_CHECKING
 from ft_core.errors import ConfigError, UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     import torch
 
     from ft_core.data.interface import DataListener
     from ft_core.device import Device
+    from ft_core.process_group import ProcessGroup
     from ft_core.reduction.interface import GradientReducer
     from ft_core.runtime.step_attempt import StepAttempt
     from ft_core.runtime.steps import Steps
@@ -66,6 +67,20 @@ class Hooks:
     def backend(self) -> str:
         """Backend of the gradients' process group, for example "gloo"."""
         return str(self._steps.shell.communicators.gradients.getBackendName())
+
+    @property
+    def process_group(self) -> ProcessGroup | None:
+        """The gradients' process group; None: it is chosen with the first model, or the first quorum."""
+        return self._steps.shell.communicators.chosen
+
+    def check_tensors(self, name: str, tensors: Sequence[torch.Tensor]) -> None:
+        """See that a collective of the script's can have these tensors, before its first part is launched.
+
+        Raises:
+            ConfigError: one of them is on a device that no process group of this Manager carries.
+        """
+        if self.process_group is not None:
+            self._steps.shell.communicators.check(name, tensors)
 
     @property
     def through_host(self) -> bool:

@@ -106,10 +106,10 @@ class Healing:
         if self._live is not None:
             self._own = OwnState.of(state)
 
-    def mark(self) -> None:
-        """Training thread, where state is collected: devices have to come so far before it is read or written."""
+    def mark(self, state: Mapping[str, Any]) -> None:
+        """Training thread, where state is collected: its devices have to come so far before it is read or written."""
         if self._live is not None:
-            self._live.mark()
+            self._live.mark(state)
 
     def offer_live(self, state: Callable[[], Mapping[str, Any]]) -> None:
         """Let newcomers copy a state as it is and as it changes. Never raises, also if `state` does."""

@@ -73,7 +73,7 @@ class StateViews:
                 raise failed
 
             return fail
-        self._shell.transfer.mark()
+        self._shell.transfer.mark(state)
         if first:
             self._shell.transfer.check(state)
         return lambda: state

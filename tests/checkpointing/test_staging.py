@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from ft_core.checkpointing import HTTPTransport, fetch
+from ft_core.checkpointing import HTTPTransport, devices, fetch
 from ft_core.checkpointing.ranges import RANGE_BYTES
 from ft_core.checkpointing.staging import Staging
 from ft_core.errors import ConfigError, HealError
@@ -62,6 +62,51 @@ def test_there_are_never_more_buffers_than_allowed(device: FakeDevice) -> None:
     assert "2 of 2 buffers" in repr(staging)
     staging.drop()
     assert "1 of 2 buffers" in repr(staging)
+
+
+def test_all_buffers_are_made_at_the_first_boundary_and_none_while_collectives_run(device: FakeDevice) -> None:
+    """Making pinned memory may wait for the device, and so for a collective that hangs."""
+    staging, state = Staging(TWO), {"w": torch.zeros(4)}
+    staging.mark(state)
+    assert device.pinned_bytes == 0, "nothing is made for state in CPU memory"
+    on_device = device.place(state)
+    for _ in range(2):
+        staging.mark([state, on_device])
+        assert device.pinned_bytes == TWO
+    for _ in range(3):
+        buffers = [staging.take(device, 0) for _ in range(2)]
+        for buffer in buffers:
+            assert buffer is not None
+            staging.give_back(buffer)
+    assert device.pinned_bytes == TWO
+    device.run()
+
+
+def test_memory_that_cannot_be_made_at_the_boundary_is_told_to_who_needs_it(
+    device: FakeDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    staging = Staging(TWO)
+    monkeypatch.setattr(device, "pinned", lambda _: (_ for _ in ()).throw(RuntimeError("no pinned memory")))
+    staging.mark(device.place([torch.zeros(4)]))
+    with pytest.raises(RuntimeError, match="no pinned memory"):
+        staging.take(device, 0)
+    device.run()
+
+
+def test_the_devices_of_the_state_are_marked_whichever_is_the_current_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    several = [FakeDevice() for _ in range(3)]
+
+    def device_of(tensor: torch.Tensor) -> FakeDevice | None:
+        at = tensor.untyped_storage().data_ptr()
+        return next((device for device in several if at in device.storages), None)
+
+    monkeypatch.setattr(devices, "device_of", device_of)
+    staging = Staging(TWO)
+    staging.mark({"a": [several[1].place(torch.zeros(2))], "b": several[2].place(torch.zeros(2)), "c": torch.zeros(1)})
+    assert [len(device.training) for device in several] == [0, 1, 1]
+    for device in several[1:]:
+        assert staging.boundary(device) is device.training[0][1]
+        device.run()
 
 
 def test_a_buffer_that_is_still_copied_is_not_handed_out(device: FakeDevice) -> None:
@@ -118,9 +163,9 @@ def test_an_offer_copies_nothing_until_somebody_asks(
 ) -> None:
     state = device.place(make_state(1))
     monkeypatch.setattr(torch.Tensor, "cpu", lambda _: pytest.fail("copied to the host at once"))
-    pair[0].mark()
+    pair[0].mark(state)
     pair[0].server.offer("t", state)
-    assert (device.copies, device.pinned_bytes) == (0, 0)
+    assert (device.copies, device.pinned_bytes) == (0, TWO)
     pair[0].server.close("t")
     assert (device.copies, device.to_host) == (0, 0)
     device.run()
@@ -130,7 +175,7 @@ def test_state_on_a_device_is_sent_through_two_buffers(device: FakeDevice, pair:
     state = make_state(1)
     on_device = device.place(state)
     on_device["cpu too"] = torch.arange(5)
-    pair[0].mark()
+    pair[0].mark(on_device)
     pair[0].server.offer("t", on_device)
     with device.running():
         found = pair[1].fetch([pair[0].metadata()], "t")
@@ -147,7 +192,7 @@ def test_what_training_launched_before_the_boundary_is_in_what_is_sent(
     state = device.place({"w": torch.zeros(2 * MIB), "small": torch.zeros(7)})
     device.launch(lambda: state["w"].fill_(3.0))
     device.launch(lambda: state["small"].fill_(4.0))
-    pair[0].mark()
+    pair[0].mark(state)
     pair[0].server.offer("t", state)
     with device.running(from_first_copy=True):
         found = pair[1].fetch([pair[0].metadata()], "t").state
@@ -160,18 +205,36 @@ def test_a_range_is_not_summed_up_before_its_copy_has_ended(
 ) -> None:
     """Without the wait the donor would send what the buffer held before, with a checksum that fits."""
     state = make_state(1, 12)
-    pair[0].mark()
-    pair[0].server.offer("t", device.place(state))
+    on_device = device.place(state)
+    pair[0].mark(on_device)
+    pair[0].server.offer("t", on_device)
     with device.running(0.02):
         found = pair[1].fetch([pair[0].metadata()], "t")
     assert_same_state(found.state, state)
 
 
+def test_a_thread_that_captures_is_put_behind_the_boundary_whatever_stream_was_trained_on(
+    device: FakeDevice, pair: list[HTTPTransport[Any]]
+) -> None:
+    """It copies what is not contiguous, on its own stream."""
+    state = device.place({"w": torch.zeros(4, 6)})
+    pair[0].server.offer("before", state)
+    assert device.followed == []
+    pair[0].mark(state)
+    boundary = pair[0].staging.boundary(device)
+    thread = threading.Thread(target=pair[0].server.offer, args=("t", state))
+    thread.start()
+    thread.join()
+    assert device.followed == [boundary]
+    device.run()
+
+
 def test_closing_an_offer_waits_for_no_copy_and_nothing_of_it_counts(
     device: FakeDevice, pair: list[HTTPTransport[Any]]
 ) -> None:
-    pair[0].mark()
-    pair[0].server.offer("t", device.place({"w": torch.zeros(2 * MIB)}))
+    on_device = device.place({"w": torch.zeros(2 * MIB)})
+    pair[0].mark(on_device)
+    pair[0].server.offer("t", on_device)
     errors: list[Exception] = []
 
     def receive() -> None:
@@ -198,8 +261,9 @@ def test_a_donor_whose_device_fails_is_replaced_by_another_try(
 ) -> None:
     state = make_state(1)
     setattr(device, how, 2)
-    pair[0].mark()
-    pair[0].server.offer("t", device.place(state))
+    on_device = device.place(state)
+    pair[0].mark(on_device)
+    pair[0].server.offer("t", on_device)
     with device.running():
         found = pair[1].fetch([pair[0].metadata()], "t")
     assert_same_state(found.state, state)
@@ -227,7 +291,7 @@ def test_state_goes_into_the_receivers_tensors_on_its_device(
 ) -> None:
     state, own = make_state(1), device.place(make_state(2))
     pair[0].server.offer("t", state)
-    pair[1].mark()
+    pair[1].mark(own)
     with device.running():
         found = pair[1].fetch([pair[0].metadata()], "t", into=own)
     assert found.state["big"] is own["big"]
@@ -242,7 +306,7 @@ def test_nothing_is_written_to_the_device_before_training_is_through_with_it(
     own = device.place({"w": torch.zeros(2 * MIB)})
     pair[0].server.offer("t", {"w": torch.full((2 * MIB,), 5.0)})
     device.launch(lambda: own["w"].fill_(1.0))
-    pair[1].mark()
+    pair[1].mark(own)
     with device.running(from_first_copy=True):
         pair[1].fetch([pair[0].metadata()], "t", into=own)
     assert bool((own["w"] == 5.0).all())

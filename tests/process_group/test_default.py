@@ -18,11 +18,12 @@ from ft_core.process_group import (
     ProcessGroupDummy,
     ProcessGroupGloo,
     check_group,
+    check_tensors,
     default,
     default_process_group,
     host_process_group,
 )
-from ft_core.process_group.baby import children
+from ft_core.process_group.baby import children, kinds
 from ft_core.settings import AUTO, BACKENDS
 from tests.process_group.fake_communicator import FakeNCCL
 
@@ -166,11 +167,28 @@ def test_a_group_of_another_device_than_the_models_is_refused() -> None:
             check_group(given, ["cuda:1"])
 
 
+def test_tensors_of_a_collective_are_compared_with_the_group_and_those_of_the_cpu_go_beside_it() -> None:
+    away = torch.empty(1, device="meta")
+    of_one, of_a_kind = FakeNCCL(device="meta"), OfDevice()
+    check_tensors("allreduce", FakeProcessGroupWrapper(of_one), [torch.ones(1), away])
+    for given in (FakeProcessGroupWrapper(FakeNCCL(device="cuda:0")), of_a_kind, ProcessGroupGloo()):
+        check_tensors("allreduce", given, [torch.ones(1)])
+        with pytest.raises(ConfigError, match=rf"^allreduce over {type(given).__name__} .* this one is on meta: move"):
+            check_tensors("allreduce", given, [torch.ones(1), away])
+
+
 def test_a_group_in_a_child_has_the_device_that_is_current_when_it_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not when it is configured: the Manager does that on a thread whose current device is the first one."""
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(kinds, "complaint", lambda _: None)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
     monkeypatch.setattr(children.Children, "prepare", lambda _: None)
     group = ProcessGroupBabyNCCL()
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    assert (group._inner_arguments(), group.sibling()._inner_arguments()) == ({"device": 3}, {"device": 3})
+    third = {"device": torch.device("cuda:3")}
+    assert (group._inner_arguments(), group.sibling()._inner_arguments()) == (third, third)
+    check_group(group, ["cuda:3"])
+    with pytest.raises(ConfigError, match="the model is on cuda:0, and this group carries tensors on cuda:3"):
+        check_group(group, ["cuda:0"])
+    with pytest.raises(ConfigError, match=r"device='cuda:4': this process sees 4 of cuda"):
+        ProcessGroupBabyNCCL(device="cuda:4")

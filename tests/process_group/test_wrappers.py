@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from datetime import timedelta
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -14,10 +16,12 @@ from ft_core.process_group import (
     DoneWork,
     ErrorSwallowingProcessGroupWrapper,
     FakeProcessGroupWrapper,
+    ManagedProcessGroup,
     ProcessGroupDummy,
     ProcessGroupGloo,
     ProcessGroupWrapper,
 )
+from tests.process_group.fake_communicator import FakeNCCL
 from tests.process_group.ranks import Store, configure_all, in_threads
 
 
@@ -126,6 +130,16 @@ def test_swallowing_keeps_the_error_and_skips_the_rest(store: Store) -> None:
     assert isinstance(group.error(), CollectiveError)
     for each in inner:
         each.shutdown()
+
+
+def test_the_managed_group_is_of_the_kind_of_the_managers_from_when_there_is_one() -> None:
+    hooks = SimpleNamespace(process_group=None)
+    manager: Any = SimpleNamespace(hooks=hooks)
+    group = ManagedProcessGroup(manager)
+    assert (group.blocks_host, group.torch_backend, group.torch_device_type) == (True, "gloo", "cpu")
+    hooks.process_group = FakeNCCL(device="cuda:0")
+    assert (group.blocks_host, group.torch_backend, group.torch_device_type) == (False, "nccl", "cuda")
+    assert group.carries_cpu_memory, "beside that group"
 
 
 def test_the_fake_fails_once_each_on_command() -> None:

@@ -6,7 +6,11 @@ from datetime import timedelta
 from typing import TYPE_CHECKING
 
 import pytest
+import torch
+from torch.distributed import ReduceOp
 
+from ft_core.errors import ConfigError
+from ft_core.process_group import ManagedProcessGroup
 from tests.process_group.fake_communicator import FakeNCCL
 from tests.process_group.ranks import nothing_is_left
 from tests.runtime.harness import Cluster, Replica, crash
@@ -41,6 +45,30 @@ def test_replicas_train_as_they_do_over_gloo(cluster: Cluster) -> None:
     assert [replica.vetoes for replica in replicas] == [[], []]
     launches = [replica.pg.behaviour.calls.count("launch") for replica in replicas if isinstance(replica.pg, FakeNCCL)]
     assert min(launches) >= 6  # the gradients went over it
+
+
+def test_a_tensor_on_another_device_is_refused_at_the_call_and_costs_no_step(cluster: Cluster) -> None:
+    """Before anything is launched, be it of the same call: who raises would leave the others in a collective."""
+    launched: list[int] = []
+
+    def refused(replica: Replica) -> None:
+        manager, away, here = replica.manager, torch.ones(2, device="meta"), torch.ones(2)
+        launches = replica.pg.behaviour.calls.count("launch") if isinstance(replica.pg, FakeNCCL) else -1
+        for operation in (ReduceOp.AVG, ReduceOp.SUM):
+            with pytest.raises(ConfigError, match=r"allreduce over Pretended takes tensors on cpu, .* on meta"):
+                manager.allreduce(away, reduce_op=operation)
+        with pytest.raises(ConfigError, match=r"allreduce_coalesced over Pretended takes tensors on cpu, .* on meta"):
+            ManagedProcessGroup(manager).allreduce_coalesced([here, away])
+        assert torch.equal(here, torch.ones(2))
+        assert manager.errored() is None
+        assert isinstance(replica.pg, FakeNCCL)
+        launched.append(replica.pg.behaviour.calls.count("launch") - launches)
+
+    replicas = [Replica(index, pg=nccl, at={(2, "forward"): refused}) for index in range(2)]
+    cluster.run(*replicas)
+    cluster.check(steps=6)
+    assert [replica.vetoes for replica in replicas] == [[], []]
+    assert launched == [0, 0]
 
 
 @pytest.mark.parametrize("point", ["boundary", "forward", "backward"])

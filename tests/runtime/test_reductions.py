@@ -152,6 +152,7 @@ class ThroughTorch(Reduces):
         with _registering:
             group: Any = ManagedProcessGroup(manager).register(self.name)
         self.size_and_rank = group.size(), group.rank()
+        assert (group.blocks_host, group.torch_backend, group.torch_device_type) == (True, "gloo", "cpu")
         self.results = [torch.tensor([10.0 * (self.index + 1)]) for _ in range(3)]
         self.results += [torch.tensor([self.index + 1]), torch.tensor([5.0 + self.index]), torch.tensor([6.0])]
         for tensor, op in zip(self.results[:3], (ReduceOp.SUM, ReduceOp.AVG, ReduceOp.MAX), strict=True):

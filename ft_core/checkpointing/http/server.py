@@ -212,6 +212,7 @@ class StateServer:
         At most four offers are open; a fifth closes the oldest.
         Raises `EncodingError` naming the key path of what cannot be sent.
         """
+        self.sums.staging.follow(state)  # on whatever stream it was trained, and this thread copies
         self.book.offer(tag, state, copy_storages)
 
     def offer_live(self, state: object) -> None:

@@ -2,10 +2,11 @@
 
 How it works. The main thread takes the parent's messages in their order: `configure`, once; then collectives, which it
 launches on the inner group, and timeouts. A collective whose work has a future reports its end from that (Gloo's
-thread); others (send, recv, the reduce-scatters, whatever runs on a device) are waited for by a thread each, so that
-their end is known without anybody asking. Gloo can lose a work when a connection breaks, and only a `wait` notices: so
-what is not done after WATCH_S is waited for as well, by one more thread; the parent takes the first report of a work.
-The child never aborts anything: whoever wants its group to end kills it.
+thread); of the others (send, recv, the reduce-scatters) the oldest MAX_WAITING are waited for by a thread each, so that
+their end is known without anybody asking; those beyond are launched as well, and waited for when one of these has
+ended. On a device one thread asks for all (device_ends.py). Gloo can lose a work when a connection breaks, and only a
+`wait` notices: so what is not done after WATCH_S is waited for as well, by one more thread; the parent takes the first
+report of a work. The child never aborts anything: whoever wants its group to end kills it.
 
 Messages (the parent's side is `incarnation.py`):
 
@@ -20,7 +21,8 @@ Messages (the parent's side is `incarnation.py`):
 
 Invariants: it ends when the parent does: its channel ends, its starter kills it, and the kernel does if the starter is
 gone. Signals that a terminal or a scheduler sends to all processes of a job are left to the parent. At most
-MAX_WAITING collectives are waited for by threads. Standard input is empty; output and errors go where the parent's go.
+MAX_WAITING threads wait; how much is in flight is bounded by the parent. Standard input is empty; output and errors go
+where the parent's go.
 Threads: the main one launches; every thread may report.
 """
 
@@ -42,6 +44,7 @@ import torch
 import ft_core.errors as errors
 from ft_core.errors import CollectiveError, FaultToleranceError
 from ft_core.process_group.baby.collectives import Call, rebuild
+from ft_core.process_group.baby.device_ends import DeviceEnds
 from ft_core.process_group.baby.parcel import Manifest, Unpacker
 
 if TYPE_CHECKING:
@@ -53,6 +56,7 @@ if TYPE_CHECKING:
 CONFIGURE, LAUNCH, SET_TIMEOUT = "configure", "launch", "set timeout"
 HELLO, FORMED, FORMING_FAILED, DONE, FAILED = "hello", "formed", "forming failed", "done", "failed"
 MAX_WAITING = 256
+"""Threads that wait for works whose end is not told otherwise."""
 WATCH_S = 0.05
 IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 """Ctrl-C and a scheduler's SIGTERM go to every process of the job; whether the group ends is the parent's decision."""
@@ -102,8 +106,9 @@ class _Server:
         self._channel = channel
         self._unpacker = Unpacker()
         self._group: ProcessGroup | None = None
-        self._waiting = threading.Semaphore(MAX_WAITING)
         self._threads = ThreadPoolExecutor(MAX_WAITING, "ft-baby-wait")
+        self._on_device: DeviceEnds | None = None
+        """Of a group that does not block the host."""
         self._followed: dict[int, Work] = {}
         self._launched = threading.Event()
         threading.Thread(target=self._watch, name="ft-baby-watch", daemon=True).start()
@@ -129,6 +134,8 @@ class _Server:
             self._channel.send((FORMING_FAILED, as_sent(error)))
             return
         self._group = group
+        if not group.blocks_host:  # its works' futures are done when they are launched
+            self._on_device = DeviceEnds(group.errored, self._ended)
         self._channel.send((FORMED,), group.connection_fds())
 
     def _launch(self, number: int, call: Call, manifest: Manifest, fds: list[int]) -> None:
@@ -142,9 +149,8 @@ class _Server:
                 self._wait_on_thread(number, lambda: barrier(*arguments))
                 return
             work = self._group._launch(call.name, *arguments)
-            if not self._group.blocks_host:  # its works' futures are done when they are launched
-                device = self._group.device  # type: ignore[attr-defined]  # what does not block the host has one
-                self._wait_on_thread(number, lambda: self._finish_on_device(work, device))
+            if self._on_device is not None:
+                self._on_device.add(number, work)
             elif not self._follow(number, work):
                 self._wait_on_thread(number, lambda: _finish(work, call.name))
         except Exception as error:  # noqa: BLE001 - raised by the parent's work
@@ -184,32 +190,19 @@ class _Server:
                     self._report(FAILED, number, as_sent(error))
                 self._followed.pop(number, None)
 
-    def _finish_on_device(self, work: Work, device: torch.device) -> None:
-        """Wait until the device has done it: only then may the parent's streams go on.
-
-        A group on devices has its errors recorded when an event behind its last work is over, and not before.
-        """
-        with torch.cuda.device(device):
-            work.wait()
-            event = torch.cuda.Event()
-            event.record()
-            event.synchronize()
-        assert self._group is not None
-        error = self._group.errored()
-        if error is not None:
-            raise error
+    def _ended(self, number: int, error: Exception | None) -> None:
+        """A work on a device has ended: only now may the parent's streams go on."""
+        if error is None:
+            self._report(DONE, number, None)
+        else:
+            self._report(FAILED, number, as_sent(error))
 
     def _wait_on_thread(self, number: int, wait: Any) -> None:
-        if not self._waiting.acquire(blocking=False):
-            raise CollectiveError(f"more than {MAX_WAITING} messages and reduce-scatters in flight at once")
-
         def run() -> None:
             try:
                 self._report(DONE, number, wait())
             except Exception as error:  # noqa: BLE001 - raised by the parent's work
                 self._report(FAILED, number, as_sent(error))
-            finally:
-                self._waiting.release()
 
         self._threads.submit(run)
 

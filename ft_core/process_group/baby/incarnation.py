@@ -161,10 +161,17 @@ class Incarnation:
     # ---------------------------------------------------------------------------------------------------------- running
 
     def launch(self, name: str, arguments: Sequence[Any]) -> BabyWork:
-        """Send a collective to the child and return its work. Raises CollectiveError once the group has ended."""
+        """Send a collective to the child and return its work. Raises CollectiveError once the group has ended.
+
+        Raises UsageError for one more than MAX_IN_FLIGHT; the group is as good as before.
+        """
         child = self.child
         if self.aborted or child is None or not self.formed:
             raise self.refusal()
+        if len(self._pending) >= MAX_IN_FLIGHT:  # before anything of it counts as known to the child
+            raise UsageError(
+                f"{MAX_IN_FLIGHT} collectives are in flight on {self.who()}: wait for some of them, then launch {name}"
+            )
         call, tensors = collectives.flatten(name, arguments)
         parcel = Parcel(tensors, call.roles, on_device=self.spec.on_device)
         try:
@@ -189,8 +196,6 @@ class Incarnation:
         with self._lock:
             if self.aborted:
                 raise self.refusal()
-            if len(self._pending) >= MAX_IN_FLIGHT:
-                raise UsageError(f"{MAX_IN_FLIGHT} collectives are in flight on {self.who()}: wait for some")
             self._last_number += 1
             self._pending[self._last_number] = pending
             return self._last_number

@@ -14,6 +14,8 @@ from torch.distributed import ReduceOp, Work
 
 from ft_core.errors import ConfigError
 from ft_core.process_group.baby.group import DEFAULT_TIMEOUT, ProcessGroupBaby
+from ft_core.process_group.nccl.availability import complaint, facts
+from ft_core.process_group.nccl.group import one_of_ours
 
 
 class ProcessGroupBabyGloo(ProcessGroupBaby):
@@ -51,7 +53,8 @@ class ProcessGroupBabyNCCL(ProcessGroupBaby):
     """`ProcessGroupNCCL` in a child process, for a driver or fabric on which NCCL's own abort hangs.
 
     Device memory is mapped by the child (CUDA IPC), which has a CUDA context of its own. `device`: by default
-    the one that is current when it is made. ConfigError without CUDA.
+    the one that is current when it is made. ConfigError where `ProcessGroupNCCL` raises it: without CUDA, without NCCL
+    or with one that is too old, and for a device that is not there.
     """
 
     inner = "ProcessGroupNCCL"
@@ -60,13 +63,17 @@ class ProcessGroupBabyNCCL(ProcessGroupBaby):
     on_device = True
 
     def __init__(self, timeout: timedelta = DEFAULT_TIMEOUT, *, device: torch.device | str | int | None = None) -> None:
-        if not torch.cuda.is_available():
-            raise ConfigError(
-                f"{type(self).__name__} needs CUDA, and torch.cuda.is_available() is False: use ProcessGroupBabyGloo, "
-                "or install torch's CUDA build and look at the driver with nvidia-smi"
-            )
+        found = complaint(facts())
+        if found is not None:
+            raise ConfigError(f"{type(self).__name__}: {found}")
         # Now: configure() runs on a thread whose current device is another one.
-        super().__init__(timeout, device=torch.cuda.current_device() if device is None else device)
+        self._device = one_of_ours("cuda", device)
+        super().__init__(timeout, device=self._device)
+
+    @property
+    def device(self) -> torch.device:
+        """The device whose tensors it carries."""
+        return self._device
 
     @property
     def torch_device_type(self) -> str:

@@ -5,6 +5,10 @@ the commit and leaves out what does not count), with the operation that the call
 collectives are refused: the Manager has no rule for what they mean when a replica fails. The Manager owns and
 configures the real group; this one only stands for it.
 
+What torch is told of it (its backend, its kind of device, whether a wait blocks the host) is that of the Manager's
+group, from when there is one: a Manager that chooses it by the model has none before the first model; till then it is
+Gloo's.
+
 Threads: those of `manager.allreduce`.
 """
 
@@ -20,16 +24,33 @@ from ft_core.process_group.base import ProcessGroup
 from ft_core.process_group.done_work import NO_TIMEOUT
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from datetime import timedelta
+
+
+class ManagerHooks(Protocol):
+    """What it needs of a Manager's hooks."""
+
+    @property
+    def process_group(self) -> ProcessGroup | None:
+        """Return the group of the gradients; None: it is not chosen yet."""
+
+    def check_tensors(self, name: str, tensors: Sequence[torch.Tensor]) -> None:
+        """Raise ConfigError if one of the tensors is where no group of the Manager's reaches it."""
 
 
 class AllreduceManager(Protocol):
     """What a ManagedProcessGroup needs of a Manager."""
 
+    @property
+    def hooks(self) -> ManagerHooks:
+        """Return what it offers to wrappers of ours."""
+
     def allreduce(self, tensor: torch.Tensor, *, reduce_op: Any) -> Any:
         """Start the fault-tolerant allreduce of `tensor`, in place; returns a Work or a Future.
 
-        Raises ConfigError for an operation that has no rule, or none for this dtype.
+        Raises ConfigError for an operation that has no rule, or none for this dtype, and for a tensor on a device that
+        the Manager's group does not carry.
         """
 
     def num_participants(self) -> int:
@@ -81,6 +102,24 @@ class ManagedProcessGroup(ProcessGroup):
         """Return the name."""
         return "ft-managed"
 
+    @property
+    def blocks_host(self) -> bool:
+        """Whether a wait blocks the host until tensors on the device of the Manager's group are there."""
+        group = self._manager.hooks.process_group
+        return super().blocks_host if group is None else group.blocks_host
+
+    @property
+    def torch_backend(self) -> str:
+        """The kind of the Manager's group."""
+        group = self._manager.hooks.process_group
+        return super().torch_backend if group is None else group.torch_backend
+
+    @property
+    def torch_device_type(self) -> str:
+        """The kind of device that the Manager's group carries."""
+        group = self._manager.hooks.process_group
+        return super().torch_device_type if group is None else group.torch_device_type
+
     def size(self) -> int:
         """Return the number of participants."""
         return self._manager.num_participants()
@@ -95,6 +134,7 @@ class ManagedProcessGroup(ProcessGroup):
                 f"{name} over the replicas needs a rule for replicas that fail; only allreduce has one"
             )
         tensors, opts = arguments
+        self._manager.hooks.check_tensors(name, tensors)  # of all, before the first is launched
         return _ManagedWork(tensors, [self._manager.allreduce(tensor, reduce_op=opts.reduceOp) for tensor in tensors])
 
 

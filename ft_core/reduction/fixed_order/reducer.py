@@ -83,6 +83,7 @@ class FixedOrderReducer:
         self.parameters = self._parameters = list(parameters)
         self._max_count = max_count
         self._result = FlatGradients(plan, parameters, [device], device_of=manager.device_of)
+        self._result.buckets[-1].device.reserve(self._result.told.nbytes)
         self._pool: list[Partial] = []
         self._sum: OrderedSum[Partial] = OrderedSum(self._add)
         self._used = bytearray(len(self._parameters))

@@ -371,8 +371,9 @@ def test_state_goes_from_device_to_device(members: Callable[..., Members], monke
     group = members(2, 1)
     state = make_state(1, 40)
     on_device, own = device.place(state), device.place(make_state(2, 40))
-    for transport in group.transports:
-        transport.mark()
+    for transport in group.transports[:-1]:
+        transport.mark(on_device)
+    group.transports[-1].mark(own)
     group.offer(on_device)
     assert device.copies == 0
     with device.running():

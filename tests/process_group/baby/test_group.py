@@ -14,12 +14,13 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from ft_core.errors import CollectiveError, ConfigError
+from ft_core.errors import CollectiveError, ConfigError, UsageError
 from ft_core.process_group import ProcessGroupBabyAccelerator, ProcessGroupBabyGloo, ProcessGroupBabyNCCL
 from ft_core.process_group import ProcessGroupBabyXCCL as Xccl
+from ft_core.process_group.baby import child, incarnation, kinds
 from ft_core.process_group.baby import children as processes
-from ft_core.process_group.baby import incarnation
 from ft_core.process_group.baby.descriptors import readable
+from ft_core.process_group.nccl.availability import Facts
 from ft_core.process_group.peer_ends import PeerEnds
 from tests.process_group.ranks import (
     GROUP_TIMEOUT,
@@ -90,8 +91,18 @@ def test_repr_tells_the_state(store: Store) -> None:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 @pytest.mark.parametrize("kind", [ProcessGroupBabyNCCL, ProcessGroupBabyAccelerator])
 def test_without_a_gpu_a_group_for_gpus_is_refused(kind: Any) -> None:
-    with pytest.raises(ConfigError, match=f"{kind.__name__} needs CUDA.*ProcessGroupBabyGloo"):
+    with pytest.raises(ConfigError, match=f"{kind.__name__}: torch .*(without CUDA|sees no GPU).*ProcessGroupGloo"):
         kind(timedelta(seconds=1))
+
+
+@pytest.mark.parametrize("kind", [ProcessGroupBabyNCCL, ProcessGroupBabyAccelerator])
+def test_an_nccl_that_is_too_old_is_refused_at_once_and_not_by_each_child(
+    kind: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old = Facts(torch_version="2.6.0", has_gpu=True, built_with_cuda=True, has_nccl=True, nccl=(2, 21, 5), visible=None)
+    monkeypatch.setattr(kinds, "facts", lambda: old)
+    with pytest.raises(ConfigError, match=rf"^{kind.__name__}: NCCL 2\.21\.5 is too old.*2\.25 or newer"):
+        kind()
 
 
 def test_what_torch_cannot_share_is_refused() -> None:
@@ -103,6 +114,39 @@ def test_it_is_refused_where_the_system_lacks_something(monkeypatch: pytest.Monk
     monkeypatch.setattr(processes, "SUPPORTED", False)
     with pytest.raises(ConfigError, match="pidfd_open"):
         ProcessGroupBabyGloo()
+
+
+# ----------------------------------------------------------------------------------------------------------- in flight
+
+MANY = child.MAX_WAITING + 50
+"""More than threads wait for in the child."""
+
+
+def test_more_messages_than_threads_wait_for_all_arrive(groups: Groups) -> None:
+    """Received before any is sent, and sent before any is waited for: those beyond the threads are under way, too."""
+    received = [torch.zeros(3) for _ in range(MANY)]
+    receives = [groups[1].recv([tensor], 0, tag) for tag, tensor in enumerate(received)]
+    sums(groups)  # so the child has launched them
+    sends = [groups[0].send([torch.full((3,), float(tag))], 1, tag) for tag in reversed(range(MANY))]
+    for work in (*sends, *receives):
+        work.wait()
+    assert [tensor.tolist() for tensor in received] == [[float(tag)] * 3 for tag in range(MANY)]
+    assert [tensor.tolist() for tensor in sums(groups)] == [[2.0] * 1000] * 2
+
+
+def test_one_collective_too_many_is_refused_and_costs_nothing(groups: Groups, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(incarnation, "MAX_IN_FLIGHT", 3)
+    shared = torch.ones(1000).share_memory_()
+    receives = [groups[1].recv([torch.zeros(1)], 0, tag) for tag in range(3)]
+    for one_more in (shared, torch.ones(1000)):
+        with pytest.raises(UsageError, match=r"3 collectives are in flight on .*: wait for some of them, then launch"):
+            groups[1].allreduce([one_more])
+    for tag, work in enumerate(receives):
+        groups[0].send([torch.ones(1)], 1, tag).wait()
+        work.wait()
+    assert groups[1].errored() is None
+    tensors = [torch.ones(1000), shared]
+    assert [tensor.tolist() for tensor in sums(groups, tensors.__getitem__)] == [[2.0] * 1000] * 2
 
 
 # -------------------------------------------------------------------------------------------------------------- memory
