@@ -135,6 +135,9 @@ class FakeDevice:
     def current_stream(self) -> FakeStream:
         return self.current
 
+    def stream_number(self) -> int:
+        return id(self.current)
+
     def close(self) -> None:
         for stream in self._streams:
             stream.close()

@@ -34,6 +34,7 @@ def test_in_cpu_memory_all_is_done_at_once() -> None:
     stream = memory.current_stream()
     stream.wait_stream(memory.current_stream())
     assert stream == memory.current_stream()
+    assert memory.stream_number() == memory.stream_number()
     assert repr(memory) == "HostMemory()"
 
 
@@ -94,6 +95,7 @@ class TestAccelerator:
         assert isinstance(memory, Accelerator)
         assert not memory.immediate
         tensor, numbers = torch.zeros(3, device=device), torch.tensor([1, 2, 3], dtype=torch.uint8)
+        memory.reserve(tensor.nbytes)
         self.busy(device)
         torch.accelerator.synchronize()
         began = time.monotonic()

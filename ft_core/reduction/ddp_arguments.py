@@ -202,7 +202,10 @@ def check_devices(options: Options, inventory: Inventory) -> list[torch.device] 
     """The device that inputs are moved to, as a list of one; None if the caller places them."""
     types = sorted({device.type for device in inventory.devices})
     if len(types) != 1:
-        raise ConfigError(f"DistributedDataParallel: parameters are on devices of several types: {', '.join(types)}")
+        raise ConfigError(
+            f"DistributedDataParallel: parameters are on devices of several types: {', '.join(types)}; put the whole "
+            f"model on one, for instance with model.to({str(inventory.devices[-1])!r})"
+        )
     given = list(options.device_ids or ())
     if len(given) > 1:
         raise ConfigError(f"DistributedDataParallel: device_ids may hold one device (one process each), got {given}")

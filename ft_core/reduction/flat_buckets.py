@@ -33,7 +33,7 @@ log = logging.getLogger("ft_core")
 class Bucket:
     """One flat tensor, and how many of its gradients this reduction still lacks."""
 
-    __slots__ = ("_streams", "device", "flat", "gradients", "parameters", "pending")
+    __slots__ = ("_seen", "_streams", "device", "flat", "gradients", "parameters", "pending")
 
     def __init__(
         self, plan: PlannedBucket, device: torch.device, flat: Tensor | None = None,
@@ -43,6 +43,8 @@ class Bucket:
         self.device = device_of(device)
         self._streams: list[Stream] = []
         """On which gradients were written since the last `join_streams`; empty where everything is immediate."""
+        self._seen: set[int] = set()
+        """Their numbers."""
         # A tensor made in inference mode could not be written to outside of it.
         with torch.inference_mode(False):
             self.flat = (
@@ -55,12 +57,13 @@ class Bucket:
         """The hook of a gradient that is written into it: it also says on which stream."""
         if self.device.immediate:
             return hook
-        device, streams = self.device, self._streams
+        device, seen, streams, number_of = self.device, self._seen, self._streams, self.device.stream_number
 
         def on_gradient(parameter: Tensor) -> None:
-            stream = device.current_stream()
-            if stream not in streams:
-                streams.append(stream)
+            number = number_of()
+            if number not in seen:
+                seen.add(number)
+                streams.append(device.current_stream())
             hook(parameter)
 
         return on_gradient
@@ -73,6 +76,7 @@ class Bucket:
                 if stream != current:
                     current.wait_stream(stream)
             self._streams.clear()
+            self._seen.clear()
 
 
 class FlatGradients:

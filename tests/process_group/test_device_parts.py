@@ -158,6 +158,24 @@ raise SystemExit(3)
 """
 
 
+DROPPING = """
+import threading, time
+from datetime import timedelta
+from tests.process_group.fake_communicator import FakeNCCL
+
+class Slow:
+    def __del__(self):
+        threading.Event().wait(3)  # torch's watchdog writes down where a failed collective was launched
+        print("dropped", flush=True)
+
+group = FakeNCCL(timedelta(seconds=60))
+group.configure("", "me", 0, 1)
+group.communicators[0].slow = Slow()
+group.communicators.clear()
+group.shutdown()
+"""
+
+
 def abort_that_is_stuck(path: str, behaviour: Behaviour) -> None:
     """In a worker: abort a group, and be ended by that."""
     logging.basicConfig(filename=path, level=logging.INFO, format="%(levelname)s %(name)s %(message)s")
@@ -203,3 +221,12 @@ def test_a_process_can_exit_while_an_abort_hangs() -> None:
     done = subprocess.run([sys.executable, "-c", EXITING], env=environment, capture_output=True, timeout=110)
     # By itself, after EXIT_WAIT_S, or by the deadline of the abort, where that is first.
     assert done.returncode in (3, EXIT_STUCK)
+
+
+@pytest.mark.process
+@pytest.mark.timeout(120)
+def test_the_end_of_a_process_waits_for_a_communicator_that_takes_long_to_drop() -> None:
+    """On an H100 the process crashed: a thread of torch's needed the interpreter when that was gone."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.getcwd()}
+    done = subprocess.run([sys.executable, "-c", DROPPING], env=environment, capture_output=True, timeout=110)
+    assert (done.returncode, done.stdout.strip()) == (0, b"dropped"), done.stderr

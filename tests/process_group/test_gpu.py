@@ -1,4 +1,4 @@
-"""NCCL itself, on a real GPU. Skipped with the reason where there is none; nothing of it has run so far (docs/nccl.md).
+"""NCCL itself, on a real GPU. Skipped with the reason where there is none.
 
 Two processes share one GPU: NCCL refuses that only where both have the same host, and the host is what NCCL_HOSTID
 says. They then reach each other over sockets. Their kernels have to be resident together, so they are kept small.
@@ -122,6 +122,9 @@ def members(store: Store) -> Iterator[list[Member]]:
         for member in started:
             member.process.kill()
             member.process.wait()
+            for pipe in (member.process.stdin, member.process.stdout):
+                assert pipe is not None
+                pipe.close()
 
 
 def test_a_survivor_of_a_kill_aborts_in_time_and_goes_on(members: list[Member]) -> None:
