@@ -34,6 +34,8 @@ class Pair:
     environments: tuple[Mapping[str, str], Mapping[str, str]] = field(default_factory=lambda: ({}, {}))
     how: str = ""
     """In words, for the table."""
+    one_gpu: bool = False
+    """Both are on the same one."""
 
     def of(self, rank: int) -> dict[str, str]:
         """The environment of one of them."""
@@ -53,12 +55,12 @@ def pairs(device: str, gpus: int, *, nccl: bool) -> list[Pair]:
     apart = gpus > 1
     visible = ({"CUDA_VISIBLE_DEVICES": "0"}, {"CUDA_VISIBLE_DEVICES": "1" if apart else "0"})
     place = "a GPU each" if apart else "two processes on one GPU"
-    found = [Pair("cuda", "gloo", visible, f"{place}, Gloo between them, through host memory")]
+    found = [Pair("cuda", "gloo", visible, f"{place}, Gloo between them, through host memory", one_gpu=not apart)]
     if nccl and apart:
         found.insert(0, Pair("cuda", "nccl", visible, f"{place}, NCCL between them"))
     elif nccl:
         first, second = ({**visible[r], **ONE_GPU, "NCCL_HOSTID": f"ft-gpu-{r}"} for r in range(2))
-        found.insert(0, Pair("cuda", "nccl", (first, second), f"{place}, NCCL between them over sockets"))
+        found.insert(0, Pair("cuda", "nccl", (first, second), f"{place}, NCCL between them over sockets", one_gpu=True))
     return found
 
 

@@ -20,11 +20,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import ft_core
-from benchmarks.gpu_step import AGAIN, BASE, OURS, Times
+from benchmarks.gpu_step import AGAIN, BASE, BATCHES, ON_CPU, OURS, Times
 from benchmarks.step_worker import Step, stepper
 from benchmarks.trainer import build
 
-WIDTHS, BATCH = (512, 512, 512, 512, 128), 64
+WIDTHS = (512, 512, 512, 512, 128)
 WARM_UP, STEPS = 10, 40
 
 
@@ -69,17 +69,19 @@ def main(device: torch.device, rank: int, blocks: int, folder: pathlib.Path) -> 
         ways[way] = stepper(nn.parallel.DistributedDataParallel(model), inner)
     ways[OURS], end = ours(device, rank)
     generator = torch.Generator().manual_seed(rank)
-    batches = [torch.randn(BATCH, WIDTHS[0], generator=generator).to(device) for _ in range(8)]
-    for step in ways.values():
-        for index in range(WARM_UP):
-            timed(step, batches[index % 8])
-    found: Times = {way: [] for way in ways}
+    found: Times = {}
     names = list(ways)
-    for block in range(blocks):
-        for position in range(len(names)):
-            way = names[(position + block) % len(names)]
-            dist.barrier(beside)
-            found[way].append(statistics.median(timed(ways[way], batches[i % 8]) for i in range(STEPS)))
+    for waited_for in BATCHES if on_gpu else ON_CPU:
+        size, mine = BATCHES[waited_for], found.setdefault(waited_for, {way: [] for way in ways})
+        batches = [torch.randn(size, WIDTHS[0], generator=generator).to(device) for _ in range(8)]
+        for step in ways.values():
+            for index in range(WARM_UP):
+                timed(step, batches[index % 8])
+        for block in range(blocks):
+            for position in range(len(names)):
+                way = names[(position + block) % len(names)]
+                dist.barrier(beside)
+                mine[way].append(statistics.median(timed(ways[way], batches[i % 8]) for i in range(STEPS)))
     if rank == 0:
         (folder / "times.json").write_text(json.dumps(found))
     dist.barrier(beside)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from benchmarks import gpu, gpu_kill, gpu_pair, gpu_step
+from benchmarks import gpu, gpu_kill, gpu_mps, gpu_pair, gpu_step
 from benchmarks.common import ROOT, BenchmarkError, Options, Row
 from benchmarks.device_state import Found
 from benchmarks.gpu_pair import Pair, choose, pairs
@@ -40,7 +40,7 @@ def test_two_processes_reach_each_other_and_the_step_is_measured_over_gloo() -> 
     pair, worse = gpu_pair.find("cpu", 0, Options(), nccl=False)
     assert (pair.backend, worse) == ("gloo", "")
     again, ours = gpu_step.measure(Options(runs=1), pair)
-    assert ours.what == "ft_core: added to a step of torch DDP over gloo"
+    assert ours.what == "ft_core: added to a step of torch DDP (gloo, the host is waited for)"
     assert (len(ours.samples), ours.met, again.met) == (1, None, None)
 
 
@@ -100,13 +100,31 @@ def test_the_best_that_works_is_taken_and_the_table_says_why_not_a_better_one() 
 def test_what_was_promised_is_promised_on_a_gpu_only() -> None:
     times = {gpu_step.BASE: [1e-3, 2e-3], gpu_step.AGAIN: [1e-3, 2e-3], gpu_step.OURS: [1.05e-3, 2.25e-3]}
     nccl = pairs("cuda", 1, nccl=True)[0]
-    again, ours = gpu_step.rows(times, nccl)
+    again, ours = gpu_step.rows({"device": times}, nccl, service=True)
+    assert ours.what.endswith("(nccl, the device is waited for, MPS)")
     assert float(ours.value) == pytest.approx(150.0)
     assert (ours.met, again.met) == (False, None)
     p50, p90, same = gpu_kill.rows([100.0, 300.0, 1500.0], {"a"}, nccl)
     assert (p50.value, p50.met, p90.value, p90.met, same.met) == (300.0, True, 1500.0, False, True)
     p50, _, same = gpu_kill.rows([100.0], {"a", "b"}, pairs("cpu", 0, nccl=False)[0])
     assert (p50.met, same.met) == (None, False)
+
+
+def test_two_processes_share_a_gpu_through_the_service_where_it_starts(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path
+) -> None:
+    with gpu_mps.shared_gpu(wanted=False) as environment:
+        assert environment == {}
+    log, program = tmp_path / "log", tmp_path / gpu_mps.CONTROL
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    for status, expected in (0, ["-d", "quit"]), (1, ["-d"]):
+        log.unlink(missing_ok=True)
+        program.write_text(f"#!/bin/sh\n[ $# = 1 ] && echo $1 >> {log} || cat >> {log}\nexit {status}\n")
+        program.chmod(0o755)
+        with gpu_mps.shared_gpu() as environment:
+            assert bool(environment) == (status == 0)
+            assert all(pathlib.Path(value).is_dir() for value in environment.values())
+        assert log.read_text().split() == expected
 
 
 # ---------------------------------------------------------------------------------------------------- the report

@@ -46,8 +46,8 @@ MAX_FORMING = 64
 MAX_IN_FLIGHT = 8192
 """Collectives of one group that have not ended; each keeps its tensors."""
 EXIT_WAIT_S = 10.0
-"""How long the end of the interpreter waits for what ends. torch's watchdog writes down where a collective that failed
-was launched, for which it needs the interpreter and gives itself 8 s: the process crashes where that is gone by then."""
+"""How long the end of the interpreter waits for what ends. torch's watchdog writes down where a failed collective was
+launched, for which it needs the interpreter and gives itself 8 s: the process crashes where that is gone by then."""
 POLL_S = 0.01
 MISTAKES = (ConfigError, ValueError, TypeError, NotImplementedError)
 """What a communicator raises for arguments that it refused before it began: the group is as good as before."""
