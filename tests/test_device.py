@@ -97,6 +97,8 @@ class TestAccelerator:
         tensor, numbers = torch.zeros(3, device=device), torch.tensor([1, 2, 3], dtype=torch.uint8)
         memory.reserve(tensor.nbytes)
         self.busy(device)
+        memory.put(numbers, tensor)
+        memory.fetch(tensor.mul_(1))  # CUDA loads a kernel when it is first used, and may wait for the device then
         torch.accelerator.synchronize()
         began = time.monotonic()
         self.busy(device)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
+import sys
+import threading
 from types import SimpleNamespace
 
 import pytest
@@ -78,3 +81,17 @@ def test_without_a_mark_the_error_counts() -> None:
     outlast([], lambda: None)
     with pytest.raises(CollectiveError, match="aborted"):
         outlast([], lambda: ABORTED)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="timer slack is Linux's")
+def test_sleeps_of_a_thread_that_has_waited_are_not_rounded_up() -> None:
+    found: list[int] = []
+
+    def wait() -> None:
+        outlast([History(1, NEVER, 0)], lambda: None)
+        found.append(ctypes.CDLL(None).prctl(30, 0, 0, 0, 0))  # PR_GET_TIMERSLACK
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    thread.join()
+    assert found == [device_wait.SLACK_NS]
