@@ -21,8 +21,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 
 from ft_core.process_group import ProcessGroup, ProcessGroupBabyGloo, ProcessGroupGloo, open_store
-from ft_core.process_group.device import incarnation as devices
-from ft_core.process_group.gloo import reaper as reaping
+from ft_core.process_group import reaper as reaping
 from tests.process_group.fake_communicator import FakeNCCL
 
 if TYPE_CHECKING:
@@ -121,7 +120,7 @@ def groups_of(kind: str, count: int, store: Store, timeout: timedelta = GROUP_TI
 
 def nothing_is_left(timeout_s: float = 5.0) -> bool:
     """Wait until all groups that were ended are released; whether that came true."""
-    return reaping.reaper.wait_empty(timeout_s) and devices.reaper.wait_empty(timeout_s)
+    return reaping.gloo.wait_empty(timeout_s) and reaping.device.wait_empty(timeout_s)
 
 
 @contextlib.contextmanager
@@ -138,10 +137,10 @@ def set_aside_lost_groups() -> None:
 
     A later test that waits until nothing is left would wait for them, too.
     """
-    reaping.reaper.wait_empty(1.0)
-    with reaping.reaper._destroying:
-        _set_aside.extend(reaping.reaper._held)
-        reaping.reaper._held = []
+    reaping.gloo.wait_empty(1.0)
+    with reaping.gloo._destroying:
+        _set_aside.extend(reaping.gloo._held)
+        reaping.gloo._held = []
 
 
 def wait_until(true: Callable[[], bool], timeout_s: float = 10.0) -> bool:

@@ -14,7 +14,8 @@ import pytest
 import torch
 
 from ft_core.errors import CollectiveError, ConfigError, UsageError
-from ft_core.process_group.gloo import incarnation, reaper
+from ft_core.process_group import reaper as reaping
+from ft_core.process_group.gloo import incarnation
 from tests.process_group.ranks import (
     GROUP_TIMEOUT,
     HOST_KINDS,
@@ -224,7 +225,7 @@ def test_abort_ends_a_configure_that_waits_for_a_rank(kind: Kind, store: Store) 
     in_threads(2, lambda rank: pending(others[rank]).wait())
     for each in others:
         each.shutdown()
-    assert reaper.reaper.wait_empty(5)
+    assert reaping.gloo.wait_empty(5)
 
 
 @pytest.mark.parametrize("end", ["configure", "shutdown"])
@@ -313,4 +314,4 @@ def test_threads_that_abort_and_configure_at_once_do_no_harm(
     in_threads(2, lambda rank: pending(groups[rank]).wait())
     for group in groups:
         group.shutdown()
-    assert reaper.reaper.wait_empty(5)
+    assert reaping.gloo.wait_empty(5)

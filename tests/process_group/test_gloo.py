@@ -16,9 +16,10 @@ from torch._C._distributed_c10d import Store as TorchStore
 from torch._C._distributed_c10d import Work
 
 from ft_core.errors import CollectiveError, PeerError
-from ft_core.process_group import ProcessGroupGloo, socket_table
+from ft_core.process_group import ProcessGroupGloo, rendezvous, socket_table
+from ft_core.process_group import reaper as reaping
 from ft_core.process_group import store_pool as stores
-from ft_core.process_group.gloo import connections, incarnation, reaper, rendezvous
+from ft_core.process_group.gloo import connections, incarnation
 from tests.process_group.ranks import (
     GROUP_TIMEOUT,
     Store,
@@ -143,7 +144,7 @@ def test_a_rank_that_died_after_publishing_does_not_hold_up_an_abort(
 
 def test_reconfiguring_leaks_no_descriptors_and_no_threads(store: Store) -> None:
     def counts() -> tuple[int, int]:
-        assert reaper.reaper.wait_empty(5)
+        assert reaping.gloo.wait_empty(5)
         return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
 
     live_before = set(incarnation._live)
@@ -159,7 +160,7 @@ def test_reconfiguring_leaks_no_descriptors_and_no_threads(store: Store) -> None
         in_threads(2, lambda rank: pending(groups[rank]).wait())
         # Threads of Gloo take a moment to be gone from /proc after they are joined.
         assert wait_until(lambda: all(now <= was for now, was in zip(counts(), before, strict=True)))
-    assert reaper.reaper.wait_empty(5)
+    assert reaping.gloo.wait_empty(5)
     assert incarnation._live <= live_before
 
 

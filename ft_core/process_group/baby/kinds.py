@@ -14,8 +14,8 @@ from torch.distributed import ReduceOp, Work
 
 from ft_core.errors import ConfigError
 from ft_core.process_group.baby.group import DEFAULT_TIMEOUT, ProcessGroupBaby
+from ft_core.process_group.device.group import one_of_ours
 from ft_core.process_group.nccl.availability import complaint, facts
-from ft_core.process_group.nccl.group import one_of_ours
 
 
 class ProcessGroupBabyGloo(ProcessGroupBaby):

@@ -17,17 +17,17 @@ import threading
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import torch
+
 from ft_core.errors import CollectiveError, ConfigError, UsageError
+from ft_core.process_group import reaper as reaping
 from ft_core.process_group.base import ProcessGroup
-from ft_core.process_group.device import incarnation as incarnations
 from ft_core.process_group.device.incarnation import Incarnation, Spec
 from ft_core.process_group.device.phases import Phase
 from ft_core.process_group.device.tensors import check_devices
 from ft_core.process_group.store_pool import parse_store_addr
 
 if TYPE_CHECKING:
-    import torch
-
     from ft_core.process_group.device.communicator import Communicator
 
 DEFAULT_TIMEOUT = timedelta(seconds=60)
@@ -83,7 +83,7 @@ class DeviceProcessGroup(ProcessGroup):
     def __del__(self) -> None:
         # Only hands it over: releasing happens on the reaper's thread, never here.
         incarnation = getattr(self, "_incarnation", None)
-        reaper = getattr(incarnations, "reaper", None)  # None while an ending interpreter takes its modules apart
+        reaper = getattr(reaping, "device", None)  # None while an ending interpreter takes its modules apart
         if incarnation is not None and reaper is not None:
             reaper.retire(incarnation)
 
@@ -120,7 +120,7 @@ class DeviceProcessGroup(ProcessGroup):
             old = self._incarnation
             new = self._incarnation = Incarnation(spec, self._new_communicator(), before=old)
             self._update_registration(world_size)
-        incarnations.reaper.start()
+        reaping.device.start()
         if old is not None:
             _end(old, "configure() was called again")
         new.form()
@@ -214,9 +214,27 @@ class DeviceProcessGroup(ProcessGroup):
 
 def _end(incarnation: Incarnation, why: str) -> None:
     incarnation.abort(CollectiveError(f"{incarnation.spec} has ended: {why}"))
-    incarnations.reaper.retire(incarnation)
+    reaping.device.retire(incarnation)
 
 
 def _check_timeout(timeout: timedelta) -> None:
     if timeout <= timedelta(0):
         raise ConfigError(f"timeout={timeout}: expected more than zero")
+
+
+def one_of_ours(kind: str, device: torch.device | str | int | None) -> torch.device:
+    """Return the device with its index: the current one by default. Raises ConfigError if there is no such device."""
+    module = torch.get_device_module(kind)
+    if device is None:
+        return torch.device(kind, module.current_device())
+    try:
+        found = torch.device(kind, device) if isinstance(device, int) else torch.device(device)
+    except RuntimeError as error:
+        raise ConfigError(f"device={device!r}: {error}") from error
+    if found.type != kind:
+        raise ConfigError(f"device={device!r}: expected one of {kind}")
+    if found.index is None:
+        return torch.device(kind, module.current_device())
+    if not 0 <= found.index < module.device_count():
+        raise ConfigError(f"device={device!r}: this process sees {module.device_count()} of {kind}, from 0")
+    return found

@@ -26,13 +26,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ft_core.errors import CollectiveError, ConfigError, FaultToleranceError
+from ft_core.process_group import reaper as reaping
 from ft_core.process_group.device import watch as watching
 from ft_core.process_group.device.host import ABORT, Host, process_host
 from ft_core.process_group.device.meeting import Meeting
 from ft_core.process_group.device.phases import Action, CallAbort, EndProcess, Lifecycle, Phase, WatchDeadline
 from ft_core.process_group.device.work import DeviceWork
-from ft_core.process_group.gloo.messages import first_line, wrap
-from ft_core.process_group.gloo.reaper import Reaper
+from ft_core.process_group.messages import first_line, wrap
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -52,7 +52,6 @@ POLL_S = 0.01
 MISTAKES = (ConfigError, ValueError, TypeError, NotImplementedError)
 """What a communicator raises for arguments that it refused before it began: the group is as good as before."""
 
-reaper = Reaper("device")
 _live: set[Incarnation] = set()
 _forming = threading.BoundedSemaphore(MAX_FORMING)
 _exiting = False
@@ -364,16 +363,11 @@ class Incarnation:
 
 
 def _after_fork_in_child() -> None:
-    global _forming, reaper
+    global _forming
     _forming = threading.BoundedSemaphore(MAX_FORMING)
     for incarnation in list(_live):
         incarnation.become_child()
     _live.clear()
-    _of_the_parent.append(reaper)
-    reaper = Reaper("device")
-
-
-_of_the_parent: list[Reaper] = []
 
 
 def _threads_start() -> bool:
@@ -393,7 +387,7 @@ def _end_all_at_exit() -> None:
     left = list(_live)
     for incarnation in left:
         incarnation.abort(CollectiveError("the process is exiting"))
-    reaper.stop(EXIT_WAIT_S)
+    reaping.device.stop(EXIT_WAIT_S)
     while left and time.monotonic() < deadline:
         left = [incarnation for incarnation in left if incarnation in _live and not incarnation.try_destroy()]
         if left and not _threads_start():

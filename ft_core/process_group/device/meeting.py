@@ -19,9 +19,8 @@ from torch._C._distributed_c10d import Store
 from torch.distributed import DistError
 
 from ft_core.errors import CollectiveError, ConfigError
-from ft_core.process_group import store_pool
-from ft_core.process_group.gloo import rendezvous
-from ft_core.process_group.gloo.rendezvous import RendezvousStore
+from ft_core.process_group import rendezvous, store_pool
+from ft_core.process_group.rendezvous import RendezvousStore
 from ft_core.process_group.store_pool import parse_store_addr
 
 if TYPE_CHECKING:

@@ -25,7 +25,7 @@ from ft_core.process_group import socket_table
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from ft_core.process_group.gloo.rendezvous import RendezvousStore
+    from ft_core.process_group.rendezvous import RendezvousStore
     from ft_core.process_group.socket_table import Connection, Endpoint
 
 logger = logging.getLogger(__name__)

@@ -21,8 +21,8 @@ from typing import Any
 from torch.distributed import ReduceOp, Work
 
 from ft_core.errors import CollectiveError, ConfigError, UsageError
+from ft_core.process_group import reaper as reaping
 from ft_core.process_group.base import ProcessGroup
-from ft_core.process_group.gloo import reaper as reaping
 from ft_core.process_group.gloo.incarnation import Incarnation, Spec
 from ft_core.process_group.gloo.work import GlooWork
 from ft_core.process_group.store_pool import parse_store_addr
@@ -93,7 +93,7 @@ class ProcessGroupGloo(ProcessGroup):
     def __del__(self) -> None:
         # Only hands it over: destroying happens on the reaper's thread, never here.
         incarnation = getattr(self, "_incarnation", None)
-        reaper = getattr(reaping, "reaper", None)  # None while an ending interpreter takes its modules apart
+        reaper = getattr(reaping, "gloo", None)  # None while an ending interpreter takes its modules apart
         if incarnation is not None and reaper is not None:
             reaper.retire(incarnation)
 
@@ -119,7 +119,7 @@ class ProcessGroupGloo(ProcessGroup):
                 raise UsageError("configure() after shutdown(): make a new ProcessGroupGloo")
             old, self._incarnation = self._incarnation, new
             self._update_registration(world_size)
-        reaping.reaper.start()
+        reaping.gloo.start()
         if old is not None:
             _end(old, "configure() was called again")
         new.form()
@@ -218,7 +218,7 @@ class ProcessGroupGloo(ProcessGroup):
 
 def _end(incarnation: Incarnation, why: str) -> None:
     incarnation.abort(CollectiveError(f"{incarnation._who()} has ended: {why}"))
-    reaping.reaper.retire(incarnation)
+    reaping.gloo.retire(incarnation)
 
 
 def _check_timeout(timeout: timedelta) -> None:

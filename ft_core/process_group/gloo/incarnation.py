@@ -35,14 +35,14 @@ from torch._C._distributed_c10d import ProcessGroupGloo as TorchGloo
 from torch.distributed import DistError
 
 from ft_core.errors import CollectiveError, ConfigError, FaultToleranceError
-from ft_core.process_group import store_pool
+from ft_core.process_group import reaper as reaping
+from ft_core.process_group import rendezvous, store_pool
 from ft_core.process_group.fork_safety import close_in_child
-from ft_core.process_group.gloo import connections, rendezvous
-from ft_core.process_group.gloo import reaper as reaping
+from ft_core.process_group.gloo import connections
 from ft_core.process_group.gloo.connections import GroupConnections
-from ft_core.process_group.gloo.messages import first_line, wrap
-from ft_core.process_group.gloo.rendezvous import RendezvousStore
 from ft_core.process_group.gloo.work import GRACE_S, Outcome
+from ft_core.process_group.messages import first_line, wrap
+from ft_core.process_group.rendezvous import RendezvousStore
 from ft_core.process_group.store_pool import StoreClient, parse_store_addr
 
 MAX_CONNECT_S = 5.0
@@ -281,7 +281,7 @@ class Incarnation:
             self._outcomes.append(outcome)
             aborted = self.aborted and bool(self.connections.known)
         if aborted:
-            reaping.reaper.retire(_Settling(self))
+            reaping.gloo.retire(_Settling(self))
 
     def outcomes_left(self) -> list[Outcome]:
         """Return the futures that are not completed."""
@@ -348,7 +348,7 @@ class Incarnation:
         if spec.rank == 0 and spec.world_size > 1 and self.connections.rendezvous is not None:
             rendezvous.left_records.add(*parse_store_addr(spec.store_addr))
         if has_futures:
-            reaping.reaper.retire(_Settling(self))
+            reaping.gloo.retire(_Settling(self))
         self._settled.set()
 
     def try_destroy(self) -> bool:
@@ -434,7 +434,7 @@ def _end_all_at_exit() -> None:
     left = list(_live)
     for incarnation in left:
         incarnation.abort(CollectiveError("the process is exiting"))
-    reaping.reaper.stop(EXIT_WAIT_S)
+    reaping.gloo.stop(EXIT_WAIT_S)
     while left and time.monotonic() < deadline:
         left = [incarnation for incarnation in left if incarnation in _live and not incarnation.try_destroy()]
         if left:

@@ -15,9 +15,8 @@ import torch
 import torch.distributed as dist
 
 from ft_core.errors import ConfigError
-from ft_core.process_group.device.group import DeviceProcessGroup
-from ft_core.process_group.device.torch_communicator import TorchCommunicator
-from ft_core.process_group.nccl.group import NEVER, one_of_ours
+from ft_core.process_group.device.group import DeviceProcessGroup, one_of_ours
+from ft_core.process_group.device.torch_communicator import NEVER, TorchCommunicator
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store

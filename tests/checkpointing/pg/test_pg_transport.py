@@ -19,7 +19,7 @@ from ft_core.checkpointing.receive_plan import Gauge
 from ft_core.checkpointing.transport import Exchange, Receiver
 from ft_core.errors import ConfigError, EncodingError, HealError, StateRefusedError, UsageError
 from ft_core.process_group import ProcessGroupGloo, open_store
-from ft_core.process_group.gloo.reaper import reaper
+from ft_core.process_group import reaper as reaping
 from tests.certificates import Authority
 from tests.checkpointing.conftest import assert_same_state, make_state
 from tests.fake_device import install
@@ -76,7 +76,7 @@ def members() -> Iterator[Callable[..., Members]]:
     for transport in [transport for group in made for transport in group.transports]:
         transport.shutdown()
         transport.shutdown(wait=False)
-    assert reaper.wait_empty(10)
+    assert reaping.gloo.wait_empty(10)
 
 
 @pytest.fixture
@@ -89,7 +89,7 @@ def two() -> Iterator[list[ProcessGroupGloo]]:
     yield groups
     for group in groups:
         group.shutdown()
-    assert reaper.wait_empty(10)
+    assert reaping.gloo.wait_empty(10)
 
 
 @pytest.mark.parametrize("donors", [1, 2, 3])
@@ -116,7 +116,7 @@ def test_one_quorum_after_the_other(members: Callable[..., Members]) -> None:
             for found in pool.map(lambda rank: group.receive(rank, make_state(9, 6)), (2, 3)):
                 assert_same_state(found.state, state)
         group.next_quorum()
-    assert reaper.wait_empty(10), "the groups of a quorum that is over are gone"
+    assert reaping.gloo.wait_empty(10), "the groups of a quorum that is over are gone"
 
 
 def test_more_receivers_than_pairs_get_it_over_http(
@@ -221,7 +221,7 @@ def test_nothing_is_written_any_more_when_a_receive_was_cancelled(
     before = own["big"].clone()
     go_on.set()
     group.next_quorum()
-    assert reaper.wait_empty(10)
+    assert reaping.gloo.wait_empty(10)
     assert torch.equal(own["big"], before)
 
 

@@ -1,4 +1,4 @@
-"""How the ranks of one Gloo group find each other: one exchange of records through the store.
+"""How the ranks of one group find each other: one exchange of records through the store.
 
 Gloo writes a blob (its listening address and an identifier per connection) under its rank and then asks for every other
 rank's, one at a time. `RendezvousStore` is the Store it is given: the first write publishes the blob together with what
@@ -17,6 +17,8 @@ when it is in the same store next time, it deletes what is left of them. Not ear
 Invariants: written once, by Gloo's constructor, on one thread; nothing is asked of the network after that. The endpoint
 is read out of Gloo's own blob by looking up this process's listening sockets in it: never guessed. `listening` is None
 where it was not found (not Linux, or a Gloo that packs its addresses differently).
+
+What a device group exchanges is the kind of its library, by the same calls (`device/meeting.py`).
 
 Threads: the one that runs Gloo's constructor, with the GIL (c10d calls into Python); `listening` and `peers` are
 assigned once and may be read from any.
