@@ -22,7 +22,7 @@ import os
 import threading
 import time
 from collections import deque
-from dataclasses import dataclass
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from ft_core.errors import CollectiveError, ConfigError, FaultToleranceError
@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from ft_core.process_group.device.communicator import Communicator
+    from ft_core.process_group.spec import Spec
 
 STUCK_S = 0.5
 """How long a forming thread may take to notice that it should end, before it counts as stuck in a call."""
@@ -57,38 +58,27 @@ _forming = threading.BoundedSemaphore(MAX_FORMING)
 _exiting = False
 
 
-@dataclass(frozen=True, kw_only=True)
-class Spec:
-    """What one incarnation is formed from."""
-
-    what: str
-    """The library, for messages."""
-    store_addr: str
-    replica_id: str
-    rank: int
-    world_size: int
-    timeout_s: float
-    """Of forming, and of each collective."""
-    abort_s: float
-    """Of its abort; after that the process ends."""
-
-    def __str__(self) -> str:
-        place = f"rank {self.rank} of {self.world_size}, {self.store_addr}"
-        return f"the {self.what} group of {self.replica_id!r} ({place})"
-
-
 class Incarnation:
-    """One group over `communicator`; the file's header has the whole. `before`: the group that it replaces."""
+    """One group over `communicator`; the file's header has the whole.
+
+    `abort_s`: how long its abort may take, after which the process ends. `before`: the group that it replaces.
+    """
 
     def __init__(
-        self, spec: Spec, communicator: Communicator, *, before: Incarnation | None = None, host: Host = process_host
+        self,
+        spec: Spec,
+        communicator: Communicator,
+        *,
+        abort_s: float,
+        before: Incarnation | None = None,
+        host: Host = process_host,
     ) -> None:
         self.spec = spec
         self.timeout_s = spec.timeout_s
         self._communicator: Communicator | None = communicator
         self._host = host
         self._before = before
-        self._life = Lifecycle(spec.abort_s)
+        self._life = Lifecycle(abort_s)
         self._lock = threading.Lock()
         self._launching = threading.Lock()
         self._works: deque[tuple[DeviceWork, str, float]] = deque()
@@ -101,8 +91,7 @@ class Incarnation:
         self._take_deadline_back: Callable[[], None] = lambda: None
 
     def __repr__(self) -> str:
-        spec = self.spec
-        return f"Incarnation({spec.what}, rank {spec.rank} of {spec.world_size}, {self.phase.value})"
+        return f"Incarnation({self.spec.what}, {self.spec.place}, {self.phase.value})"
 
     @property
     def phase(self) -> Phase:
@@ -115,6 +104,11 @@ class Incarnation:
         return self._life.error
 
     @property
+    def is_forming(self) -> bool:
+        """Whether it is neither formed nor over."""
+        return self.phase is Phase.FORMING
+
+    @property
     def is_aborted(self) -> bool:
         """Whether its end was wanted: nothing is launched on it any more."""
         return self.phase in (Phase.ABORTING, Phase.ABORTED, Phase.STUCK)
@@ -123,6 +117,7 @@ class Incarnation:
 
     def form(self) -> None:
         """Form the group; raises ConfigError or PeerError, also if `abort` comes first. Bounded by the timeout."""
+        reaping.device.start()
         _live.add(self)
         if _exiting:
             self.abort(CollectiveError("the process is exiting"))
@@ -241,6 +236,10 @@ class Incarnation:
             if found is not None:
                 self.failed("a collective", RuntimeError(found))
         return self.error
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Set how long collectives launched from now on may take."""
+        self.timeout_s = timeout.total_seconds()
 
     def refusal(self, error: Exception) -> Exception:
         """Return what to raise where a call meets `error`."""
