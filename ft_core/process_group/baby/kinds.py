@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ft_core.errors import ConfigError
+from ft_core.process_group.availability import check_here
 from ft_core.process_group.baby.group import ProcessGroupBaby
 from ft_core.process_group.device.group import one_of_ours
 from ft_core.process_group.gloo.group import check_operation, where_to_listen
-from ft_core.process_group.nccl.availability import complaint, facts
 from ft_core.process_group.reformable import DEFAULT_TIMEOUT
 
 if TYPE_CHECKING:
@@ -61,9 +61,7 @@ class ProcessGroupBabyNCCL(ProcessGroupBaby):
     on_device = True
 
     def __init__(self, timeout: timedelta = DEFAULT_TIMEOUT, *, device: torch.device | str | int | None = None) -> None:
-        found = complaint(facts())
-        if found is not None:
-            raise ConfigError(f"{type(self).__name__}: {found}")
+        check_here(type(self).__name__, "baby-nccl")
         # Now: configure() runs on a thread whose current device is another one.
         self._device = one_of_ours("cuda", device)
         super().__init__(timeout, device=self._device)

@@ -15,11 +15,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from ft_core.errors import ConfigError
+from ft_core.process_group.availability import check_here
 from ft_core.process_group.device.group import DeviceProcessGroup, one_of_ours
 from ft_core.process_group.device.torch_communicator import NEVER, TorchCommunicator
 from ft_core.process_group.nccl import environment
-from ft_core.process_group.nccl.availability import complaint, facts
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -36,9 +35,7 @@ class ProcessGroupNCCL(DeviceProcessGroup):
     what = "NCCL"
 
     def _find_device(self, device: torch.device | str | int | None) -> torch.device:
-        found = complaint(facts())
-        if found is not None:
-            raise ConfigError(f"{type(self).__name__}: {found}")
+        check_here(type(self).__name__, "nccl")
         return one_of_ours("cuda", device)
 
     def _new_communicator(self) -> Communicator:

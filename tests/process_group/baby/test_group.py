@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
+from ft_core.backends import TorchBuild
 from ft_core.errors import CollectiveError, ConfigError, UsageError
-from ft_core.process_group import ProcessGroupBabyAccelerator, ProcessGroupBabyGloo, ProcessGroupBabyNCCL
+from ft_core.process_group import ProcessGroupBabyAccelerator, ProcessGroupBabyGloo, ProcessGroupBabyNCCL, availability
 from ft_core.process_group import ProcessGroupBabyXCCL as Xccl
-from ft_core.process_group.baby import child, incarnation, kinds
+from ft_core.process_group.baby import child, incarnation
 from ft_core.process_group.baby import children as processes
 from ft_core.process_group.baby.descriptors import readable
-from ft_core.process_group.nccl.availability import Facts
 from ft_core.process_group.peer_ends import PeerEnds
 from tests.process_group.ranks import (
     GROUP_TIMEOUT,
@@ -91,7 +91,7 @@ def test_repr_tells_the_state(store: Store) -> None:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 @pytest.mark.parametrize("kind", [ProcessGroupBabyNCCL, ProcessGroupBabyAccelerator])
 def test_without_a_gpu_a_group_for_gpus_is_refused(kind: Any) -> None:
-    with pytest.raises(ConfigError, match=f"{kind.__name__}: torch .*(without CUDA|sees no GPU).*ProcessGroupGloo"):
+    with pytest.raises(ConfigError, match=f"^{kind.__name__}: (torch|no GPU) .*; or use ProcessGroupGloo,"):
         kind(timedelta(seconds=1))
 
 
@@ -99,8 +99,10 @@ def test_without_a_gpu_a_group_for_gpus_is_refused(kind: Any) -> None:
 def test_an_nccl_that_is_too_old_is_refused_at_once_and_not_by_each_child(
     kind: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    old = Facts(torch_version="2.6.0", has_gpu=True, built_with_cuda=True, has_nccl=True, nccl=(2, 21, 5), visible=None)
-    monkeypatch.setattr(kinds, "facts", lambda: old)
+    build = TorchBuild("2.6.0", cuda="12.4", nccl=True, cuda_devices=1)
+    monkeypatch.setattr(availability, "torch_build", lambda: build)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 21, 5))
     with pytest.raises(ConfigError, match=rf"^{kind.__name__}: NCCL 2\.21\.5 is too old.*2\.25 or newer"):
         kind()
 
