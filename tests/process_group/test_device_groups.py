@@ -16,13 +16,11 @@ from ft_core.process_group import ProcessGroupGloo, ProcessGroupWrapper
 from ft_core.process_group.device import incarnation as incarnations
 from ft_core.process_group.device.phases import Phase
 from tests.process_group.fake_communicator import GARBAGE, Behaviour, FakeNCCL
-from tests.process_group.ranks import Store, configure_all, in_threads, nothing_is_left, wait_until
+from tests.process_group.ranks import AT_ONCE_S, Store, configure_all, in_threads, nothing_is_left, wait_until
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-AT_ONCE_S = 2.0
-"""As in test_gloo.py."""
 TIMEOUT = timedelta(seconds=20)
 
 

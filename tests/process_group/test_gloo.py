@@ -21,6 +21,7 @@ from ft_core.process_group import reaper as reaping
 from ft_core.process_group import store_pool as stores
 from ft_core.process_group.gloo import connections, incarnation
 from tests.process_group.ranks import (
+    AT_ONCE_S,
     GROUP_TIMEOUT,
     Store,
     configure_all,
@@ -28,10 +29,6 @@ from tests.process_group.ranks import (
     in_threads,
     wait_until,
 )
-
-AT_ONCE_S = 2.0
-"""Far below any timeout here (10 s and more). Measured: 1 to 50 ms alone; up to 0.4 s beside the other tests of
-scripts/test, at a load of 28 on two cores."""
 
 
 def mine(group: ProcessGroupGloo) -> incarnation.Incarnation:

@@ -23,6 +23,7 @@ from ft_core.process_group.baby import children as processes
 from ft_core.process_group.baby.descriptors import readable
 from ft_core.process_group.peer_ends import PeerEnds
 from tests.process_group.ranks import (
+    AT_ONCE_S,
     GROUP_TIMEOUT,
     Store,
     configure_all,
@@ -34,8 +35,6 @@ from tests.process_group.ranks import (
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-AT_ONCE_S = 2.0
-"""As in test_contract.py."""
 
 Groups = list[ProcessGroupBabyGloo]
 
