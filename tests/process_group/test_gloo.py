@@ -191,11 +191,23 @@ def test_without_known_sockets_it_warns_and_works(
     stores.pool.clear()
 
 
-def test_nothing_is_formed_while_the_process_exits(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A thread that is about to form when the interpreter ends would abort the process from inside Gloo."""
-    monkeypatch.setattr(incarnation, "_exiting", True)
-    before = set(threading.enumerate())
-    group = ProcessGroupGloo(timedelta(seconds=5))
-    with pytest.raises(CollectiveError, match="the process is exiting"):
-        group.configure(store.fresh(), "replica0", 0, 2)
-    assert not [t for t in set(threading.enumerate()) - before if t.name == "ft-gloo-form"]
+@pytest.mark.parametrize(
+    ("named_after_s", "says"), [(60.0, "who is there was not known yet"), (0.0, "rank 1 did not come")]
+)
+def test_what_it_waits_for_is_true_at_whatever_moment_its_time_is_up(
+    store: Store, monkeypatch: pytest.MonkeyPatch, named_after_s: float, says: str
+) -> None:
+    """On a loaded machine that may be before its first question, or in one and the same turn as the look."""
+    monkeypatch.setattr(rendezvous, "NAMED_AFTER_S", named_after_s)
+    said: list[str] = []
+
+    def checkpoint() -> None:
+        said.append(exchange.missing)
+        if len(said) == 2:  # the first is before anything is written
+            raise CollectiveError("time is up")
+
+    prefix = store.fresh().partition("/")[2]
+    exchange = rendezvous.RendezvousStore(store.server, prefix, "replica0", 2, checkpoint)
+    with pytest.raises(CollectiveError, match="time is up"):
+        exchange.set("rank/0", b"blob")
+    assert said == ["who is there was not known yet", says]

@@ -121,7 +121,7 @@ class Meeting:
         """What is waited for, for an error message."""
         missing = self._exchange.missing if self._exchange is not None else ""
         if missing:
-            return f"{missing} did not come"
+            return missing
         return "the ranks are all there and do not connect" if self._meeting is not None else "the store did not answer"
 
     def open(self, kind: str, timeout_s: float, checkpoint: Callable[[], None]) -> MeetingStore:

@@ -87,9 +87,7 @@ class GroupConnections:
         """What a group that is still forming lacks."""
         if self.rendezvous is None:
             return "no connection to the store"
-        if self.rendezvous.missing:
-            return f"{self.rendezvous.missing} did not come"
-        return "all ranks are there, but connecting to them did not finish"
+        return self.rendezvous.missing or "all ranks are there, but connecting to them did not finish"
 
     def any_lost(self) -> bool:
         """Whether a connection to a peer is gone (asks only about the descriptors that they had when formed)."""
