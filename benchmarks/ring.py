@@ -28,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 
 from ft_core.process_group.gloo.group import ProcessGroupGloo
-from ft_core.process_group.gloo.rendezvous import RendezvousStore
+from ft_core.process_group.rendezvous import RendezvousStore
 from ft_core.process_group.store_pool import open_store, warm_store
 
 FORMS_S = 120.0

@@ -6,6 +6,8 @@ raises an error that says what to do. `auto` takes the device's own collectives 
 for Intel's GPUs, Gloo for CPU memory. A process group has one device, so a model on several is refused, except by
 Gloo, which copies what is on a GPU through host memory.
 
+What this torch lacks for a backend is worded here only, in `lacks`: for the rule, and for who makes a group himself.
+
 `process_group/default.py` asks torch and makes the group; ft-doctor asks the same rule.
 """
 
@@ -25,6 +27,9 @@ OWN = {"cuda": "nccl", "xpu": "xccl"}
 """What `auto` takes for a kind of device."""
 MOVE = "move it with model.to('{device}') before it is wrapped"
 """How a script that makes its own Manager gets a model onto another device."""
+MIN_NCCL = (2, 25)
+"""Before 2.19 two threads that abort two communicators may wait for each other; the reference implementation aborts
+communicators that do not block from 2.25 on, which came with torch 2.7."""
 
 
 @dataclass(frozen=True)
@@ -42,6 +47,8 @@ class TorchBuild:
     """CUDA_VISIBLE_DEVICES, if it is set."""
     xccl: bool = False
     xpu_devices: int = 0
+    nccl_version: tuple[int, ...] = ()
+    """(): not known."""
 
 
 @dataclass(frozen=True)
@@ -152,20 +159,26 @@ def _own(wish: Wish, devices: Sequence[str], build: TorchBuild) -> str:
 
 def check_build(backend: str, wish: Wish, build: TorchBuild) -> None:
     """See that this torch, on this machine, has the backend. Raises ConfigError."""
+    found = lacks(backend, build)
+    if found:
+        raise ConfigError(f"{wish.said}: {found}; or {_leave_out(wish)}")
+
+
+def lacks(backend: str, build: TorchBuild) -> str:
+    """What this torch, on this machine, lacks for the backend, and what to do about it; "": nothing."""
     device = DEVICE_OF.get(backend)
-    if device == "cuda":
-        library, built, there, devices = "NCCL", build.cuda, build.nccl, build.cuda_devices
-    elif device == "xpu":
-        library, built, there, devices = "XCCL", "yes", build.xccl, build.xpu_devices
-    else:
-        return
-    if not built or not devices:
-        lacks = _no_device(device, build)
-    elif not there:
-        lacks = f"torch {build.version} is built without {library}"
-    else:
-        return
-    raise ConfigError(f"{wish.said}: {lacks}; or {_leave_out(wish)}")
+    if device and not (build.cuda and build.cuda_devices if device == "cuda" else build.xpu_devices):
+        return _no_device(device, build)
+    if device == "xpu" and not build.xccl:
+        return f"torch {build.version} is built without XCCL: install its XPU build (2.8 or newer)"
+    if device != "cuda":
+        return ""
+    if not build.nccl:
+        return f"torch {build.version} is built without NCCL: install a build with it"
+    if build.nccl_version and build.nccl_version < MIN_NCCL:
+        have, need = (".".join(map(str, version)) for version in (build.nccl_version, MIN_NCCL))
+        return f"NCCL {have} is too old, its abort cannot be relied on: install {need} or newer (torch 2.7 has it)"
+    return ""
 
 
 def _no_device(kind: str, build: TorchBuild) -> str:
@@ -173,9 +186,9 @@ def _no_device(kind: str, build: TorchBuild) -> str:
     if kind == "cuda" and not build.cuda:
         return f"torch {build.version} is built without CUDA: install a CUDA build of it"
     if kind == "cuda" and build.visible is not None:
-        return f"no GPU is visible to this process (CUDA_VISIBLE_DEVICES={build.visible!r}): correct that"
-    tool = "nvidia-smi" if kind == "cuda" else "xpu-smi"
-    return f"torch finds no {kind} device on this machine: see what {tool} shows"
+        return f"no GPU is visible here (CUDA_VISIBLE_DEVICES={build.visible!r}): correct that, or see nvidia-smi"
+    see = "nvidia-smi shows" if kind == "cuda" else "xpu-smi shows, and install torch's XPU build"
+    return f"torch finds no {kind} device on this machine: see what {see}"
 
 
 def _and(devices: Sequence[str]) -> str:

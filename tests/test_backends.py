@@ -89,7 +89,7 @@ MIXED = "the trained parameters of the model are on cpu and cuda:0, and a proces
             r"on mps:0, for which there is no process group between replicas: move it with model.to",
         ),
         (AUTO, ["cuda:0"], CPU, "device=cuda:0: torch 2.13.0.cpu is built without CUDA: install a CUDA build of it"),
-        (AUTO, ["cuda"], HIDDEN, "device=cuda: no GPU is visible to this process .CUDA_VISIBLE_DEVICES=''.: correct"),
+        (AUTO, ["cuda"], HIDDEN, "device=cuda: no GPU is visible here .CUDA_VISIBLE_DEVICES=''.: correct"),
         (
             AUTO,
             ["xpu:0"],
@@ -102,7 +102,12 @@ MIXED = "the trained parameters of the model are on cpu and cuda:0, and a proces
             CPU,
             "^FT_BACKEND=nccl: torch 2.13.0.cpu is built without CUDA: install .*; or leave out FT_B",
         ),
-        ("nccl", ["cuda:0"], NO_NCCL, "FT_BACKEND=nccl: torch 2.13.0.cu130 is built without NCCL; or leave out"),
+        (
+            "nccl",
+            ["cuda:0"],
+            NO_NCCL,
+            "FT_BACKEND=nccl: torch 2.13.0.cu130 is built without NCCL: .*; or leave out",
+        ),
         (
             "nccl",
             ["cuda"],

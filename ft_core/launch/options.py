@@ -378,7 +378,7 @@ def _nproc(text: str) -> int:
 
 def _gpus(mode: str, groups: int, nproc: int, backend: str, environ: Mapping[str, str]) -> list[str | None]:
     if backend in DEVICE_OF:
-        from ft_core.process_group.default import torch_build
+        from ft_core.process_group.availability import torch_build
 
         said = f"FT_BACKEND={backend}"
         if mode == "none":

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from ft_core.errors import ConfigError
-from ft_core.process_group.device.group import ABORT_S, DEFAULT_TIMEOUT, DeviceProcessGroup
+from ft_core.process_group.device.group import ABORT_S, DeviceProcessGroup
 from ft_core.process_group.nccl.group import ProcessGroupNCCL
+from ft_core.process_group.reformable import DEFAULT_TIMEOUT
 from ft_core.process_group.xccl.group import ProcessGroupXCCL
 
 if TYPE_CHECKING:

@@ -9,7 +9,6 @@ Threads: the caller's.
 from __future__ import annotations
 
 import contextlib
-import functools
 import importlib
 import os
 from collections.abc import Iterable
@@ -18,8 +17,9 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from ft_core.backends import DEVICE_OF, MOVE, TorchBuild, Wish, check_build, check_devices, check_tensor, choose
+from ft_core.backends import DEVICE_OF, MOVE, Wish, check_build, check_devices, check_tensor, choose
 from ft_core.errors import ConfigError
+from ft_core.process_group.availability import torch_build
 from ft_core.process_group.gloo.group import ProcessGroupGloo
 from ft_core.settings import check_backend
 
@@ -146,25 +146,6 @@ def wish(backend: str | None = None, move: str = MOVE) -> Wish:
         return Wish(check_backend(backend, "backend"), f"backend={backend!r}", move)
     said = os.environ.get("FT_BACKEND", "")
     return Wish(check_backend(said, "FT_BACKEND"), f"FT_BACKEND={said}", move) if said else Wish(move=move)
-
-
-@functools.cache
-def _built() -> TorchBuild:
-    distributed = torch.distributed
-    return TorchBuild(
-        version=str(torch.__version__), cuda=torch.version.cuda or torch.version.hip or "",
-        nccl=distributed.is_available() and distributed.is_nccl_available(),
-        xccl=distributed.is_available() and bool(getattr(distributed, "is_xccl_available", bool)()),
-    )  # fmt: skip
-
-
-def torch_build() -> TorchBuild:
-    """What this build of torch can do here. Initialises no device."""
-    built = _built()
-    return TorchBuild(
-        built.version, built.cuda, built.nccl, torch.cuda.device_count(), os.environ.get("CUDA_VISIBLE_DEVICES"),
-        built.xccl, torch.xpu.device_count() if built.xccl else 0,
-    )  # fmt: skip
 
 
 def current_device(devices: Iterable[str]) -> AbstractContextManager[Any]:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from ft_core.process_group.nccl.availability import complaint, facts
+from ft_core.process_group.availability import lacks_here
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -26,12 +26,12 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
-PROBLEM = complaint(facts())
+PROBLEM = lacks_here("nccl")
 MARKS = [
     pytest.mark.gpu,
     pytest.mark.process,
     pytest.mark.timeout(240),
-    pytest.mark.skipif(PROBLEM is not None, reason=f"needs a GPU and NCCL: {PROBLEM}"),
+    pytest.mark.skipif(bool(PROBLEM), reason=f"needs a GPU and NCCL: {PROBLEM}"),
 ]
 ANSWER_S = 120.0
 """Import of torch, CUDA's context and NCCL's first communicator, of two processes at once."""

@@ -17,7 +17,7 @@ from ft_core.launch.argument_parser import TORCHRUNS, parser
 from ft_core.launch.chaos_schedule import ChaosSettings
 from ft_core.launch.options import parse
 from ft_core.launch.spec import Streams
-from ft_core.process_group import default
+from ft_core.process_group import availability
 from tests.certificates import Authority, environment
 
 if TYPE_CHECKING:
@@ -525,10 +525,10 @@ def test_a_lighthouse_for_groups_elsewhere_demands_no_token_that_they_cannot_hav
 def test_a_backend_that_this_machine_lacks_is_refused_before_anything_starts(
     monkeypatch: pytest.MonkeyPatch, script: str
 ) -> None:
-    monkeypatch.setattr(default, "torch_build", lambda: TorchBuild("2.13.0+cpu"))
+    monkeypatch.setattr(availability, "torch_build", lambda: TorchBuild("2.13.0+cpu"))
     assert refusal(["--replicas", "2", script], {"FT_BACKEND": "nccl"}).startswith(
         "FT_BACKEND=nccl: torch 2.13.0+cpu is built without CUDA: install a CUDA build of it; or leave out FT_BACKEND"
     )
-    monkeypatch.setattr(default, "torch_build", lambda: TorchBuild("2.13.0", "13.0", nccl=True, cuda_devices=2))
+    monkeypatch.setattr(availability, "torch_build", lambda: TorchBuild("2.13.0", "13.0", nccl=True, cuda_devices=2))
     found = {"FT_BACKEND": "nccl", "CUDA_VISIBLE_DEVICES": "0,1"}
     assert job(script, "--replicas 2", found).gpus == ("0", "1")

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from ft_core import process_group
-from ft_core.backends import TorchBuild
+from ft_core.backends import MIN_NCCL, TorchBuild
 from ft_core.errors import ConfigError
 from ft_core.process_group import (
     ByDevice,
@@ -17,13 +17,14 @@ from ft_core.process_group import (
     ProcessGroupBabyNCCL,
     ProcessGroupDummy,
     ProcessGroupGloo,
+    availability,
     check_group,
     check_tensors,
     default,
     default_process_group,
     host_process_group,
 )
-from ft_core.process_group.baby import children, kinds
+from ft_core.process_group.baby import children
 from ft_core.settings import AUTO, BACKENDS
 from tests.process_group.fake_communicator import FakeNCCL
 
@@ -138,7 +139,7 @@ def test_without_a_model_it_is_that_of_the_accelerator(
 
 
 def test_what_torch_has_is_read_without_initialising_a_device() -> None:
-    found = default.torch_build()
+    found = availability.torch_build()
     assert found.version == torch.__version__
     assert bool(found.cuda) == bool(torch.version.cuda or torch.version.hip)
     assert not torch.cuda.is_initialized()
@@ -179,7 +180,9 @@ def test_tensors_of_a_collective_are_compared_with_the_group_and_those_of_the_cp
 
 def test_a_group_in_a_child_has_the_device_that_is_current_when_it_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not when it is configured: the Manager does that on a thread whose current device is the first one."""
-    monkeypatch.setattr(kinds, "complaint", lambda _: None)
+    monkeypatch.setattr(availability, "torch_build", lambda: EIGHT)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: MIN_NCCL)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
     monkeypatch.setattr(children.Children, "prepare", lambda _: None)

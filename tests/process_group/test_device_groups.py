@@ -14,15 +14,14 @@ from torch.distributed import AllreduceOptions
 from ft_core.errors import CollectiveError, ConfigError, UsageError
 from ft_core.process_group import ProcessGroupGloo, ProcessGroupWrapper
 from ft_core.process_group.device import incarnation as incarnations
+from ft_core.process_group.device.host import ProcessHost
 from ft_core.process_group.device.phases import Phase
 from tests.process_group.fake_communicator import GARBAGE, Behaviour, FakeNCCL
-from tests.process_group.ranks import Store, configure_all, in_threads, nothing_is_left, wait_until
+from tests.process_group.ranks import AT_ONCE_S, Store, configure_all, in_threads, nothing_is_left, wait_until
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
-AT_ONCE_S = 2.0
-"""As in test_gloo.py."""
 TIMEOUT = timedelta(seconds=20)
 
 
@@ -199,13 +198,24 @@ def test_an_init_that_fails_says_so_and_the_next_one_may_succeed(store: Store) -
     assert group.behaviour.calls.count("/abort") == 2  # also what never stood is released by its abort
 
 
-def test_an_init_that_hangs_is_left_behind_and_aborted_when_it_returns() -> None:
+def test_an_init_that_hangs_is_left_behind_and_aborted_when_it_returns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its clock stands until it is inside: a thread that begins late, as on a loaded machine, never goes there."""
     release = threading.Event()
     group = FakeNCCL(timedelta(milliseconds=50), behaviour=Behaviour(hang_init=release))
-    begin = time.monotonic()
+    start, now, before = ProcessHost.start, ProcessHost.now, time.monotonic()
+    inside_at: list[float] = []
+
+    def start_and_go_inside(host: ProcessHost, name: str, do: Callable[[], None]) -> None:
+        start(host, name, do)
+        if name == "ft-device-form":
+            assert wait_until(lambda: group.behaviour.calls == ["init"])
+            inside_at.append(time.monotonic())
+
+    monkeypatch.setattr(ProcessHost, "start", start_and_go_inside)
+    monkeypatch.setattr(ProcessHost, "now", lambda host: now(host) if inside_at else before)
     with pytest.raises(CollectiveError, match=r"did not form within 0\.1 s"):
         group.configure("", "r", 0, 1)
-    assert time.monotonic() - begin < AT_ONCE_S
+    assert time.monotonic() - inside_at[0] < AT_ONCE_S
     hung = group._incarnation
     assert hung is not None
     assert hung.phase is Phase.ABORTING

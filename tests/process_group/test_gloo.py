@@ -16,10 +16,12 @@ from torch._C._distributed_c10d import Store as TorchStore
 from torch._C._distributed_c10d import Work
 
 from ft_core.errors import CollectiveError, PeerError
-from ft_core.process_group import ProcessGroupGloo, socket_table
+from ft_core.process_group import ProcessGroupGloo, rendezvous, socket_table
+from ft_core.process_group import reaper as reaping
 from ft_core.process_group import store_pool as stores
-from ft_core.process_group.gloo import connections, incarnation, reaper, rendezvous
+from ft_core.process_group.gloo import connections, incarnation
 from tests.process_group.ranks import (
+    AT_ONCE_S,
     GROUP_TIMEOUT,
     Store,
     configure_all,
@@ -27,10 +29,6 @@ from tests.process_group.ranks import (
     in_threads,
     wait_until,
 )
-
-AT_ONCE_S = 2.0
-"""Far below any timeout here (10 s and more). Measured: 1 to 50 ms alone; up to 0.4 s beside the other tests of
-scripts/test, at a load of 28 on two cores."""
 
 
 def mine(group: ProcessGroupGloo) -> incarnation.Incarnation:
@@ -143,7 +141,7 @@ def test_a_rank_that_died_after_publishing_does_not_hold_up_an_abort(
 
 def test_reconfiguring_leaks_no_descriptors_and_no_threads(store: Store) -> None:
     def counts() -> tuple[int, int]:
-        assert reaper.reaper.wait_empty(5)
+        assert reaping.gloo.wait_empty(5)
         return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
 
     live_before = set(incarnation._live)
@@ -159,7 +157,7 @@ def test_reconfiguring_leaks_no_descriptors_and_no_threads(store: Store) -> None
         in_threads(2, lambda rank: pending(groups[rank]).wait())
         # Threads of Gloo take a moment to be gone from /proc after they are joined.
         assert wait_until(lambda: all(now <= was for now, was in zip(counts(), before, strict=True)))
-    assert reaper.reaper.wait_empty(5)
+    assert reaping.gloo.wait_empty(5)
     assert incarnation._live <= live_before
 
 
@@ -193,11 +191,23 @@ def test_without_known_sockets_it_warns_and_works(
     stores.pool.clear()
 
 
-def test_nothing_is_formed_while_the_process_exits(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A thread that is about to form when the interpreter ends would abort the process from inside Gloo."""
-    monkeypatch.setattr(incarnation, "_exiting", True)
-    before = set(threading.enumerate())
-    group = ProcessGroupGloo(timedelta(seconds=5))
-    with pytest.raises(CollectiveError, match="the process is exiting"):
-        group.configure(store.fresh(), "replica0", 0, 2)
-    assert not [t for t in set(threading.enumerate()) - before if t.name == "ft-gloo-form"]
+@pytest.mark.parametrize(
+    ("named_after_s", "says"), [(60.0, "who is there was not known yet"), (0.0, "rank 1 did not come")]
+)
+def test_what_it_waits_for_is_true_at_whatever_moment_its_time_is_up(
+    store: Store, monkeypatch: pytest.MonkeyPatch, named_after_s: float, says: str
+) -> None:
+    """On a loaded machine that may be before its first question, or in one and the same turn as the look."""
+    monkeypatch.setattr(rendezvous, "NAMED_AFTER_S", named_after_s)
+    said: list[str] = []
+
+    def checkpoint() -> None:
+        said.append(exchange.missing)
+        if len(said) == 2:  # the first is before anything is written
+            raise CollectiveError("time is up")
+
+    prefix = store.fresh().partition("/")[2]
+    exchange = rendezvous.RendezvousStore(store.server, prefix, "replica0", 2, checkpoint)
+    with pytest.raises(CollectiveError, match="time is up"):
+        exchange.set("rank/0", b"blob")
+    assert said == ["who is there was not known yet", says]

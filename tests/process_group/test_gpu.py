@@ -18,7 +18,7 @@ import torch
 
 from ft_core.errors import CollectiveError, ConfigError
 from ft_core.process_group import ProcessGroupAccelerator, ProcessGroupNCCL
-from ft_core.process_group.nccl.availability import complaint, facts
+from ft_core.process_group.availability import lacks_here
 from tests.process_group.ranks import wait_until
 
 if TYPE_CHECKING:
@@ -26,12 +26,12 @@ if TYPE_CHECKING:
 
     from tests.process_group.ranks import Store
 
-PROBLEM = complaint(facts())
+PROBLEM = lacks_here("nccl")
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.process,
     pytest.mark.timeout(240),
-    pytest.mark.skipif(PROBLEM is not None, reason=f"needs a GPU and NCCL: {PROBLEM}"),
+    pytest.mark.skipif(bool(PROBLEM), reason=f"needs a GPU and NCCL: {PROBLEM}"),
 ]
 START_S = 120.0
 """CUDA's context, NCCL's first communicator, torch's import, of two processes at once."""

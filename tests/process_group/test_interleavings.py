@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -25,8 +26,9 @@ from hypothesis import strategies as st
 
 from ft_core.errors import CollectiveError
 from ft_core.process_group.device import incarnation as incarnations
-from ft_core.process_group.device.incarnation import Incarnation, Spec
+from ft_core.process_group.device.incarnation import Incarnation
 from ft_core.process_group.device.phases import Phase
+from ft_core.process_group.spec import Spec
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -128,10 +130,10 @@ class World:
                 replica_id="r",
                 rank=0,
                 world_size=1,
-                timeout_s=TIMEOUT_S,
-                abort_s=ABORT_S,
+                timeout=timedelta(seconds=TIMEOUT_S),
             ),
             self,
+            abort_s=ABORT_S,
             host=self.host,
         )
 

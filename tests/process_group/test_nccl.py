@@ -11,26 +11,17 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
-import torch.distributed as dist
 
+from ft_core.backends import MIN_NCCL, TorchBuild, lacks
 from ft_core.errors import ConfigError
-from ft_core.process_group import ProcessGroupAccelerator, ProcessGroupNCCL, ProcessGroupXCCL
+from ft_core.process_group import ProcessGroupAccelerator, ProcessGroupNCCL, ProcessGroupXCCL, availability
 from ft_core.process_group.accelerator import kind_for
 from ft_core.process_group.nccl import environment
-from ft_core.process_group.nccl.availability import MIN_NCCL, Facts, complaint, facts
-from ft_core.process_group.xccl.group import complaint as xccl_complaint
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-GOOD = Facts(
-    torch_version="2.13.0",
-    has_gpu=True,
-    built_with_cuda=True,
-    has_nccl=True,
-    nccl=(2, 29, 7),
-    visible=None,
-)
+GOOD = TorchBuild("2.13.0", cuda="13.0", nccl=True, cuda_devices=1, nccl_version=(2, 29, 7))
 
 
 @pytest.fixture(autouse=True)
@@ -57,8 +48,11 @@ def test_the_reference_signature_is_kept(kind: type) -> None:
 @pytest.mark.parametrize(
     ("kind", "says"),
     [
-        (ProcessGroupNCCL, r"ProcessGroupNCCL: torch .* (was built without CUDA|sees no GPU).*ProcessGroupGloo"),
-        (ProcessGroupXCCL, r"ProcessGroupXCCL: torch .* sees no Intel GPU.*ProcessGroupGloo"),
+        (
+            ProcessGroupNCCL,
+            r"ProcessGroupNCCL: (torch .* without CUDA|torch finds no|no GPU is).*ProcessGroupGloo",
+        ),
+        (ProcessGroupXCCL, r"ProcessGroupXCCL: torch (.* without XCCL|finds no xpu).*ProcessGroupGloo"),
         (ProcessGroupAccelerator, r"ProcessGroupAccelerator: torch sees no accelerator.*cuda, xpu.*ProcessGroupGloo"),
     ],
 )
@@ -68,32 +62,35 @@ def test_without_a_device_construction_says_what_to_do(kind: type[ProcessGroupNC
 
 
 def test_what_nccl_needs_is_named_in_the_order_in_which_it_is_to_be_mended() -> None:
-    assert complaint(GOOD) is None
-    assert complaint(replace(GOOD, nccl=MIN_NCCL)) is None
+    assert lacks("nccl", GOOD) == lacks("nccl", replace(GOOD, nccl_version=MIN_NCCL)) == ""
     for found, says in (
-        (replace(GOOD, built_with_cuda=False, has_gpu=False, has_nccl=False, nccl=()), "built without CUDA"),
-        (replace(GOOD, has_gpu=False, has_nccl=False, nccl=()), "sees no GPU here: see nvidia-smi"),
-        (replace(GOOD, has_gpu=False, visible="", nccl=()), "sees no GPU here (CUDA_VISIBLE_DEVICES='')"),
-        (replace(GOOD, has_nccl=False, nccl=()), "built without NCCL"),
-        (replace(GOOD, nccl=(2, 21, 5)), "NCCL 2.21.5 is too old, its abort cannot be relied on: 2.25 or newer"),
+        (replace(GOOD, cuda="", nccl=False, cuda_devices=0), "built without CUDA: install"),
+        (replace(GOOD, nccl=False, cuda_devices=0), "no cuda device on this machine: see what nvidia-smi shows"),
+        (replace(GOOD, cuda_devices=0, visible=""), "(CUDA_VISIBLE_DEVICES=''): correct that, or see nvidia-smi"),
+        (replace(GOOD, nccl=False), "built without NCCL: install"),
+        (replace(GOOD, nccl_version=(2, 21, 5)), "NCCL 2.21.5 is too old, its abort cannot be relied on: install 2.25"),
     ):
-        text = complaint(found)
-        assert text is not None
-        assert says in text
-        assert "use ProcessGroupGloo" in text
+        assert says in lacks("nccl", found)
+        assert lacks("baby-nccl", found) == lacks("nccl", found)
 
 
-def test_the_facts_are_this_torchs() -> None:
-    found = facts()
-    assert found.torch_version == torch.__version__
-    assert found.has_gpu == torch.cuda.is_available()
-    assert found.has_nccl == dist.is_nccl_available()
+def test_the_driver_has_to_answer_and_the_version_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(availability, "torch_build", lambda: replace(GOOD, nccl_version=()))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ConfigError, match=r"^X: torch finds no cuda device .*; or use ProcessGroupGloo, which"):
+        availability.check_here("X", "nccl")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 21, 5, "suffix"))
+    with pytest.raises(ConfigError, match=r"^X: NCCL 2\.21\.5 is too old.*; or use ProcessGroupGloo, which"):
+        availability.check_here("X", "baby-nccl")
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 25, 1))
+    availability.check_here("X", "nccl")
 
 
 def test_what_xccl_needs_is_named() -> None:
-    assert xccl_complaint(has_gpu=True, has_xccl=True) is None
-    assert "sees no Intel GPU" in str(xccl_complaint(has_gpu=False, has_xccl=False))
-    assert "built without XCCL" in str(xccl_complaint(has_gpu=True, has_xccl=False))
+    assert lacks("xccl", TorchBuild("2.13.0", xccl=True, xpu_devices=1)) == ""
+    assert "no xpu device on this machine: see what xpu-smi" in lacks("xccl", TorchBuild("2.13.0", xccl=True))
+    assert "built without XCCL: install" in lacks("xccl", TorchBuild("2.13.0", xpu_devices=1))
 
 
 def test_the_accelerator_decides_the_kind() -> None:

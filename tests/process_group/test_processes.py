@@ -11,12 +11,9 @@ import time
 import pytest
 
 from tests.process_group import ranks
-from tests.process_group.ranks import HOST_KINDS, Store, Worker, call_all, workers
+from tests.process_group.ranks import AT_ONCE_S, HOST_KINDS, Store, Worker, call_all, workers
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(120)]
-
-AT_ONCE_S = 2.0
-"""As in test_contract.py: the other tests of scripts/test run beside these."""
 
 
 @pytest.fixture(params=[kind.__name__ for kind in HOST_KINDS])

@@ -14,7 +14,7 @@ import torch
 
 from ft_core.errors import CollectiveError, UsageError
 from ft_core.process_group import ProcessGroupGloo, create_store_client, fork_safety, socket_table
-from ft_core.process_group.gloo import reaper as reaping
+from ft_core.process_group import reaper as reaping
 from ft_core.process_group.socket_table import Connection, Endpoint
 from tests.process_group import ranks
 from tests.process_group.ranks import Store, configure_all, gloo_groups, in_threads
@@ -205,7 +205,7 @@ def test_a_forked_child_has_none_of_the_sockets_and_the_parent_all(store: Store)
 def child_drops_the_works_of(name: str) -> int:
     """In a worker whose group was destroyed: fork; the status of a child that starts threads and drops old works."""
     ranks._groups.pop(name).shutdown()
-    assert reaping.reaper.wait_empty(10.0)
+    assert reaping.gloo.wait_empty(10.0)
     pid = os.fork()
     if pid == 0:
         signal.alarm(10)  # it may also wait for ever

@@ -13,9 +13,8 @@ import torch
 from torch._C._distributed_c10d import HashStore, TCPStore
 
 from ft_core.errors import ConfigError, PeerError
-from ft_core.process_group import ProcessGroupGloo, create_store_client, socket_table, warm_store
+from ft_core.process_group import ProcessGroupGloo, create_store_client, rendezvous, socket_table, warm_store
 from ft_core.process_group import store_pool as stores
-from ft_core.process_group.gloo import rendezvous
 from ft_core.process_group.socket_table import Endpoint
 from ft_core.process_group.store_pool import parse_store_addr
 from tests.process_group.ranks import Store, gloo_groups, in_threads, wait_until

@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import AllreduceOptions, HashStore
 from torch._C._distributed_c10d import ProcessGroupGloo as TorchGloo
 
+from ft_core.process_group.device.group import one_of_ours
 from ft_core.process_group.device.torch_communicator import TorchCommunicator
-from ft_core.process_group.nccl.group import one_of_ours
 from tests.process_group.ranks import in_threads, wait_until
 
 if TYPE_CHECKING:

@@ -33,7 +33,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-from ft_core.errors import CollectiveError, ConfigError, FaultToleranceError, UsageError
+from ft_core.errors import CollectiveError, FaultToleranceError, UsageError
 from ft_core.process_group.baby import children as processes
 from ft_core.process_group.baby import collectives
 from ft_core.process_group.baby.child import (
@@ -55,6 +55,7 @@ from ft_core.process_group.fork_safety import close_in_child
 if TYPE_CHECKING:
     from ft_core.process_group.baby.children import Child
     from ft_core.process_group.baby.segments import SegmentPool
+    from ft_core.process_group.spec import Spec
 
 logger = logging.getLogger(__name__)
 
@@ -73,21 +74,14 @@ ENVIRONMENT = ("NCCL_", "TORCH_", "GLOO_", "CUDA_", "FT_", "CCL_")
 _live: weakref.WeakSet[Incarnation] = weakref.WeakSet()
 
 
-@dataclass(frozen=True, kw_only=True)
-class Spec:
-    """What one incarnation is formed from."""
+@dataclass(frozen=True)
+class Inner:
+    """The group that runs in the child."""
 
-    store_addr: str
-    replica_id: str
-    rank: int
-    world_size: int
-    timeout: timedelta
-    inner: str
-    """Class of ft_core.process_group that runs in the child."""
+    kind: str
+    """Its class in ft_core.process_group."""
     arguments: dict[str, Any]
-    """What it is constructed with."""
-    label: str
-    """Its name in messages."""
+    """What it is constructed with, besides the timeout."""
     on_device: bool
 
 
@@ -102,15 +96,16 @@ class _Pending:
 class Incarnation:
     """One group in one child; see the file's header."""
 
-    def __init__(self, spec: Spec, pool: SegmentPool) -> None:
+    def __init__(self, spec: Spec, inner: Inner, pool: SegmentPool) -> None:
         self.spec = spec
+        self._inner = inner
         self.error: Exception | None = None
         self.aborted = False
         self.formed = False
         self.child: Child | None = None
         self._pool = pool
         self._known = Known()
-        self._timeout_s = spec.timeout.total_seconds()
+        self._timeout_s = spec.timeout_s
         self._lock = threading.Lock()
         self._started = threading.Event()  # the child is there, or has ended
         self._settled = threading.Event()  # formed, failed or aborted: wakes form()
@@ -122,15 +117,19 @@ class Incarnation:
         self._reader: threading.Thread | None = None
 
     def __repr__(self) -> str:
-        spec = self.spec
         state = "aborted" if self.aborted else "formed" if self.formed else "forming"
-        return f"Incarnation(rank {spec.rank} of {spec.world_size}, {state}, {self.child})"
+        return f"Incarnation({self.spec.place}, {state}, {self.child})"
+
+    @property
+    def is_forming(self) -> bool:
+        """Whether it is neither formed nor over."""
+        return not self.formed and not self.aborted
 
     # ---------------------------------------------------------------------------------------------------------- forming
 
     def form(self) -> None:
         """Form the group in a child; raises what the inner group's configure raises, and what `abort` was given."""
-        spec = self.spec
+        spec, inner = self.spec, self._inner
         child = processes.children.take()
         name = f"ft-baby-{spec.replica_id}"
         reader = threading.Thread(target=self._read, args=(child,), name=name, daemon=True)
@@ -147,14 +146,15 @@ class Incarnation:
         environment = {key: value for key, value in os.environ.items() if key.startswith(ENVIRONMENT)}
         place = (spec.store_addr, spec.replica_id, spec.rank, spec.world_size)
         with contextlib.suppress(OSError):  # it has died, which the reader sees
-            child.channel.send((CONFIGURE, spec.inner, {"timeout": spec.timeout, **spec.arguments}, environment, place))
+            arguments = {"timeout": spec.timeout, **inner.arguments}
+            child.channel.send((CONFIGURE, inner.kind, arguments, environment, place))
         if not self._started.wait(START_S):
             processes.children.replace_helper()
-            self.abort(CollectiveError(f"{self.who()} did not form: no child process started within {START_S:g} s"))
+            self.abort(CollectiveError(f"{self.spec} did not form: no child process started within {START_S:g} s"))
         # The child itself gives up at the timeout; this is for one that cannot.
         if not self._settled.wait(self._timeout_s + GRACE_S):
             silent = f"its child process {child.pid} does not answer (is it stopped?)"
-            self.abort(CollectiveError(f"{self.who()} did not form: {silent}"))
+            self.abort(CollectiveError(f"{self.spec} did not form: {silent}"))
         if self.aborted:
             raise self.refusal()
 
@@ -170,16 +170,16 @@ class Incarnation:
             raise self.refusal()
         if len(self._pending) >= MAX_IN_FLIGHT:  # before anything of it counts as known to the child
             raise UsageError(
-                f"{MAX_IN_FLIGHT} collectives are in flight on {self.who()}: wait for some of them, then launch {name}"
+                f"{MAX_IN_FLIGHT} collectives are in flight on {self.spec}: wait for some of them, then launch {name}"
             )
         call, tensors = collectives.flatten(name, arguments)
-        parcel = Parcel(tensors, call.roles, on_device=self.spec.on_device)
+        parcel = Parcel(tensors, call.roles, on_device=self._inner.on_device)
         try:
             manifest, fds = parcel.pack(self._pool, self._known)
         except BaseException:
             parcel.release(self._pool, certain=True)
             raise
-        work = BabyWork(name, collectives.outputs(name, arguments), self)
+        work = BabyWork(name, collectives.outputs(name, arguments), self.spec)
         pending = _Pending(work, parcel, time.monotonic(), collectives.longest_timeout_s(arguments, self._timeout_s))
         try:
             number = self._enter(pending)
@@ -221,18 +221,12 @@ class Incarnation:
         """Return what a call on an incarnation that cannot be used raises."""
         if isinstance(self.error, FaultToleranceError):
             return self.error
-        return CollectiveError(f"{self.who()} was aborted: {self.error or 'configure() it again'}")
+        return CollectiveError(f"{self.spec} was aborted: {self.error or 'configure() it again'}")
 
     def first_error(self) -> Exception | None:
         """Return the first error so far."""
         with self._lock:
             return self.error
-
-    def who(self) -> str:
-        """Name the group, for messages."""
-        spec = self.spec
-        place = f"rank {spec.rank} of {spec.world_size}, {spec.store_addr}"
-        return f"the {spec.label} group of {spec.replica_id!r} ({place})"
 
     # ----------------------------------------------------------------------------------------------------------- ending
 
@@ -279,7 +273,7 @@ class Incarnation:
         """In a forked process: never usable, and never ends what belongs to the parent."""
         self._lock = threading.Lock()
         self.aborted = True
-        self.error = CollectiveError(f"{self.who()} belongs to the process that this one was forked from")
+        self.error = CollectiveError(f"{self.spec} belongs to the process that this one was forked from")
         self.child = None
         pending, self._pending = self._pending, {}
         for each in pending.values():
@@ -298,7 +292,7 @@ class Incarnation:
                 if not poll.poll(LOOK_S * 1000):
                     if self._is_overdue():
                         silent = f"its child process {child.pid} does not answer (is it stopped?)"
-                        self.abort(CollectiveError(f"{self.who()} timed out: {silent}"))
+                        self.abort(CollectiveError(f"{self.spec} timed out: {silent}"))
                     continue
                 received = child.channel.receive()
                 if received is None:
@@ -363,14 +357,14 @@ class Incarnation:
             self._fail_pending(copied_only=True)
         dead = child.pidfd < 0 or readable(child.pidfd, DEATH_WAIT_S)
         if problem is not None:
-            reason = problem if isinstance(problem, CollectiveError) else CollectiveError(f"{self.who()}: {problem!r}")
+            reason = problem if isinstance(problem, CollectiveError) else CollectiveError(f"{self.spec}: {problem!r}")
         elif self.aborted:
             reason = CollectiveError("aborted")  # the first one stays
         elif child.pid is None:
-            reason = CollectiveError(f"{self.who()} has failed: its child process could not be started")
+            reason = CollectiveError(f"{self.spec} has failed: its child process could not be started")
         else:
             how = processes.children.how_died(child.pid) if dead else "does not end, though it was killed"
-            reason = CollectiveError(f"{self.who()} has failed: its child process {child.pid} {how}")
+            reason = CollectiveError(f"{self.spec} has failed: its child process {child.pid} {how}")
         self.abort(reason)
         if not dead:
             logger.warning("child process %s was killed and does not end; its memory is not used again", child.pid)
@@ -394,15 +388,9 @@ class Incarnation:
             each.work.notify()
 
     def _failure(self, name: str) -> Exception:
-        error = CollectiveError(f"{name} on {self.who()} failed: {self.error}")
+        error = CollectiveError(f"{name} on {self.spec} failed: {self.error}")
         error.__cause__ = self.error
         return error
-
-
-def check_place(rank: int, world_size: int) -> None:
-    """Raise ConfigError for a rank that its group does not have."""
-    if world_size < 1 or not 0 <= rank < world_size:
-        raise ConfigError(f"rank={rank}, world_size={world_size}: expected 0 <= rank < world_size")
 
 
 def _fds_of_all() -> list[int]:

@@ -5,17 +5,20 @@ Each names the class that runs in the child, which is looked up there, in ft_cor
 
 from __future__ import annotations
 
-import os
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.distributed import ReduceOp, Work
 
 from ft_core.errors import ConfigError
-from ft_core.process_group.baby.group import DEFAULT_TIMEOUT, ProcessGroupBaby
-from ft_core.process_group.nccl.availability import complaint, facts
-from ft_core.process_group.nccl.group import one_of_ours
+from ft_core.process_group.availability import check_here
+from ft_core.process_group.baby.group import ProcessGroupBaby
+from ft_core.process_group.device.group import one_of_ours
+from ft_core.process_group.gloo.group import check_operation, where_to_listen
+from ft_core.process_group.reformable import DEFAULT_TIMEOUT
+
+if TYPE_CHECKING:
+    from torch.distributed import Work
 
 
 class ProcessGroupBabyGloo(ProcessGroupBaby):
@@ -26,17 +29,13 @@ class ProcessGroupBabyGloo(ProcessGroupBaby):
     """
 
     inner = "ProcessGroupGloo"
-    label = "Gloo"
+    what = "Gloo"
     backend_name = "ft-baby-gloo"
 
     def __init__(
         self, timeout: timedelta = DEFAULT_TIMEOUT, hostname: str | None = None, interface: str | None = None
     ) -> None:
-        if hostname and interface:
-            raise ConfigError(f"hostname={hostname!r} and interface={interface!r}: give one of them, not both")
-        if not hostname and not interface:
-            interface = os.environ.get("FT_INTERFACE") or None
-            hostname = None if interface else os.environ.get("FT_HOSTNAME") or None
+        hostname, interface = where_to_listen(hostname, interface)
         super().__init__(timeout, hostname=hostname, interface=interface)
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
@@ -44,8 +43,7 @@ class ProcessGroupBabyGloo(ProcessGroupBaby):
         self._launch("monitored_barrier", timeout or self._timeout, wait_all_ranks).wait()
 
     def _launch(self, name: str, *arguments: Any) -> Work:
-        if getattr(arguments[-1] if arguments else None, "reduceOp", None) == ReduceOp.AVG:
-            raise ConfigError("ReduceOp.AVG: Gloo has no average; use ReduceOp.SUM and divide by size()")
+        check_operation(getattr(arguments[-1] if arguments else None, "reduceOp", None))
         return super()._launch(name, *arguments)
 
 
@@ -58,14 +56,12 @@ class ProcessGroupBabyNCCL(ProcessGroupBaby):
     """
 
     inner = "ProcessGroupNCCL"
-    label = "NCCL"
+    what = "NCCL"
     backend_name = "ft-baby-nccl"
     on_device = True
 
     def __init__(self, timeout: timedelta = DEFAULT_TIMEOUT, *, device: torch.device | str | int | None = None) -> None:
-        found = complaint(facts())
-        if found is not None:
-            raise ConfigError(f"{type(self).__name__}: {found}")
+        check_here(type(self).__name__, "baby-nccl")
         # Now: configure() runs on a thread whose current device is another one.
         self._device = one_of_ours("cuda", device)
         super().__init__(timeout, device=self._device)
@@ -90,7 +86,7 @@ class ProcessGroupBabyXCCL(ProcessGroupBaby):
     """`ProcessGroupXCCL` in a child process: refused, because torch cannot share Intel GPUs' memory with a child."""
 
     inner = "ProcessGroupXCCL"
-    label = "XCCL"
+    what = "XCCL"
     backend_name = "ft-baby-xccl"
     on_device = True
 
@@ -105,5 +101,5 @@ class ProcessGroupBabyAccelerator(ProcessGroupBabyNCCL):
     """`ProcessGroupAccelerator` in a child process, on accelerators whose memory a child can map: CUDA's."""
 
     inner = "ProcessGroupAccelerator"
-    label = "accelerator's"
+    what = "accelerator's"
     backend_name = "ft-baby-accelerator"

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import threading
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.distributed import Work
@@ -19,23 +19,18 @@ from torch.distributed import Work
 from ft_core.errors import CollectiveError
 from ft_core.process_group.done_work import NO_TIMEOUT
 
-
-class WorkOwner(Protocol):
-    """What a work needs of the group that it runs on."""
-
-    def who(self) -> str:
-        """Which group it is, for a message."""
-        ...
+if TYPE_CHECKING:
+    from ft_core.process_group.spec import Spec
 
 
 class BabyWork(Work):
     """One collective in a child process; `result` is what it gives, once it has ended."""
 
-    def __init__(self, name: str, result: list[Any], owner: WorkOwner) -> None:
+    def __init__(self, name: str, result: list[Any], group: Spec) -> None:
         super().__init__()
         self.collective = name
         self._result = result
-        self._owner = owner
+        self._group = group
         self._lock = threading.Lock()
         self._ended = threading.Event()
         self._error: Exception | None = None
@@ -67,7 +62,7 @@ class BabyWork(Work):
         if not self._ended.wait(timeout.total_seconds() if timeout > NO_TIMEOUT else None):
             # Says nothing about the collective: not an error of the group.
             raise CollectiveError(
-                f"{self.collective} on {self._owner.who()} timed out: {timeout.total_seconds():g} s of waiting are over"
+                f"{self.collective} on {self._group} timed out: {timeout.total_seconds():g} s of waiting are over"
             )
         if self._error is not None:
             raise self._error

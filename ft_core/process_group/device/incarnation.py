@@ -22,22 +22,23 @@ import os
 import threading
 import time
 from collections import deque
-from dataclasses import dataclass
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from ft_core.errors import CollectiveError, ConfigError, FaultToleranceError
+from ft_core.process_group import reaper as reaping
 from ft_core.process_group.device import watch as watching
 from ft_core.process_group.device.host import ABORT, Host, process_host
 from ft_core.process_group.device.meeting import Meeting
 from ft_core.process_group.device.phases import Action, CallAbort, EndProcess, Lifecycle, Phase, WatchDeadline
 from ft_core.process_group.device.work import DeviceWork
-from ft_core.process_group.gloo.messages import first_line, wrap
-from ft_core.process_group.gloo.reaper import Reaper
+from ft_core.process_group.messages import first_line, wrap
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from ft_core.process_group.device.communicator import Communicator
+    from ft_core.process_group.spec import Spec
 
 STUCK_S = 0.5
 """How long a forming thread may take to notice that it should end, before it counts as stuck in a call."""
@@ -52,44 +53,32 @@ POLL_S = 0.01
 MISTAKES = (ConfigError, ValueError, TypeError, NotImplementedError)
 """What a communicator raises for arguments that it refused before it began: the group is as good as before."""
 
-reaper = Reaper("device")
 _live: set[Incarnation] = set()
 _forming = threading.BoundedSemaphore(MAX_FORMING)
 _exiting = False
 
 
-@dataclass(frozen=True, kw_only=True)
-class Spec:
-    """What one incarnation is formed from."""
-
-    what: str
-    """The library, for messages."""
-    store_addr: str
-    replica_id: str
-    rank: int
-    world_size: int
-    timeout_s: float
-    """Of forming, and of each collective."""
-    abort_s: float
-    """Of its abort; after that the process ends."""
-
-    def __str__(self) -> str:
-        place = f"rank {self.rank} of {self.world_size}, {self.store_addr}"
-        return f"the {self.what} group of {self.replica_id!r} ({place})"
-
-
 class Incarnation:
-    """One group over `communicator`; the file's header has the whole. `before`: the group that it replaces."""
+    """One group over `communicator`; the file's header has the whole.
+
+    `abort_s`: how long its abort may take, after which the process ends. `before`: the group that it replaces.
+    """
 
     def __init__(
-        self, spec: Spec, communicator: Communicator, *, before: Incarnation | None = None, host: Host = process_host
+        self,
+        spec: Spec,
+        communicator: Communicator,
+        *,
+        abort_s: float,
+        before: Incarnation | None = None,
+        host: Host = process_host,
     ) -> None:
         self.spec = spec
         self.timeout_s = spec.timeout_s
         self._communicator: Communicator | None = communicator
         self._host = host
         self._before = before
-        self._life = Lifecycle(spec.abort_s)
+        self._life = Lifecycle(abort_s)
         self._lock = threading.Lock()
         self._launching = threading.Lock()
         self._works: deque[tuple[DeviceWork, str, float]] = deque()
@@ -102,8 +91,7 @@ class Incarnation:
         self._take_deadline_back: Callable[[], None] = lambda: None
 
     def __repr__(self) -> str:
-        spec = self.spec
-        return f"Incarnation({spec.what}, rank {spec.rank} of {spec.world_size}, {self.phase.value})"
+        return f"Incarnation({self.spec.what}, {self.spec.place}, {self.phase.value})"
 
     @property
     def phase(self) -> Phase:
@@ -116,6 +104,11 @@ class Incarnation:
         return self._life.error
 
     @property
+    def is_forming(self) -> bool:
+        """Whether it is neither formed nor over."""
+        return self.phase is Phase.FORMING
+
+    @property
     def is_aborted(self) -> bool:
         """Whether its end was wanted: nothing is launched on it any more."""
         return self.phase in (Phase.ABORTING, Phase.ABORTED, Phase.STUCK)
@@ -124,6 +117,7 @@ class Incarnation:
 
     def form(self) -> None:
         """Form the group; raises ConfigError or PeerError, also if `abort` comes first. Bounded by the timeout."""
+        reaping.device.start()
         _live.add(self)
         if _exiting:
             self.abort(CollectiveError("the process is exiting"))
@@ -242,6 +236,10 @@ class Incarnation:
             if found is not None:
                 self.failed("a collective", RuntimeError(found))
         return self.error
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Set how long collectives launched from now on may take."""
+        self.timeout_s = timeout.total_seconds()
 
     def refusal(self, error: Exception) -> Exception:
         """Return what to raise where a call meets `error`."""
@@ -364,16 +362,11 @@ class Incarnation:
 
 
 def _after_fork_in_child() -> None:
-    global _forming, reaper
+    global _forming
     _forming = threading.BoundedSemaphore(MAX_FORMING)
     for incarnation in list(_live):
         incarnation.become_child()
     _live.clear()
-    _of_the_parent.append(reaper)
-    reaper = Reaper("device")
-
-
-_of_the_parent: list[Reaper] = []
 
 
 def _threads_start() -> bool:
@@ -393,7 +386,7 @@ def _end_all_at_exit() -> None:
     left = list(_live)
     for incarnation in left:
         incarnation.abort(CollectiveError("the process is exiting"))
-    reaper.stop(EXIT_WAIT_S)
+    reaping.device.stop(EXIT_WAIT_S)
     while left and time.monotonic() < deadline:
         left = [incarnation for incarnation in left if incarnation in _live and not incarnation.try_destroy()]
         if left and not _threads_start():

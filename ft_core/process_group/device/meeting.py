@@ -19,9 +19,8 @@ from torch._C._distributed_c10d import Store
 from torch.distributed import DistError
 
 from ft_core.errors import CollectiveError, ConfigError
-from ft_core.process_group import store_pool
-from ft_core.process_group.gloo import rendezvous
-from ft_core.process_group.gloo.rendezvous import RendezvousStore
+from ft_core.process_group import rendezvous, store_pool
+from ft_core.process_group.rendezvous import RendezvousStore
 from ft_core.process_group.store_pool import parse_store_addr
 
 if TYPE_CHECKING:
@@ -122,7 +121,7 @@ class Meeting:
         """What is waited for, for an error message."""
         missing = self._exchange.missing if self._exchange is not None else ""
         if missing:
-            return f"{missing} did not come"
+            return missing
         return "the ranks are all there and do not connect" if self._meeting is not None else "the store did not answer"
 
     def open(self, kind: str, timeout_s: float, checkpoint: Callable[[], None]) -> MeetingStore:

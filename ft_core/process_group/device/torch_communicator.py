@@ -25,6 +25,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -38,6 +39,8 @@ if TYPE_CHECKING:
 
     from torch._C._distributed_c10d import Store, Work
 
+NEVER = timedelta(days=365)
+"""torch's own timeout of a collective, where a backend has to be given one: longer than any job."""
 POLL_S = 0.001
 MAX_ASKED = 64
 """Of the collectives in flight so many of the oldest ones are asked whether the library has failed them."""

@@ -25,7 +25,7 @@ from ft_core.process_group import socket_table
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from ft_core.process_group.gloo.rendezvous import RendezvousStore
+    from ft_core.process_group.rendezvous import RendezvousStore
     from ft_core.process_group.socket_table import Connection, Endpoint
 
 logger = logging.getLogger(__name__)
@@ -87,9 +87,7 @@ class GroupConnections:
         """What a group that is still forming lacks."""
         if self.rendezvous is None:
             return "no connection to the store"
-        if self.rendezvous.missing:
-            return f"{self.rendezvous.missing} did not come"
-        return "all ranks are there, but connecting to them did not finish"
+        return self.rendezvous.missing or "all ranks are there, but connecting to them did not finish"
 
     def any_lost(self) -> bool:
         """Whether a connection to a peer is gone (asks only about the descriptors that they had when formed)."""

@@ -24,9 +24,8 @@ import sys
 import threading
 import time
 from collections import deque
-from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -35,15 +34,18 @@ from torch._C._distributed_c10d import ProcessGroupGloo as TorchGloo
 from torch.distributed import DistError
 
 from ft_core.errors import CollectiveError, ConfigError, FaultToleranceError
-from ft_core.process_group import store_pool
+from ft_core.process_group import reaper as reaping
+from ft_core.process_group import rendezvous, store_pool
 from ft_core.process_group.fork_safety import close_in_child
-from ft_core.process_group.gloo import connections, rendezvous
-from ft_core.process_group.gloo import reaper as reaping
+from ft_core.process_group.gloo import connections
 from ft_core.process_group.gloo.connections import GroupConnections
-from ft_core.process_group.gloo.messages import first_line, wrap
-from ft_core.process_group.gloo.rendezvous import RendezvousStore
 from ft_core.process_group.gloo.work import GRACE_S, Outcome
+from ft_core.process_group.messages import first_line, wrap
+from ft_core.process_group.rendezvous import RendezvousStore
 from ft_core.process_group.store_pool import StoreClient, parse_store_addr
+
+if TYPE_CHECKING:
+    from ft_core.process_group.spec import Spec
 
 MAX_CONNECT_S = 5.0
 """How long connecting to ranks that are all there (their records are in the store) may take.
@@ -66,24 +68,13 @@ _exiting = False
 """No group is formed any more: a thread in Gloo that wants the GIL of an ended interpreter aborts the process."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Spec:
-    """What one incarnation is formed from."""
-
-    store_addr: str
-    replica_id: str
-    rank: int
-    world_size: int
-    timeout: timedelta
-    hostname: str | None
-    interface: str | None
-
-
 class Incarnation:
     """One formed Gloo group, until it is destroyed; the file's header has the whole."""
 
-    def __init__(self, spec: Spec) -> None:
+    def __init__(self, spec: Spec, hostname: str | None = None, interface: str | None = None) -> None:
         self.spec = spec
+        self._hostname = hostname
+        self._interface = interface
         self.backend: TorchGloo | None = None
         self.error: Exception | None = None
         self.aborted = False
@@ -92,7 +83,7 @@ class Incarnation:
         self._dispatcher: dist.ProcessGroup | None = None
         self.connections = GroupConnections(spec.store_addr, spec.world_size)
         self._client: StoreClient | None = None
-        self._deadline = time.monotonic() + spec.timeout.total_seconds()
+        self._deadline = time.monotonic() + spec.timeout_s
         self._aborted_at = math.inf
         self._works: deque[Work] = deque(maxlen=MAX_TRACKED_WORKS)
         self._outcomes: list[Outcome] = []
@@ -102,14 +93,19 @@ class Incarnation:
         self._problem: Exception | None = None
 
     def __repr__(self) -> str:
-        spec = self.spec
         state = "aborted" if self.aborted else "formed" if self.backend is not None else "forming"
-        return f"Incarnation(rank {spec.rank} of {spec.world_size}, {state}, at {self.connections.listening})"
+        return f"Incarnation({self.spec.place}, {state}, at {self.connections.listening})"
+
+    @property
+    def is_forming(self) -> bool:
+        """Whether it is neither formed nor over."""
+        return self.backend is None and not self.aborted
 
     # ---------------------------------------------------------------------------------------------------------- forming
 
     def form(self) -> None:
         """Form the group; raises ConfigError or PeerError, also if `abort` comes first. Bounded by the timeout."""
+        reaping.gloo.start()
         if not _forming.acquire(blocking=False):
             raise CollectiveError(f"{MAX_FORMING} groups are still forming or stuck in forming; not starting another")
         thread = threading.Thread(target=self._form_on_thread, name="ft-gloo-form", daemon=True)
@@ -123,18 +119,16 @@ class Incarnation:
             _live.discard(self)
             self.abort(CollectiveError("the process is exiting"))
             raise self.refusal()
-        timeout_s = self.spec.timeout.total_seconds()
+        timeout_s = self.spec.timeout_s
         # The thread itself gives up at the deadline; this is for one that is stuck in a call.
         if not self._settled.wait(timeout_s + STUCK_S):
             self.abort(
-                CollectiveError(
-                    f"{self._who()} did not form within {timeout_s:.1f} s: {self.connections.waiting_for()}"
-                )
+                CollectiveError(f"{self.spec} did not form within {timeout_s:.1f} s: {self.connections.waiting_for()}")
             )
         if self._problem is not None and not self.aborted:
             problem = self._problem
             wrapped = (
-                problem if isinstance(problem, FaultToleranceError) else wrap(f"{self._who()} did not form", problem)
+                problem if isinstance(problem, FaultToleranceError) else wrap(f"{self.spec} did not form", problem)
             )
             self.abort(wrapped)
         if self.aborted:
@@ -205,14 +199,14 @@ class Incarnation:
         if self.aborted:
             raise self.refusal()
         if time.monotonic() > self._deadline:
-            raise CollectiveError(f"{self._who()} did not form in time: {self.connections.waiting_for()}")
+            raise CollectiveError(f"{self.spec} did not form in time: {self.connections.waiting_for()}")
 
     def _create_device(self, client: StoreClient | None) -> Any:
         spec = self.spec
-        if spec.interface:
-            return _device("interface", spec.interface)
-        if spec.hostname:
-            return _device("hostname", spec.hostname)
+        if self._interface:
+            return _device("interface", self._interface)
+        if self._hostname:
+            return _device("hostname", self._hostname)
         if spec.world_size == 1:
             return _device("hostname", "127.0.0.1")
         if client is not None and client.local_host is not None:
@@ -251,7 +245,7 @@ class Incarnation:
         waits: on a ring the failure stops at the first rank that has nothing to do with the dead one. So the first
         failure ends this group's connections, and reaches everybody within milliseconds.
         """
-        error = wrap(f"{name} on {self._who()} failed", cause)
+        error = wrap(f"{name} on {self.spec} failed", cause)
         if not ended:
             return error
         with self._lock:
@@ -281,7 +275,7 @@ class Incarnation:
             self._outcomes.append(outcome)
             aborted = self.aborted and bool(self.connections.known)
         if aborted:
-            reaping.reaper.retire(_Settling(self))
+            reaping.gloo.retire(_Settling(self))
 
     def outcomes_left(self) -> list[Outcome]:
         """Return the futures that are not completed."""
@@ -305,7 +299,7 @@ class Incarnation:
         """Return what a call on an incarnation that cannot be used raises."""
         if isinstance(self.error, FaultToleranceError):
             return self.error
-        return CollectiveError(f"{self._who()} was aborted: {self.error or 'configure() it again'}")
+        return CollectiveError(f"{self.spec} was aborted: {self.error or 'configure() it again'}")
 
     def dispatcher(self) -> dist.ProcessGroup:
         """Return torch's own C++ group over this backend, for the operations that a bare backend lacks in Python."""
@@ -348,12 +342,12 @@ class Incarnation:
         if spec.rank == 0 and spec.world_size > 1 and self.connections.rendezvous is not None:
             rendezvous.left_records.add(*parse_store_addr(spec.store_addr))
         if has_futures:
-            reaping.reaper.retire(_Settling(self))
+            reaping.gloo.retire(_Settling(self))
         self._settled.set()
 
     def try_destroy(self) -> bool:
         """Destroy it unless something still runs on it (the reaper calls this until it is True)."""
-        self.abort(CollectiveError(f"{self._who()} was dropped"))
+        self.abort(CollectiveError(f"{self.spec} was dropped"))
         if self._thread is not None and self._thread.is_alive():
             self.connections.end()  # those that its constructor made meanwhile
             with self._lock:
@@ -381,11 +375,7 @@ class Incarnation:
                 ctypes.pythonapi.Py_IncRef(ctypes.py_object(held))
         self.aborted = True
         self.backend = None
-        self.error = CollectiveError(f"{self._who()} belongs to the process that this one was forked from")
-
-    def _who(self) -> str:
-        spec = self.spec
-        return f"the Gloo group of {spec.replica_id!r} (rank {spec.rank} of {spec.world_size}, {spec.store_addr})"
+        self.error = CollectiveError(f"{self.spec} belongs to the process that this one was forked from")
 
 
 class _Settling:
@@ -434,7 +424,7 @@ def _end_all_at_exit() -> None:
     left = list(_live)
     for incarnation in left:
         incarnation.abort(CollectiveError("the process is exiting"))
-    reaping.reaper.stop(EXIT_WAIT_S)
+    reaping.gloo.stop(EXIT_WAIT_S)
     while left and time.monotonic() < deadline:
         left = [incarnation for incarnation in left if incarnation in _live and not incarnation.try_destroy()]
         if left:

@@ -10,25 +10,20 @@ Threads: as of `DeviceProcessGroup`.
 
 from __future__ import annotations
 
-from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
-from ft_core.errors import ConfigError
-from ft_core.process_group.device.group import DeviceProcessGroup
-from ft_core.process_group.device.torch_communicator import TorchCommunicator
+from ft_core.process_group.availability import check_here
+from ft_core.process_group.device.group import DeviceProcessGroup, one_of_ours
+from ft_core.process_group.device.torch_communicator import NEVER, TorchCommunicator
 from ft_core.process_group.nccl import environment
-from ft_core.process_group.nccl.availability import complaint, facts
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
     from ft_core.process_group.device.communicator import Communicator
-
-NEVER = timedelta(days=365)
-"""torch's own timeout of a collective."""
 
 
 class ProcessGroupNCCL(DeviceProcessGroup):
@@ -40,9 +35,7 @@ class ProcessGroupNCCL(DeviceProcessGroup):
     what = "NCCL"
 
     def _find_device(self, device: torch.device | str | int | None) -> torch.device:
-        found = complaint(facts())
-        if found is not None:
-            raise ConfigError(f"{type(self).__name__}: {found}")
+        check_here(type(self).__name__, "nccl")
         return one_of_ours("cuda", device)
 
     def _new_communicator(self) -> Communicator:
@@ -59,21 +52,3 @@ def make_backend(store: Store, rank: int, world_size: int) -> Any:
     options._timeout = NEVER
     with environment.applied():
         return TorchNCCL(store, rank, world_size, options)
-
-
-def one_of_ours(kind: str, device: torch.device | str | int | None) -> torch.device:
-    """Return the device with its index: the current one by default. Raises ConfigError if there is no such device."""
-    module = torch.get_device_module(kind)
-    if device is None:
-        return torch.device(kind, module.current_device())
-    try:
-        found = torch.device(kind, device) if isinstance(device, int) else torch.device(device)
-    except RuntimeError as error:
-        raise ConfigError(f"device={device!r}: {error}") from error
-    if found.type != kind:
-        raise ConfigError(f"device={device!r}: expected one of {kind}")
-    if found.index is None:
-        return torch.device(kind, module.current_device())
-    if not 0 <= found.index < module.device_count():
-        raise ConfigError(f"device={device!r}: this process sees {module.device_count()} of {kind}, from 0")
-    return found

@@ -14,10 +14,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from ft_core.errors import ConfigError
-from ft_core.process_group.device.group import DeviceProcessGroup
-from ft_core.process_group.device.torch_communicator import TorchCommunicator
-from ft_core.process_group.nccl.group import NEVER, one_of_ours
+from ft_core.process_group.availability import check_here
+from ft_core.process_group.device.group import DeviceProcessGroup, one_of_ours
+from ft_core.process_group.device.torch_communicator import NEVER, TorchCommunicator
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -34,24 +33,12 @@ class ProcessGroupXCCL(DeviceProcessGroup):
     what = "XCCL"
 
     def _find_device(self, device: torch.device | str | int | None) -> torch.device:
-        found = complaint(has_gpu=torch.xpu.is_available(), has_xccl=dist.is_xccl_available())
-        if found is not None:
-            raise ConfigError(f"{type(self).__name__}: {found}")
+        check_here(type(self).__name__, "xccl")
         return one_of_ours("xpu", device)
 
     def _new_communicator(self) -> Communicator:
         kind = f"XCCL of torch {torch.__version__}"
         return TorchCommunicator(kind, self._device, dist.ProcessGroup.BackendType.XCCL, make_backend)
-
-
-def complaint(*, has_gpu: bool, has_xccl: bool) -> str | None:
-    """Why XCCL cannot be used, with what to do; None if it can."""
-    instead = "or use ProcessGroupGloo, which carries tensors of any device through host memory"
-    if not has_gpu:
-        return f"torch {torch.__version__} sees no Intel GPU here: install its XPU build and the driver, {instead}"
-    if not has_xccl:
-        return f"torch {torch.__version__} was built without XCCL: install its XPU build (2.8 or newer), {instead}"
-    return None
 
 
 def make_backend(store: Store, rank: int, world_size: int) -> Any:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from ft_core.process_group.gloo.reaper import reaper
+from ft_core.process_group import reaper as reaping
 from tests.checkpointing.conftest import heal_threads
 from tests.process_group.ranks import set_aside_lost_groups
 
@@ -26,5 +26,5 @@ def _nothing_left() -> Iterator[None]:
     set_aside_lost_groups()
     yield
     assert heal_threads() == []
-    assert reaper.wait_empty(10)
+    assert reaping.gloo.wait_empty(10)
     assert [t.name for t in threading.enumerate() if t.name == "ft-gloo-form"] == []

@@ -1,4 +1,4 @@
-"""How the ranks of one Gloo group find each other: one exchange of records through the store.
+"""How the ranks of one group find each other: one exchange of records through the store.
 
 Gloo writes a blob (its listening address and an identifier per connection) under its rank and then asks for every other
 rank's, one at a time. `RendezvousStore` is the Store it is given: the first write publishes the blob together with what
@@ -17,6 +17,8 @@ when it is in the same store next time, it deletes what is left of them. Not ear
 Invariants: written once, by Gloo's constructor, on one thread; nothing is asked of the network after that. The endpoint
 is read out of Gloo's own blob by looking up this process's listening sockets in it: never guessed. `listening` is None
 where it was not found (not Linux, or a Gloo that packs its addresses differently).
+
+What a device group exchanges is the kind of its library, by the same calls (`device/meeting.py`).
 
 Threads: the one that runs Gloo's constructor, with the GIL (c10d calls into Python); `listening` and `peers` are
 assigned once and may be read from any.
@@ -81,8 +83,8 @@ class RendezvousStore(Store):
         super().__init__()
         self.listening: Endpoint | None = None
         self.peers: frozenset[Endpoint] = frozenset()
-        self.missing = ""
-        """Which ranks have not published yet."""
+        self.missing = "" if store is None else "who is there was not known yet"
+        """What it waits for, in words: which ranks did not come. "" once all are there."""
         self._store = store  # None where there is nobody to exchange with
         self._prefix = prefix
         self._replica_id = replica_id
@@ -142,6 +144,7 @@ class RendezvousStore(Store):
         else:
             self._wait_for_all(store)
             packed = bytes(store.get(self._key(ALL)))
+        self.missing = ""
         peers: dict[int, Endpoint | None] = {}
         for record in _split(_unpack(packed)):
             other, peer, found = self._read(record)
@@ -163,13 +166,12 @@ class RendezvousStore(Store):
         least_s = max(POLL_FIRST_S, self._world_size / ASKED_PER_S)
         most_s = max(POLL_LAST_S, least_s)
         while not store.check([self._key(ALL)]):
-            self._checkpoint()
             waited_s = time.monotonic() - began
-            if waited_s >= name_after_s:
+            if waited_s >= name_after_s:  # before the checkpoint, whose error says it
                 name_after_s *= 2
-                self.missing = self._who_is_missing(store)
+                self.missing = f"{self._who_is_missing(store)} did not come"
+            self._checkpoint()
             time.sleep(min(most_s, max(least_s, waited_s * POLL_GROWTH)))
-        self.missing = ""
 
     def _who_is_missing(self, store: Store) -> str:
         if self._world_size > NAMED_UP_TO:

@@ -1,4 +1,4 @@
-"""What Gloo complains of, in one line of ours. Threads: any; nothing is kept."""
+"""What a library complains of, in one line of ours. Threads: any; nothing is kept."""
 
 from __future__ import annotations
 

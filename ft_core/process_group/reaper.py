@@ -1,4 +1,4 @@
-"""The one thread that destroys groups, once nothing runs on them any more: one for Gloo's, one for those of devices.
+"""`Reaper`: a thread that destroys groups, once nothing runs on them any more: one for Gloo's, one for devices'.
 
 Destroying a group that has work in flight, or destroying it from whatever thread or finalizer happens to drop the last
 reference, can block for the collective's timeout or end the process. So owners only hand groups in, at any time and
@@ -39,7 +39,7 @@ class Retired(Protocol):
 class Reaper:
     """The destroyer of groups that are over; the file's header has the whole."""
 
-    def __init__(self, kind: str = "gloo") -> None:
+    def __init__(self, kind: str) -> None:
         self._kind = kind
         self._incoming: queue.SimpleQueue[Retired | threading.Event] = queue.SimpleQueue()
         self._lock = threading.Lock()
@@ -114,17 +114,18 @@ class Reaper:
             return False
 
 
-reaper = Reaper()
+gloo = Reaper("gloo")
+device = Reaper("device")
 
 
 def _after_fork_in_child() -> None:
-    # What the parent's reaper held must not be destroyed here: its threads are not in this process.
-    global reaper, _of_the_parent
-    _of_the_parent = reaper
-    reaper = Reaper()
+    # What the parent's reapers held must not be destroyed here: its threads are not in this process.
+    global gloo, device
+    _of_the_parent.extend((gloo, device))
+    gloo, device = Reaper("gloo"), Reaper("device")
 
 
-_of_the_parent: Reaper | None = None
+_of_the_parent: list[Reaper] = []
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_after_fork_in_child)
