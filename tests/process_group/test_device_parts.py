@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -14,6 +16,7 @@ import pytest
 import torch
 
 from ft_core.errors import CollectiveError
+from ft_core.process_group.device.backstop import Backstop
 from ft_core.process_group.device.group import DeviceProcessGroup
 from ft_core.process_group.device.host import EXIT_STUCK, ProcessHost
 from ft_core.process_group.device.meeting import MAX_KEYS, MeetingStore
@@ -212,6 +215,61 @@ def test_a_process_whose_abort_is_stuck_ends_and_says_why(tmp_path: Path, behavi
         "CRITICAL ft_core.process_group.device.host the NCCL group of 'me' (rank 0 of 1, ): "
         f"{why}; this process ends with status {EXIT_STUCK}, to be started again"
     ]
+
+
+def abort_while_the_lock_is_kept() -> None:
+    """In a worker: abort a group, and let no other thread of Python's run from then on."""
+    group = FakeNCCL(timedelta(seconds=60), abort_s=1.0, behaviour=Behaviour(hang_abort=threading.Event()))
+    group.configure("", "me", 0, 1)
+    group.abort()
+    ctypes.PyDLL(None).sleep(60)
+
+
+@pytest.mark.process
+def test_a_process_in_which_somebody_keeps_pythons_lock_is_killed_at_the_deadline_of_an_abort() -> None:
+    with workers(1) as (worker,):
+        worker.start(abort_while_the_lock_is_kept)
+        assert worker.status(30) == -signal.SIGKILL
+
+
+def arm_backstop(seconds: float) -> int | None:
+    """In a worker."""
+    return Backstop(seconds).pid
+
+
+@pytest.mark.process
+def test_a_backstop_ends_with_its_process_and_kills_nobody_else() -> None:
+    with workers(1) as (worker,):
+        worker.start(arm_backstop, 100.0)
+        pid = worker.answer()
+        assert not is_gone(pid)
+    assert wait_until(lambda: is_gone(pid))
+
+
+def test_a_backstop_that_is_taken_back_is_gone() -> None:
+    backstop = Backstop(0.1)
+    pid = backstop.pid
+    assert pid is not None
+    assert repr(backstop) == f"Backstop({pid})"
+    for _ in range(2):
+        backstop.take_back()
+        assert is_gone(pid)
+    assert repr(backstop) == "Backstop(none)"
+
+
+def test_without_a_shell_there_is_no_backstop(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("PATH", "/nowhere")
+    backstop = Backstop(0.1)
+    assert backstop.pid is None
+    backstop.take_back()
+    assert "nothing ends this process should a device hang" in caplog.text
+
+
+def is_gone(pid: int) -> bool:
+    """Not even a zombie is left."""
+    return not os.path.exists(f"/proc/{pid}")
 
 
 @pytest.mark.process

@@ -1,4 +1,4 @@
-"""NCCL itself, on a real GPU. Skipped with the reason where there is none.
+"""NCCL itself, on a real GPU. Skipped with the reason where there is none; what has run stands in docs/gpu.md.
 
 Two processes share one GPU: NCCL refuses that only where both have the same host, and the host is what NCCL_HOSTID
 says. They then reach each other over sockets. Their kernels have to be resident together, so they are kept small.
@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from ft_core.errors import CollectiveError, ConfigError
-from ft_core.process_group import ProcessGroupAccelerator, ProcessGroupNCCL
+from ft_core.process_group import ProcessGroupAccelerator, ProcessGroupBabyNCCL, ProcessGroupNCCL
 from ft_core.process_group.availability import lacks_here
 from tests.process_group.ranks import wait_until
 
@@ -165,6 +165,22 @@ def test_one_rank_reduces_aborts_and_is_formed_again() -> None:
         assert time.monotonic() - begin < 1.0
         with pytest.raises(CollectiveError):
             group.allreduce([tensor])
+    group.shutdown()
+
+
+def test_a_group_in_a_child_reduces_in_device_memory_with_any_number_in_flight() -> None:
+    group = ProcessGroupBabyNCCL(timedelta(seconds=60))
+    for _ in range(2):
+        group.configure("", "r", 0, 1)
+        tensors = [torch.full((1000,), float(number), device=group.device) for number in range(400)]
+        works = [group.allreduce([tensor]) for tensor in tensors]
+        for work in works:
+            work.wait()
+        assert [tensor[-1].item() for tensor in tensors] == [float(number) for number in range(400)]
+        assert group.errored() is None
+        group.abort()
+        with pytest.raises(CollectiveError):
+            group.allreduce([tensors[0]])
     group.shutdown()
 
 
