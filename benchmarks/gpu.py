@@ -49,13 +49,17 @@ def missing(facts: GpuFacts) -> str:
     return ""
 
 
+def gpu_tests() -> list[str]:
+    """The files with tests marked gpu: others import what an interpreter of this machine's own may lack."""
+    files = sorted((ROOT / "tests").rglob("test_*.py"))
+    return [str(file) for file in files if file.parent.name == "gpu" or "mark.gpu" in file.read_text()]
+
+
 def run_tests() -> dict[str, int]:
     """All marked gpu; their output is shown. Raises BenchmarkError."""
     with tempfile.TemporaryDirectory() as folder:
         report = pathlib.Path(folder) / "junit.xml"
-        # Their files alone: others import what an interpreter of this machine's own may lack.
-        files = [str(file) for file in sorted((ROOT / "tests").rglob("test_*.py")) if "mark.gpu" in file.read_text()]
-        command = [sys.executable, "-m", "pytest", *files, "-m", "gpu", "-q", f"--junitxml={report}"]
+        command = [sys.executable, "-m", "pytest", *gpu_tests(), "-m", "gpu", "-q", f"--junitxml={report}"]
         try:
             done = subprocess.run(command, cwd=ROOT, timeout=TESTS_S, check=False)
         except subprocess.TimeoutExpired:

@@ -127,6 +127,12 @@ def test_two_processes_share_a_gpu_through_the_service_where_it_starts(
         assert log.read_text().split() == expected
 
 
+def test_every_file_with_a_test_for_a_gpu_is_run() -> None:
+    """Also those that take the mark from another file."""
+    names = {str(pathlib.Path(file).relative_to(ROOT / "tests")) for file in gpu.gpu_tests()}
+    assert names >= {"gpu/test_training.py", "process_group/test_gpu.py", "test_device.py"}
+
+
 # ---------------------------------------------------------------------------------------------------- the report
 
 
