@@ -326,6 +326,7 @@ class Incarnation:
             communicator.abort()
         except Exception as error:  # noqa: BLE001 - it decides whether this process can go on
             problem = error
+        del communicator  # only the reaper drops it, and the end of the process waits for that one alone
         runs = problem is not None and self.in_flight > 0
         with self._lock:
             actions = self._life.abort_ended(problem, runs=runs)
