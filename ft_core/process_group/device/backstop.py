@@ -44,6 +44,7 @@ class Backstop:
 
     def __init__(self, seconds: float) -> None:
         self._lock = threading.Lock()
+        self._armed_by = os.getpid()
         self._shell = _started(math.ceil(seconds))
 
     def __repr__(self) -> str:
@@ -55,7 +56,9 @@ class Backstop:
         return None if self._shell is None else self._shell.pid
 
     def take_back(self) -> None:
-        """Let this process live. Idempotent."""
+        """Let this process live. Idempotent; in a forked one, nothing."""
+        if os.getpid() != self._armed_by:
+            return
         with self._lock:
             shell, self._shell = self._shell, None
         if shell is None:
