@@ -12,6 +12,7 @@ Threads: "ftrun-watch" asks and sends, "ftrun-follow" reads; `ended`, `drain`, `
 from __future__ import annotations
 
 import contextlib
+import logging
 import queue
 import threading
 import time
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
     from ft_core._pb import coordination_pb2 as pb
     from ft_core.control.lighthouse.lighthouse_channel import StatusStream
 
+log = logging.getLogger("ft_core.launch")
+STUMBLED = "ftrun: a mistake of ftrun's own, in its line to the lighthouse (please report it): %s"
 AGAIN_S = 0.5
 """After so long a stream that ended is opened again."""
 STALE_S = 2.0
@@ -256,8 +259,12 @@ class Watch:
             if self._closing:
                 return
             names = self._names
-            with contextlib.suppress(FaultToleranceError):
+            try:
                 self._read(self._client.watch(names), names)
+            except FaultToleranceError:
+                pass  # it is away: the last picture is kept
+            except Exception:
+                log.exception(STUMBLED, "what the lighthouse sends is read anew")
             with self._condition:
                 if self._names is names and not self._closing:
                     self._condition.wait(AGAIN_S)
@@ -296,7 +303,9 @@ class Watch:
                     self._report_given_up()
                 else:
                     self._look()
-            except FaultToleranceError:
+            except Exception as error:
+                if not isinstance(error, FaultToleranceError):
+                    log.exception(STUMBLED, f"the order {kind or 'to look'!r} is left, the next one is carried out")
                 if kind == "drain":
                     self._undrained(name)
 

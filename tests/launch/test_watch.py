@@ -200,3 +200,49 @@ def test_a_picture_of_the_other_lighthouse_is_not_an_old_one(watch: Watch, light
     watch.close()
     assert facts.reachable
     assert facts.known
+
+
+# ------------------------------------------------------------ mistakes of ours
+
+
+def test_a_mistake_in_what_arrives_is_said_and_what_follows_is_read(
+    lighthouse: Lighthouse, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the thread that reads would end silently, and every picture from then on would be the old one."""
+    streams: list[Stream] = []
+
+    def watch(_names: Collection[str] = ()) -> Stream:
+        if not streams and "what the lighthouse sends" not in caplog.text:
+            raise ValueError("no picture")
+        streams.append(Stream())
+        return streams[-1]
+
+    monkeypatch.setattr(lighthouse, "watch", watch)
+    made = Watch("nowhere:1", "", lambda: None, lambda name: None)
+    made._client = lighthouse  # type: ignore[assignment]
+    made.start()
+    wait_until(lambda: bool(streams))
+    made.close()
+    assert "a mistake of ftrun's own" in caplog.text
+    assert "ValueError: no picture" in caplog.text
+
+
+def test_a_mistake_in_an_order_is_said_and_the_next_one_is_carried_out(
+    lighthouse: Lighthouse, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A group that could not be told to drain is signalled; the end of the next one is reported."""
+    undrained: list[str] = []
+
+    def drain(_name: str, _reason: str) -> list[str]:
+        raise ValueError("no order")
+
+    monkeypatch.setattr(lighthouse, "drain", drain, raising=False)
+    made = Watch("nowhere:1", "", lambda: None, undrained.append)
+    made._client = lighthouse  # type: ignore[assignment]
+    made.start()
+    made.drain("a", "the test")
+    made.ended("b")
+    wait_until(lambda: bool(lighthouse.ended))
+    made.close()
+    assert undrained == ["a"]
+    assert "ValueError: no order" in caplog.text

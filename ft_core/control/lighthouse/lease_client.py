@@ -13,6 +13,7 @@ other lighthouse, and ends.
 
 from __future__ import annotations
 
+import logging
 import math
 import secrets
 import threading
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
 __all__ = ["LeaseClient", "LeaseSettings", "PushHandler"]
 
 
+_log = logging.getLogger("ft_core")
 SILENT_RENEWALS = 2
 SILENT_S = 0.5
 """A lighthouse of which nothing was received for so many renewals and seconds is silent."""
@@ -133,7 +135,14 @@ class LeaseClient(ReportingStream[Ask, codec.Broken]):
 
     def _look(self, silent: _Outgoing, heard_at: float) -> None:
         other = self._addresses.all[(self._turn.index + 1) % len(self._addresses)]
-        if not is_active(other, self.settings.setting, self._tls, self._metadata, LOOK_S):
+        try:
+            if not is_active(other, self.settings.setting, self._tls, self._metadata, LOOK_S):
+                return
+        except Exception:  # noqa: BLE001 - logged
+            _log.exception(
+                "%s: %s could not be asked whether it is active, by a mistake of ours (please report it); it is asked "
+                "again", self.settings.replica_id, other,
+            )  # fmt: skip
             return
         with self._changed:
             if self._outgoing is silent and max(self.heard_at, self._opening_sent) == heard_at:
