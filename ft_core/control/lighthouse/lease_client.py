@@ -28,7 +28,7 @@ from ft_core.protocol.pushes import Answer, Reason
 from ft_core.protocol.types import VOID, Ask
 from ft_core.rpc import codec
 from ft_core.rpc.channel import LIGHTHOUSE, release
-from ft_core.rpc.lasting_stream import LeaseSettings, PushHandler
+from ft_core.rpc.lasting_stream import LeaseSettings, PushHandler, is_silent
 from ft_core.rpc.reporting_stream import ReportingStream
 
 if TYPE_CHECKING:
@@ -39,9 +39,6 @@ __all__ = ["LeaseClient", "LeaseSettings", "PushHandler"]
 
 
 _log = logging.getLogger("ft_core")
-SILENT_RENEWALS = 2
-SILENT_S = 0.5
-"""A lighthouse of which nothing was received for so many renewals and seconds is silent."""
 LOOK_EVERY_S = 1.0
 LOOK_S = 0.8
 """How long the other lighthouse may take to answer."""
@@ -49,7 +46,7 @@ LOOK_S = 0.8
 
 def look_elsewhere(now: float, heard_at: float, renew_s: float, looked_at: float) -> bool:
     """Whether to ask the other lighthouse now. Pure."""
-    return now - heard_at > SILENT_RENEWALS * renew_s + SILENT_S and now - looked_at >= LOOK_EVERY_S
+    return is_silent(now, heard_at, renew_s) and now - looked_at >= LOOK_EVERY_S
 
 
 class LeaseClient(ReportingStream[Ask, codec.Broken]):
