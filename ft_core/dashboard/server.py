@@ -183,6 +183,11 @@ class Dashboard:
         """Why nobody should be sent to it yet; '': it is ready."""
         return "" if self._sampled else "the lighthouse has not answered yet"
 
+    def standing(self) -> str:
+        """What the lighthouse does in a pair, as sentences; '': it is alone."""
+        pair = self.page()["pair"]
+        return pair["told"] if pair else ""
+
     async def order(self, *, kill: bool, room: str, replica: str, reason: str) -> list[str]:
         """Who was sent the order."""
         asked = self._source.order(kill=kill, room=room, replica=replica, reason=reason)

@@ -44,6 +44,7 @@ SHOWN = frozenset(
         "vetoed",
         "heal_ended",
         "stood_still",
+        "pair",
         "ended",
         "lease_ended",
         "lighthouse_started",

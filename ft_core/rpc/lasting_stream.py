@@ -311,8 +311,8 @@ class StreamClient(ABC):
             )
 
     def _converse(self, address: str) -> tuple[bool, bool]:
-        """One stream from opening to end. Whether it was open for a while, and whether the other side is still there, as
-        far as is known: this side wanted the end, or stumbled, or it answered until the connection broke."""
+        """One stream from opening to end. Whether it was open for a while, and whether the other side is still there,
+        as far as is known: this side wanted the end, or stumbled, or it answered until the connection broke."""
         settings = self.settings
         opened_at = math.inf
         channel: grpc.Channel | None = None

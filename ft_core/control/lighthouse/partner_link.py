@@ -21,9 +21,11 @@ from collections import deque
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from ft_core.dashboard.sample import PairSample
 from ft_core.errors import ConfigError, FaultToleranceError, RefusedError
+from ft_core.events.event_log import SILENT
 from ft_core.protocol.lighthouse.events import PartnerIs
-from ft_core.protocol.lighthouse.pair import REPORTS_PER_LIVENESS, Feed, Pair, Send, Serve, StandBy
+from ft_core.protocol.lighthouse.pair import REPORTS_PER_LIVENESS, Feed, Pair, Role, Send, Serve, StandBy
 from ft_core.rpc import codec
 from ft_core.rpc.channel import LIGHTHOUSE, aio_channel, explain, grpc, release, status_of, token_metadata
 
@@ -33,6 +35,7 @@ if TYPE_CHECKING:
     from ft_core.certificates import Tls
     from ft_core.control.lighthouse.room_host import Rooms
     from ft_core.control.lighthouse.room_shell import RoomShell
+    from ft_core.events.event_log import Events
     from ft_core.protocol.lighthouse.pair import Action, Report
     from ft_core.protocol.lighthouse.partner import Proposal, Told
     from ft_core.rpc.stream_host import Context
@@ -59,14 +62,19 @@ class PartnerLink:
         address: of the other one, host:port.
         tls: certificates; None: none.
         token: what the other one wants to see.
+        events: where to write what this lighthouse does, when that changes.
     """
 
-    def __init__(self, rooms: Rooms, address: str, tls: Tls | None, token: str) -> None:
+    def __init__(
+        self, rooms: Rooms, address: str, tls: Tls | None, token: str, events: Events = SILENT
+    ) -> None:  # fmt: skip
         self.address = address
         self._rooms = rooms
         self._tls = tls
         self._metadata = token_metadata(token)
         self._pair = Pair(secrets.randbits(63) | 1, address, rooms.liveness_s, rooms.started)
+        self._events = events
+        self._standing = PairSample(Role.STARTING.value, address, rooms.started, False, rooms.started, False)
         self._queue: deque[bytes] = deque()
         self._wake: asyncio.Event | None = None
         self._overrun = False
@@ -94,8 +102,17 @@ class PartnerLink:
     def refusal(self) -> str:
         """What clients are told by one that stands by, or has not found out yet whether it is to serve."""
         if self._pair.contact:
-            return f"{STANDBY}{self.address} is active"
+            records = "complete" if self._pair.partner.informed else "not complete"
+            return (
+                f"{STANDBY}{self.address} is active; this lighthouse takes its place when it is gone, and its records "
+                f"are {records}"
+            )
         return f"{STANDBY}this lighthouse has just started and looks for {self.address}"
+
+    @property
+    def standing(self) -> PairSample:
+        """What this lighthouse does, and since when."""
+        return self._standing._replace(complete=self._pair.partner.informed)
 
     def start(self) -> None:
         """On the loop: look for the other one."""
@@ -182,14 +199,35 @@ class PartnerLink:
                 self._perform(action)
             except Exception:  # noqa: BLE001 - logged
                 self._stumbled(f"it could not perform {type(action).__name__}, and goes on with what comes next")
+        self._note_standing()
         self._arm()
+
+    def _note_standing(self) -> None:
+        """Write down what this lighthouse does, if that has changed."""
+        before, now = self._standing, self._rooms.now()
+        role, contact = self._pair.role.value, self._pair.contact
+        if self._closed or (role, contact) == (before.role, before.contact):
+            return
+        took_over = (before.role, role) == (Role.STANDBY.value, Role.ACTIVE.value)
+        self._standing = PairSample(
+            role, self.address, before.since if role == before.role else now, contact,
+            before.contact_since if contact is before.contact else now, self._pair.partner.informed,
+            took_over or (role == before.role and before.took_over),
+        )  # fmt: skip
+        if self._events.on:
+            self._events.emit(
+                "pair", role=role, before=before.role, other=self.address, contact=contact,
+                complete=self._standing.complete, took_over=took_over,
+            )  # fmt: skip
 
     def _perform(self, action: Action) -> None:
         match action:
             case Send():
                 self._write(action.report)
             case Serve():
-                _log.info("serves now; the other lighthouse is %s", self.address)
+                took_over = self._standing.role == Role.STANDBY.value
+                how = "takes the place of" if took_over else "serves now; the other lighthouse is"
+                _log.info("%s %s", how, self.address)
                 self._rooms.begin()
                 self._report()
             case StandBy():

@@ -147,8 +147,9 @@ class LighthouseServer:
         self._host = reachable_host(host)
         self._server = LoopServer("ft-lighthouse", server_options(liveness_s), tls)
         log = self._open_log(events, metrics, Admission(tokens, tls, insecure))
-        self._rooms = Rooms(settings, liveness_s, unknown, self._dashboard.sees(log))
-        self._partner = PartnerLink(self._rooms, peer, tls, tokens.job) if peer else None
+        seen = self._dashboard.sees(log)
+        self._rooms = Rooms(settings, liveness_s, unknown, seen)
+        self._partner = PartnerLink(self._rooms, peer, tls, tokens.job, seen) if peer else None
         self._rooms.partner = self._partner
         self._calls = Calls(self._rooms)
         try:
