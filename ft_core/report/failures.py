@@ -140,8 +140,8 @@ def _takeovers(lighthouse: Sequence[Event]) -> list[Failure]:
     return [
         Failure(
             event["t"], "the lighthouse", "taken over",
-            f"the one that stood by took the place of {event['other']}, which was gone or out of its reach; "
-            + ("its records were complete" if event["complete"] else "its records were not complete"),
+            f"the one that stood by took over from {event['other']}, gone or out of reach; its records were "
+            + ("complete" if event["complete"] else "not complete"),
         )
         for event in lighthouse if event["kind"] == "pair" and event["took_over"]
     ]  # fmt: skip

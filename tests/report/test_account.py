@@ -10,6 +10,7 @@ from ft_core.events.schema import LIGHTHOUSE
 from ft_core.report.account import account, covered, natural, quantile
 from ft_core.report.reader import Found
 from ft_core.report.story import State
+from ft_core.report.text import CAUSE_MAX
 from tests.report.jobs import Job, big
 
 
@@ -225,7 +226,8 @@ def test_a_takeover_is_a_failure_and_the_start_of_the_second_of_two_lighthouses_
     job.counts("a-0", 14.0, 100, 110)
     took, again = account(job.found()).failures
     assert (took.t, took.what) == (9.0, "taken over")
-    assert took.cause.startswith("the one that stood by took the place of a:1, which was gone or out of its reach; ")
+    assert took.cause == "the one that stood by took over from a:1, gone or out of reach; its records were complete"
+    assert len(took.cause) < CAUSE_MAX - 15, "there is place for a longer name"
     assert (again.t, again.what) == (12.0, "started again")
 
 

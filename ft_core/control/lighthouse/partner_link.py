@@ -226,8 +226,8 @@ class PartnerLink:
                 self._write(action.report)
             case Serve():
                 took_over = self._standing.role == Role.STANDBY.value
-                how = "takes the place of" if took_over else "serves now; the other lighthouse is"
-                _log.info("%s %s", how, self.address)
+                what = "in the place of" if took_over else "the other lighthouse is"
+                _log.info("serves now; %s %s", what, self.address)
                 self._rooms.begin()
                 self._report()
             case StandBy():
