@@ -24,6 +24,8 @@ SAME_VETO_S = 2.0
 """Vetoes so near to each other are one entry."""
 SILENT = "silent"
 SOON_S = 1.0
+TAKEN_OVER = "taken over"
+"""A lighthouse has lost its place to the one that stood by: no job ends by that."""
 LOSSES = ("member lost", "broken")
 """Gaps of these causes that begin so soon after a failure are what it cost."""
 
@@ -139,7 +141,7 @@ def _takeovers(lighthouse: Sequence[Event]) -> list[Failure]:
     """Of two lighthouses, the one that served was gone for the other one."""
     return [
         Failure(
-            event["t"], "the lighthouse", "taken over",
+            event["t"], "the lighthouse", TAKEN_OVER,
             f"the one that stood by took over from {event['other']}, gone or out of reach; its records were "
             + ("complete" if event["complete"] else "not complete"),
         )

@@ -176,6 +176,16 @@ def test_a_takeover_that_was_survived_is_one_sentence_with_what_to_do() -> None:
     assert "start it again with --peer" in told.todo
 
 
+def test_a_takeover_is_not_why_a_job_was_stopped() -> None:
+    made = two_groups()
+    made.lighthouse(6.0, "pair", role="active", before="standby", other="host0:29510", contact=False, complete=True,
+                    took_over=True)  # fmt: skip
+    made.ftrun(8.0, "stopping", reason="SIGINT")
+    assert (
+        "the job was stopped 8.0 s after" in cause(ends(made, 9.0, 130, replica_0="drained", replica_1="drained")).text
+    )
+
+
 def test_many_survived_failures_are_counted() -> None:
     findings = found_in(big(4, 120.0, 3))
     survived = [finding for finding in findings if finding.check == "survived"]
