@@ -26,6 +26,8 @@ ROOMS_MAX = 32
 REPLICAS_MAX = 2048
 ACTIVE, STANDBY = "active", "standby"
 """What a lighthouse of a pair may do."""
+ROLES = {STANDBY: "stands by for the other lighthouse", ACTIVE: "active", "starting": "looks for the other lighthouse"}
+"""The same in words for whoever may not see more."""
 NAMES_MAX = 12
 """Names of who joined, or is missing, in one entry of the quorums' history; the rest is a number."""
 LONG = ("quorums", "heals", "story")

@@ -85,7 +85,7 @@ class Desk(Protocol):
         """Why nobody should be sent to it yet; '': it is ready."""
 
     def standing(self) -> str:
-        """What the lighthouse does in a pair, as sentences; '': it is alone."""
+        """What the lighthouse does in a pair, in words for everybody; '': it is alone."""
 
     async def order(self, *, kill: bool, room: str, replica: str, reason: str) -> list[str]:
         """Who was sent the order."""

@@ -74,7 +74,8 @@ def test_the_one_that_stands_by_says_so_everywhere(two: Two, tmp_path: pathlib.P
     seen = pair_of(standby)
     assert (seen["other"], seen["contact"], seen["complete"], seen["took_over"]) == (there, True, True, False)
     assert seen["since_s"] < 60
-    assert ask(standby, "/readyz") == (200, f"ok: {pair_of(standby)['told']}\n"), "who asks it is sent on"
+    assert ask(standby, "/readyz") == (200, "ok: stands by for the other lighthouse\n"), "who asks it is sent on"
+    wait_until(lambda: ask(active, "/readyz") == (200, "ok: active\n"))
     assert f"stands by for {there}" in seen["told"]
     assert ask(standby, "/healthz") == (200, "ok\n")
     wait_until(lambda: f"{two.addresses[1 - index]} stands by" in pair_of(active)["told"])
