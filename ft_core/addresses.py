@@ -2,8 +2,10 @@
 
 How it works. `Addresses` is what FT_LIGHTHOUSE, `lighthouse_addr=` or `--lighthouse` say. `Turn` is the rule by which a
 client goes through them: it stays with the one that took it until that one ends, then tries the next one, the whole
-list once without a pause, and after each round in which nobody took it pauses for longer. "Cannot be reached", "the
-connection broke" and "I stand by" are alike to it. With one address that is: at once, and then with pauses.
+list once without a pause, and after each round in which nobody took it pauses for longer. "Cannot be reached" and "I
+stand by" are alike to it. A connection that broke while the other side answered is opened there once more first: if
+that one is active yet, the next one may be a machine that is gone, and each attempt there takes a second. With one
+address that is: at once, and then with pauses.
 
 Invariants: at most MAX_ADDRESSES, all different. A pause is at most what the caller says.
 """
@@ -114,7 +116,8 @@ class Turn:
             steady: it took us, and for a while: whatever failed before is forgotten.
             first_s: the pause after the first round that came to nothing; each further one is twice as long.
             most_s: the longest one.
-            stay: it ended what was asked of it, and is there for more.
+            stay: begin with the same one: it ended what was asked of it and is there for more, or it answered until the
+                connection broke.
         """
         index = self.index if stay else (self.index + 1) % self.count
         if steady:

@@ -250,7 +250,18 @@ def sentence(note: Note) -> str:
             return f"no quorum: {f['reason']}"
         case "stood_still":
             return f"the lighthouse itself stood still for {f['seconds_s']:.1f} s"
+        case "pair":
+            return _pair(f)
         case "order":
             return f"{f['replica_id']} was ordered to {f['what']}: {f['reason']}"
         case _:
             return ""
+
+
+def _pair(f: Mapping[str, Any]) -> str:
+    other = f["other"]
+    if f["took_over"]:
+        return f"this lighthouse took the place of {other}, which cannot be reached"
+    if f["role"] != f["before"]:
+        return f"this lighthouse {'is active' if f['role'] == 'active' else 'stands by'} from now on"
+    return f"{other} stands by" if f["contact"] else f"nobody stands by: {other} cannot be reached"

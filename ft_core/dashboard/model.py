@@ -18,12 +18,16 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
     from ft_core.dashboard.history import HealSeen, QuorumSeen
-    from ft_core.dashboard.sample import Note, ReplicaSample, RoomSample, Sample
+    from ft_core.dashboard.sample import Note, PairSample, ReplicaSample, RoomSample, Sample
 
 FORM = 1
 """Version of the dict; a field that is added keeps it."""
 ROOMS_MAX = 32
 REPLICAS_MAX = 2048
+ACTIVE, STANDBY = "active", "standby"
+"""What a lighthouse of a pair may do."""
+ROLES = {STANDBY: "stands by for the other lighthouse", ACTIVE: "active", "starting": "looks for the other lighthouse"}
+"""The same in words for whoever may not see more."""
 NAMES_MAX = 12
 """Names of who joined, or is missing, in one entry of the quorums' history; the rest is a number."""
 LONG = ("quorums", "heals", "story")
@@ -60,7 +64,7 @@ class Memory:
         """The page's values; `rooms` is empty before the first sample."""
         sample = self.sample
         if sample is None:
-            return {"form": FORM, "at": 0.0, "rooms": [], "more_rooms": 0}
+            return {"form": FORM, "at": 0.0, "pair": None, "rooms": [], "more_rooms": 0}
         living = {room.name: sum(r.life == UP for r in room.replicas) for room in sample.rooms}
         rooms = sorted(sample.rooms, key=lambda room: (not living[room.name], room.name))
         return {
@@ -69,6 +73,7 @@ class Memory:
             "release": sample.release,
             "uptime_s": round(sample.at - sample.started, 1),
             "liveness_s": sample.liveness_s,
+            "pair": pair_page(sample.pair, sample.at) if sample.pair is not None else None,
             "rooms": [room_page(room, self.rooms[room.name], sample.at) for room in rooms[:ROOMS_MAX]],
             "more_rooms": max(0, len(rooms) - ROOMS_MAX),
         }
@@ -88,6 +93,51 @@ def changes(before: Model | None, after: Model) -> Model:
         same = {*CHARTS, *(name for name in LONG if room[name] == old[name])}
         rooms.append({name: value for name, value in room.items() if name not in same})
     return {**after, "rooms": rooms}
+
+
+# ---------------------------------------------------------------- one of two lighthouses
+
+
+def pair_page(pair: PairSample, now: float) -> Model:
+    """What this lighthouse of a pair does."""
+    return {
+        "role": pair.role,
+        "other": pair.other,
+        "since_s": round(now - pair.since, 1),
+        "contact": pair.contact,
+        "contact_s": round(now - pair.contact_since, 1),
+        "complete": pair.complete,
+        "took_over": pair.took_over,
+        "alone": pair.role == ACTIVE and not pair.contact,
+        "told": pair_words(pair, now),
+    }
+
+
+def pair_words(pair: PairSample, now: float) -> str:
+    """The same in sentences."""
+    lasts = _age(now - pair.since)
+    if pair.role == STANDBY:
+        return (
+            f"This lighthouse stands by for {pair.other}, for {lasts} now: that one is active, and its dashboard shows "
+            "the replicas. This one takes its place when it is gone; its records are "
+            f"{'complete' if pair.complete else 'not complete'}."
+        )
+    if pair.role != ACTIVE:
+        return f"This lighthouse has just started, and looks for {pair.other} before it serves."
+    head = f"This lighthouse has been active for {lasts}"
+    head += f", since it took the place of {pair.other}" if pair.took_over else ""
+    if pair.contact:
+        return f"{head}. {pair.other} stands by."
+    return (
+        f"{head}. Nobody stands by: {pair.other} has been out of contact for {_age(now - pair.contact_since)}. "
+        "Start it (ft-lighthouse --peer), or see that the two reach each other."
+    )
+
+
+def _age(seconds: float) -> str:
+    """How long, coarsely."""
+    s = max(0.0, seconds)
+    return f"{s:.0f} s" if s < 120 else f"{s / 60:.0f} min" if s < 7200 else f"{s / 3600:.0f} h"
 
 
 # ---------------------------------------------------------------- one room

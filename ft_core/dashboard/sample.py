@@ -64,6 +64,25 @@ class RoomSample:
     replicas: Sequence[ReplicaSample]
 
 
+class PairSample(NamedTuple):
+    """Of a pair of lighthouses, what this one does. Instants are the lighthouse's seconds."""
+
+    role: str
+    """A value of `protocol.lighthouse.pair.Role`."""
+    other: str
+    """Where the other one is, host:port."""
+    since: float
+    """When it took this role."""
+    contact: bool
+    """Each of the two hears the other."""
+    contact_since: float
+    """When that became so."""
+    complete: bool
+    """Since its own start it has been told all that the other one knew."""
+    took_over: bool = False
+    """It serves since the other one, which served before, could not be reached any more."""
+
+
 @dataclass(frozen=True, slots=True)
 class Note:
     """Something that happened: an event of `events.schema`, written by the lighthouse."""
@@ -85,3 +104,5 @@ class Sample:
     release: str
     rooms: Sequence[RoomSample]
     notes: Sequence[Note] = field(default=())
+    pair: PairSample | None = None
+    """None: this lighthouse is alone."""

@@ -24,7 +24,7 @@ import time
 from typing import TYPE_CHECKING, Protocol
 
 from ft_core.dashboard.feed import Feed, encode
-from ft_core.dashboard.model import Memory
+from ft_core.dashboard.model import ROLES, Memory
 from ft_core.errors import ConfigError
 from ft_core.rpc.channel import Tls, join_host, reachable_host
 
@@ -182,6 +182,11 @@ class Dashboard:
     def unready(self) -> str:
         """Why nobody should be sent to it yet; '': it is ready."""
         return "" if self._sampled else "the lighthouse has not answered yet"
+
+    def standing(self) -> str:
+        """What the lighthouse does in a pair, in words for everybody: without addresses; '': it is alone."""
+        pair = self.page()["pair"]
+        return ROLES[pair["role"]] if pair else ""
 
     async def order(self, *, kill: bool, room: str, replica: str, reason: str) -> list[str]:
         """Who was sent the order."""

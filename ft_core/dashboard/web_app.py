@@ -84,6 +84,9 @@ class Desk(Protocol):
     def unready(self) -> str:
         """Why nobody should be sent to it yet; '': it is ready."""
 
+    def standing(self) -> str:
+        """What the lighthouse does in a pair, in words for everybody; '': it is alone."""
+
     async def order(self, *, kill: bool, room: str, replica: str, reason: str) -> list[str]:
         """Who was sent the order."""
 
@@ -167,7 +170,7 @@ class WebApp:
         return _state(self._desk.illness())
 
     async def _readyz(self, _: web.Request) -> web.StreamResponse:
-        return _state(self._desk.illness() or self._desk.unready())
+        return _state(self._desk.illness() or self._desk.unready(), self._desk.standing())
 
     async def _events(self, request: web.Request) -> web.StreamResponse:
         refusal = self._desk.access.look_refusal(request.headers)
@@ -232,8 +235,8 @@ def _text(text: str, status: int) -> web.Response:
     return web.Response(text=text, status=status)
 
 
-def _state(wrong: str) -> web.Response:
-    return _text(f"{wrong or 'ok'}\n", 503 if wrong else 200)
+def _state(wrong: str, right: str = "") -> web.Response:
+    return _text(f"{wrong or ': '.join(filter(None, ('ok', right)))}\n", 503 if wrong else 200)
 
 
 def _refused(refusal: Refusal) -> web.Response:

@@ -39,6 +39,9 @@ RULES: tuple[tuple[str, str], ...] = (
      "look at the GPUs of that host (nvidia-smi -q, dmesg | grep -i xid) and take it out if one is damaged"),
     (r"stood still, lighthouse",
      "give the lighthouse a machine, or cores, that nothing else takes; training goes on while it is away"),
+    (r"taken over, lighthouse",
+     "see in the log of the one that served why it ended, or what cut it off, and start it again with --peer: until it "
+     "stands by, nobody takes over from the other one"),
     (r"started again, lighthouse", "nothing, if that was meant; else see in its log why the lighthouse ended"),
     (r"stands still|stalled|hung", "see the stacks in ftrun's output for where its training thread stood; what takes "
      "long belongs into manager.pause, or needs a longer --timeout"),

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from ft_core.doctor.advice import advice
 from ft_core.doctor.findings import Finding, Level, note, ok, warning
 from ft_core.events.schema import FTRUN, LIGHTHOUSE, REPLICA
-from ft_core.report.failures import BACK, TOGETHER_S
+from ft_core.report.failures import BACK, TAKEN_OVER, TOGETHER_S
 from ft_core.report.story import State, name_of, plain
 
 if TYPE_CHECKING:
@@ -44,6 +44,7 @@ SHOWN = frozenset(
         "vetoed",
         "heal_ended",
         "stood_still",
+        "pair",
         "ended",
         "lease_ended",
         "lighthouse_started",
@@ -173,7 +174,7 @@ def last_chain(account: Account, *, failed: bool) -> list[Failure]:
     refusals = [f for f in account.failures if f.what == "refused"]
     chain = [f for f in account.failures if f.who not in well and f.back_s is None and f.what in (*BACK, "refused")]
     if not chain and failed:
-        chain = refusals or [f for f in account.failures if f.back_s is None][-1:]
+        chain = refusals or [f for f in account.failures if f.back_s is None and f.what != TAKEN_OVER][-1:]
     return sorted(chain, key=lambda failure: failure.t)
 
 

@@ -44,6 +44,8 @@ VETO_CAUSES = (
 LOSS_SIGNS = ("supervisor", "connection", "silence", "goodbye", "absence")
 """How a loss was noticed: a supervisor's report; an end of the connection, or of its answers; it said goodbye; it did
 not come back after the lighthouse was started again."""
+PAIR_ROLES = ("starting", "active", "standby")
+"""What a lighthouse of a pair does: it looks for the other one, it serves, it stands by."""
 VOTE_BOUNDS_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 5.0, 30.0)
 """Upper ends of the intervals in which `votes` of "counters" are counted; one more is for what took longer."""
 
@@ -147,6 +149,11 @@ KINDS: Mapping[str, Kind] = MappingProxyType({
     ),
     "no_quorum_yet": _kind(LIGHTHOUSE, "why there is no quorum, when that changes", room=str, reason=str),
     "refused": _kind(LIGHTHOUSE, "a replica is refused for good", room=str, replica_id=str, reason=str),
+    "pair": _kind(
+        LIGHTHOUSE, "of two lighthouses: what this one does now, what it did `before`, and whether it hears the other "
+        "one; `complete`: it has been told all that the other one knew; `took_over`: it stood by, and serves now",
+        role=str, before=str, other=str, contact=bool, complete=bool, took_over=bool,
+    ),
     "stood_still": _kind(LIGHTHOUSE, "the lighthouse itself did nothing for so long", seconds_s=float),
     # ------------------------------------------------------------ ftrun
     "run_started": _kind(

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import queue
 import socket
@@ -29,6 +30,9 @@ MAX_SOCKET_NAME = 107
 MAX_ENTRY = 40 + 1 + 8
 """Length of a run directory's name: run id, dot, tempfile's random word."""
 ANSWER_S = 10.0
+AGAIN_S = 0.5
+"""Pause after an order that could not be taken."""
+log = logging.getLogger("ft_core.launch")
 
 
 class Remote:
@@ -44,6 +48,7 @@ class Remote:
         self._answers: queue.SimpleQueue[str] = queue.SimpleQueue()
         """To the order that is being carried out."""
         self._closed = False
+        self._ending = threading.Event()
         self._thread = threading.Thread(target=self._run, name="ftrun-remote", daemon=True)
 
     def __repr__(self) -> str:
@@ -57,6 +62,7 @@ class Remote:
 
     def close(self) -> None:
         """Stop listening; who waits for an answer gets one. Idempotent."""
+        self._ending.set()
         with self._lock:
             self._closed = True
             with contextlib.suppress(OSError):
@@ -70,20 +76,28 @@ class Remote:
         self._door.close()
 
     def _run(self) -> None:
-        while True:
+        while not self._closed:
             try:
-                connection, _ = self._door.accept()
-            except OSError:
-                return  # closed
-            with connection:
-                with self._lock:
-                    if self._closed:
-                        return
-                    self._connection = connection
+                self._serve_one()
+            except Exception:
+                if self._closed:
+                    return
+                log.exception("ftrun: an order to resize could not be taken; the next one is waited for")
+                self._ending.wait(AGAIN_S)  # without a free descriptor the next attempt would fail at once
+
+    def _serve_one(self) -> None:
+        connection, _ = self._door.accept()
+        with connection:
+            with self._lock:
+                if self._closed:
+                    return
+                self._connection = connection
+            try:
                 connection.settimeout(ANSWER_S)
                 with contextlib.suppress(OSError):
                     if line := connection.recv(MAX_ORDER):  # else: it only looked who is there
                         connection.sendall(self._answer(line).encode() + b"\n")
+            finally:
                 with self._lock:
                     self._connection = None
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     import threading
 
     from ft_core.launch.agent import GroupAgent
-    from ft_core.launch.lighthouse_watch import Seen
+    from ft_core.launch.picture import Seen
 
 SPEED_S = 2.0
 """Over how long the speed on the status line is measured."""

@@ -6,12 +6,17 @@ the order in which they were given. The lighthouse may be away at any time: noth
 picture is kept, and only `facts` says that it does not know. That a group ended is reported until a lighthouse knows it
 (`end_reports`). Of two lighthouses the client asks the one that is active.
 
+A lighthouse that is frozen ends no stream. So where there are two, one of which nothing was received for SILENT_S is
+asked for its status; if it does not answer that either within LOOK_S, the client goes on to the other one, and the
+stream with it.
+
 Threads: "ftrun-watch" asks and sends, "ftrun-follow" reads; `ended`, `drain`, `look`, `facts` from any.
 """
 
 from __future__ import annotations
 
 import contextlib
+import logging
 import queue
 import threading
 import time
@@ -22,20 +27,28 @@ from typing import TYPE_CHECKING
 from ft_core.control.lighthouse.client import LighthouseClient
 from ft_core.errors import FaultToleranceError, RefusedError
 from ft_core.launch.end_reports import EndReports
+from ft_core.launch.picture import Picture, Seen
 from ft_core.settings import DEFAULT_ROOM, run_of_room
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection
+    from collections.abc import Callable
 
     from ft_core._pb import coordination_pb2 as pb
     from ft_core.control.lighthouse.lighthouse_channel import StatusStream
 
+log = logging.getLogger("ft_core.launch")
+STUMBLED = "ftrun: a mistake of ftrun's own, in its line to the lighthouse (please report it): %s"
 AGAIN_S = 0.5
 """After so long a stream that ended is opened again."""
 STALE_S = 2.0
 """Of two pictures of one lighthouse the one that it made later counts, also if the other arrives last; it arrives
 within so long."""
+SILENT_S = 1.4
+"""After so long without a picture one of two lighthouses is asked whether it is still there."""
+LOOK_S = timedelta(seconds=1)
 CALL_S = timedelta(seconds=2)
+MANY_S = 60.0
+"""How long nothing is looked at if there is nothing to wait for."""
 MAX_OVER = 64
 BETWEEN_S = 10.0
 """How long a group that failed waits for the others to begin another run, after the end of one."""
@@ -57,40 +70,6 @@ class Facts:
     """A group of the job has committed in this run of it."""
     reachable: bool = True
     """The lighthouse answered; otherwise nothing is known, and the run's end may have been its absence."""
-
-
-@dataclass(frozen=True)
-class Seen:
-    """The lighthouse's picture of one group."""
-
-    replica_id: str
-    alive: bool
-    member: bool
-    step: int
-    phase: str
-    committed: bool
-    stalled: str
-    at: float
-    """Monotonic seconds at which this was asked."""
-
-
-@dataclass(frozen=True)
-class Picture:
-    """Everything at one time."""
-
-    at: float = 0.0
-    groups: tuple[tuple[str, tuple[Seen, ...]], ...] = ()
-    members: int = 0
-    reason: str = ""
-    closed: str = ""
-
-    def of(self, name: str) -> tuple[Seen, ...]:
-        """All runs of a group that the lighthouse remembers."""
-        return dict(self.groups).get(name, ())
-
-    def now(self, name: str, ended: Collection[str] = ()) -> Seen | None:
-        """The living run of a group. `ended`: replica_ids whose processes ended, whatever the lighthouse believes."""
-        return next((seen for seen in self.of(name) if seen.alive and seen.replica_id not in ended), None)
 
 
 class Watch:
@@ -138,6 +117,8 @@ class Watch:
         self._made_at = ""
         """Its address."""
         self._reports = EndReports()
+        self._heard_at = time.monotonic()
+        """When something was received, or asked because of the silence, last (monotonic s)."""
         self._stream: StatusStream | None = None
         self._closing = False
         self._thread = threading.Thread(target=self._run, name="ftrun-watch", daemon=True)
@@ -256,8 +237,12 @@ class Watch:
             if self._closing:
                 return
             names = self._names
-            with contextlib.suppress(FaultToleranceError):
+            try:
                 self._read(self._client.watch(names), names)
+            except FaultToleranceError:
+                pass  # it is away: the last picture is kept
+            except Exception:
+                log.exception(STUMBLED, "what the lighthouse sends is read anew")
             with self._condition:
                 if self._names is names and not self._closing:
                     self._condition.wait(AGAIN_S)
@@ -294,18 +279,28 @@ class Watch:
                     self._drain(name, text)
                 elif kind == "given up":
                     self._report_given_up()
+                elif kind == "silent":
+                    self._look(LOOK_S)
                 else:
                     self._look()
-            except FaultToleranceError:
+            except Exception as error:
+                if not isinstance(error, FaultToleranceError):
+                    log.exception(STUMBLED, f"the order {kind or 'to look'!r} is left, the next one is carried out")
                 if kind == "drain":
                     self._undrained(name)
 
     def _next(self) -> tuple[str, str, str]:
         """The next order; a report that is due again waits for orders, so that none of them waits for it."""
+        now = time.monotonic()
+        waits = [self._reports.wait_s(now), self._heard_at + SILENT_S - now if "," in self.address else None]
         try:
-            return self._orders.get(timeout=self._reports.wait_s(time.monotonic()))
+            return self._orders.get(timeout=max(0.0, min((s for s in waits if s is not None), default=MANY_S)))
         except queue.Empty:
-            return "ended", self._reports.due(time.monotonic()), ""
+            now = time.monotonic()
+            if "," in self.address and now - self._heard_at >= SILENT_S:
+                self._heard_at = now
+                return "silent", "", ""
+            return "ended", self._reports.due(now), ""
 
     def _report_ended(self, name: str) -> None:
         if not name:  # an order came in between
@@ -335,10 +330,10 @@ class Watch:
         if not told:
             self._undrained(name)
 
-    def _look(self) -> None:
+    def _look(self, within: timedelta = CALL_S) -> None:
         at = time.monotonic()
         try:
-            self._take(self._client.status(CALL_S, self._names), at)
+            self._take(self._client.status(within, self._names), at)
         finally:
             with self._condition:
                 self._tried_at = at
@@ -347,6 +342,7 @@ class Watch:
 
     def _take(self, status: pb.StatusResponse, at: float) -> None:
         """The picture that was asked for at `at`, or arrived then."""
+        self._heard_at = max(self._heard_at, at)
         room = max(status.rooms, key=lambda room: run_of_room(room.room), default=None)
         room = room if room is not None and run_of_room(room.room) >= 0 else None
         picture = Picture(at)

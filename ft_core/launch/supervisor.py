@@ -59,8 +59,8 @@ SAME_S = 1.0
 KILL_S = 60.0
 JOIN_S = 10.0
 """How long the thread of a group whose workers are gone may take to end; it hangs only in torch's store."""
-STATUS_S = 1.0
-"""How often the status lines are renewed."""
+STATUS_S = 0.5
+"""How often the status lines are renewed where no picture comes."""
 DRAIN_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 GONE_FOR_GOOD = ("quarantined", "drained", "stopped")
 """How a group ends that comes no more, while the others train on (`exit_status.KINDS`)."""
@@ -194,6 +194,8 @@ class Supervisor:
                     self._on_ended(*rest)
                 case "picture":
                     self._on_picture()
+                case "":
+                    self._show()  # if the picture is old it says so
                 case "undrained":
                     self._on_undrained(*rest)
                 case "signal":
@@ -303,21 +305,20 @@ class Supervisor:
     # ------------------------------------------------------------ pictures
 
     def _on_picture(self) -> None:
-        picture = self._watch.look()
         now = time.monotonic()
-        for group in self._groups.values():
-            seen = self._watch.now(group.name)
-            if group.ended or seen is None:
+        for group in (one for one in self._groups.values() if not one.ended):
+            if (seen := self._watch.now(group.name)) is None:
                 continue
             self._common.began()
             group.observe(seen, now)
             if group.stands_still(seen, now, self.spec.stall_s):
                 group.agent.stall(seen.stalled)
+        self._show()
+
+    def _show(self) -> None:
         if self.screen.live:
-            rows = [g.row(self._watch.now(g.name)) for g in sorted(self._groups.values(), key=lambda g: g.number)]
-            total = self._total()
-            title = f"{picture.members} {f'of {total} ' if total else ''}groups in the quorum"
-            self.screen.rows(rows, f"{title}: {picture.reason}" if picture.reason else title)
+            rows = [group.row(self._watch.now(group.name)) for _, group in sorted(self._groups.items())]
+            self.screen.rows(rows, self._watch.look().title(self._total(), time.monotonic()))
 
     # ------------------------------------------------------------ time
 
@@ -434,10 +435,9 @@ class Supervisor:
     def _finish(self) -> int:
         ends = [group.ended for group in self._groups.values()]
         counts = ", ".join(f"{ends.count(kind)} {kind}" for kind in KINDS if kind in ends)
-        restarts = self._restarts()
-        took = time.monotonic() - self._started_at
+        restarts, after = self._restarts(), f"after {time.monotonic() - self._started_at:.1f} s"
         self.screen.close()
-        self.screen.say(f"{counts} after {took:.1f} s, {restarts} restart{'' if restarts == 1 else 's'}")
+        self.screen.say(f"{counts} {after}, {restarts} restart{'' if restarts == 1 else 's'}")
         if self._status is None:
             spec = self.spec
             self._status = exit_status(ends, spec.success, spec.min_replicas, whole_job=spec.whole_job)

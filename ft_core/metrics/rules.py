@@ -183,6 +183,10 @@ def _member_lost(_: Known, __: float, event: Fields) -> Iterable[Change]:
     return [Add("ft_lighthouse_members_lost_total", 1, (event["room"], event["sign"]))]
 
 
+def _pair(_: Known, __: float, event: Fields) -> Iterable[Change]:
+    return [Add("ft_lighthouse_takeovers_total")] if event["took_over"] else []
+
+
 def _stood_still(_: Known, __: float, event: Fields) -> Iterable[Change]:
     return [Add("ft_lighthouse_stall_seconds_total", event["seconds_s"])]
 
@@ -235,6 +239,7 @@ RULES: Mapping[str, Mapping[str, Rule]] = {
         "lease_ended": _counted("ft_lighthouse_leases_ended_total"), "quorum_formed": _quorum_formed,
         "member_lost": _member_lost, "goodbye": _counted("ft_lighthouse_goodbyes_total"),
         "refused": _counted("ft_lighthouse_refusals_total"), "stood_still": _stood_still,
+        "pair": _pair,
     },
     FTRUN: {
         "run_started": _run_started, "started": _started, "failed": _failed, "ended": _ended, "resized": _resized,

@@ -126,6 +126,11 @@ class MetricsServer:
     def _run(self) -> None:
         try:
             self._serve()
+        except Exception:  # noqa: BLE001 - logged
+            _log.exception(
+                "%s: a mistake of ours (please report it): metrics are served no more; the rest goes on without them",
+                self._who,
+            )  # fmt: skip
         finally:
             self._close_sockets()
 

@@ -18,6 +18,7 @@ from ft_core.events.schema import (
     GAP_CAUSES,
     LIGHTHOUSE,
     LOSS_SIGNS,
+    PAIR_ROLES,
     QUORUM_CAUSES,
     REPLICA,
     VETO_CAUSES,
@@ -136,6 +137,16 @@ METRICS: Mapping[str, Metric] = MappingProxyType({
     ),
     "ft_lighthouse_start_timestamp_seconds": _metric(
         LIGHTHOUSE, GAUGE, "When it began to listen (seconds since 1970)."
+    ),
+    "ft_lighthouse_role": _metric(
+        LIGHTHOUSE, GAUGE, "Of a pair: 1 for what this lighthouse does, 0 for the rest. One that is alone has none.",
+        role=PAIR_ROLES,
+    ),
+    "ft_lighthouse_contact": _metric(
+        LIGHTHOUSE, GAUGE, "Of a pair: 1 while each of the two hears the other, 0: nobody could take its place."
+    ),
+    "ft_lighthouse_takeovers_total": _metric(
+        LIGHTHOUSE, COUNTER, "How often this lighthouse stood by and took the place of the other one of its pair."
     ),
     "ft_lighthouse_members": _metric(LIGHTHOUSE, GAUGE, "Members of the quorum in force; 0: none is.", room=NAMES),
     "ft_lighthouse_replicas": _metric(LIGHTHOUSE, GAUGE, "Replicas that hold a lease.", room=NAMES),

@@ -87,15 +87,27 @@ def account(found: Found) -> Account:
     end = max(_time(log.events[-1]) for log in found.logs)
     names = sorted(about, key=natural)
     stories = {name: tell(name, about[name], names, end) for name in names}
-    begins = [_time(log.events[0]) for log in found.of(LIGHTHOUSE)]
     result = Account(
         begin, end, list(stories.values()), [e for e in lighthouse if e["kind"] == "quorum_formed"],
-        find(stories, replicas, lighthouse, ftrun, begins),
+        find(stories, replicas, lighthouse, ftrun, _restarts(found.of(LIGHTHOUSE))),
     )  # fmt: skip
     started = next((e for e in ftrun if e["kind"] == "run_started"), None)
     result.title = f"{started['script']}, run {started['run_id']}" if started is not None else "job"
     _add_up(result)
     return result
+
+
+def _restarts(logs: Sequence[Log]) -> list[float]:
+    """When a lighthouse was started again. The two of a pair are told apart by their addresses."""
+    known: set[str] = set()
+    restarts = []
+    for log in sorted(logs, key=lambda log: _time(log.events[0])):
+        of_pair = any(event["kind"] == "pair" for event in log.events)
+        address = next((e["address"] for e in log.events if e["kind"] == "lighthouse_started"), "")
+        if address in known if of_pair else known:
+            restarts.append(_time(log.events[0]))
+        known.add(address)
+    return restarts
 
 
 def natural(name: str) -> tuple[Any, ...]:

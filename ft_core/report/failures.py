@@ -24,6 +24,8 @@ SAME_VETO_S = 2.0
 """Vetoes so near to each other are one entry."""
 SILENT = "silent"
 SOON_S = 1.0
+TAKEN_OVER = "taken over"
+"""A lighthouse has lost its place to the one that stood by: no job ends by that."""
 LOSSES = ("member lost", "broken")
 """Gaps of these causes that begin so soon after a failure are what it cost."""
 
@@ -47,7 +49,7 @@ class Failure:
 
 def find(
     stories: Mapping[str, Story], replicas: Mapping[str, Sequence[Event]], lighthouse: Sequence[Event],
-    ftrun: Sequence[Event], lighthouses: Sequence[float],
+    ftrun: Sequence[Event], restarts: Sequence[float],
 ) -> list[Failure]:  # fmt: skip
     """All failures.
 
@@ -56,11 +58,12 @@ def find(
         replicas: events of the groups' processes, by group.
         lighthouse: events of all lighthouses, in order.
         ftrun: events of all ftruns, in order.
-        lighthouses: when each lighthouse process has begun.
+        restarts: when a lighthouse was started again.
     """
     found = _deaths(lighthouse, ftrun, replicas)
     found += _losses(lighthouse, ftrun, replicas, found)
-    found += [Failure(t, "the lighthouse", "started again", "it had ended; training went on") for t in lighthouses[1:]]
+    found += [Failure(t, "the lighthouse", "started again", "it had ended; training went on") for t in restarts]
+    found += _takeovers(lighthouse)
     found += [
         Failure(e["t"] - e["seconds_s"], "the lighthouse", "stood still", f"its process did nothing for "
                 f"{e['seconds_s']:.1f} s: frozen, or its machine has too much to do")
@@ -132,6 +135,18 @@ def _losses(
 def _last_word(events: Sequence[Event], t: float) -> str:
     before = [event for event in events if event["t"] <= t]
     return f"{before[-1]['kind']}, {t - before[-1]['t']:.1f} s before" if before else ""
+
+
+def _takeovers(lighthouse: Sequence[Event]) -> list[Failure]:
+    """Of two lighthouses, the one that served was gone for the other one."""
+    return [
+        Failure(
+            event["t"], "the lighthouse", TAKEN_OVER,
+            f"the one that stood by took over from {event['other']}, gone or out of reach; its records were "
+            + ("complete" if event["complete"] else "not complete"),
+        )
+        for event in lighthouse if event["kind"] == "pair" and event["took_over"]
+    ]  # fmt: skip
 
 
 def _heals(replicas: Mapping[str, Sequence[Event]], found: Sequence[Failure]) -> list[Failure]:

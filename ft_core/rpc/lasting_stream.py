@@ -2,7 +2,8 @@
 
 How it works. `StreamClient` connects, sends an opening message, hands on what arrives, and when the stream ends it
 starts afresh with a new channel, after a pause that grows from nothing to `reconnect_s`. Of two addresses it stays with
-the one that took it until that one ends, and then goes on to the other (`addresses.Turn`). Subclasses say what is sent
+the one that took it until that one ends, and then goes on to the other (`addresses.Turn`); at once, unless that one
+answered until the connection broke: then it is tried once more first. Subclasses say what is sent
 and what arrivals mean: `lease_client.LeaseClient` towards the lighthouse, `link.RankControl` towards group rank 0
 (what these have in common is in `reporting_stream`).
 
@@ -28,7 +29,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
-from ft_core.addresses import Addresses, Turn
+from ft_core.addresses import STANDBY, Addresses, Turn
 from ft_core.errors import ConfigError, LighthouseError, ProtocolError, RefusedError
 from ft_core.protocol.pushes import Acked, Refusal, Welcome
 from ft_core.rpc import codec
@@ -49,6 +50,9 @@ BACKOFF_S = 0.02
 STEADY_S = 1.0
 """A stream that lived this long was a good one: if it ends, the next attempts are made at once and the reason is
 news."""
+SILENT_RENEWALS = 2
+SILENT_S = 0.5
+"""Another side of which nothing was received for so many renewals and seconds is silent."""
 MAX_OUTBOX = 64
 
 _log = logging.getLogger(__name__)
@@ -71,6 +75,11 @@ class LeaseSettings:
     """What to call the address in messages."""
     healed: Callable[[], tuple[int, int]] = lambda: (0, 0)
     """Bytes of state received in the heal that is under way, and of all of it; (0, 0): there is none. Cheap."""
+
+
+def is_silent(now: float, heard_at: float, renew_s: float) -> bool:
+    """Whether the other side has not answered for longer than it should take. Pure."""
+    return now - heard_at > SILENT_RENEWALS * renew_s + SILENT_S
 
 
 class PushHandler(Protocol):
@@ -302,13 +311,13 @@ class StreamClient(ABC):
             )
 
     def _converse(self, address: str) -> tuple[bool, bool]:
-        """One stream from opening to end. Whether it was open for a while, and whether this side wanted its end, or
-        stumbled: then the other side is still there."""
+        """One stream from opening to end. Whether it was open for a while, and whether the other side is still there,
+        as far as is known: this side wanted the end, or stumbled, or it answered until the connection broke."""
         settings = self.settings
         opened_at = math.inf
         channel: grpc.Channel | None = None
         outgoing: _Outgoing | None = None
-        why, ours = f"{self._other} closed the connection", False
+        why, ours, broke = f"{self._other} closed the connection", False, False
         try:
             outgoing = _Outgoing(self, self._opening())
             patience_s = None if self._waits_for_a_frozen_server else settings.budget.liveness_s
@@ -331,6 +340,8 @@ class StreamClient(ABC):
             why, ours = explain(error), outgoing is not None and outgoing.closed
             if outgoing is not None and outgoing.left_because:
                 why, ours = outgoing.left_because, False
+            else:
+                broke = not (why.startswith(STANDBY) or is_silent(time.monotonic(), self.heard_at, self._renew_s))
             if not self._ever_connected:
                 why = self._certificates[address].advice(why) or why
             self._judge(address, error, why)
@@ -352,7 +363,7 @@ class StreamClient(ABC):
         steady = time.monotonic() - opened_at > STEADY_S
         if outgoing is None or not outgoing.parting:
             self._went_down(address, why, was_connected=was_connected, steady=steady)
-        return steady, ours
+        return steady, ours or (steady and broke)
 
     def _went_down(self, address: str, why: str, *, was_connected: bool, steady: bool) -> None:
         if self._stopping or not self._wanted or self._parting or self._fatal is not None:

@@ -11,6 +11,7 @@ import pytest
 
 from ft_core.control.lighthouse.cli import main
 from ft_core.control.lighthouse.client import LighthouseClient
+from ft_core.control.lighthouse.partner_link import PartnerLink
 from ft_core.control.lighthouse.server import LighthouseServer
 from ft_core.errors import ConfigError, LighthouseError
 from ft_core.protocol.lighthouse.pair import Report, Role
@@ -113,6 +114,29 @@ def test_a_wrong_token_is_said(two: Two, caplog: pytest.LogCaptureFixture) -> No
         two.begin(0, token="one")
         two.begin(1, token="other")
         wait_until(lambda: "refuses this one: FT_TOKEN differs" in caplog.text)
+
+
+@pytest.mark.parametrize("where", ["_report", "_converse", "_act", "_perform"])
+def test_a_mistake_of_ours_is_said_and_the_connection_is_opened_again(
+    two: Two, where: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """None of its tasks ends silently: a lighthouse that dials or reports no more looks to the other one as if it were
+    gone."""
+    failing = [True]
+    works = getattr(PartnerLink, where)
+
+    def fails(self: PartnerLink, *arguments: Any, **more: Any) -> Any:
+        if failing and self.address == two.addresses[1]:
+            raise ValueError("a mistake of ours")
+        return works(self, *arguments, **more)
+
+    monkeypatch.setattr(PartnerLink, where, fails)
+    two.begin(0), two.begin(1)
+    wait_until(lambda: "a mistake of this lighthouse's own, in its connection to" in caplog.text)
+    assert "ValueError: a mistake of ours" in caplog.text, "with its stack"
+    failing.clear()
+    two.settled()
+    caplog.clear()  # the stacks hold what gRPC waits for at its end
 
 
 @pytest.mark.parametrize(

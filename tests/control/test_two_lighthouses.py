@@ -13,12 +13,14 @@ from typing import TYPE_CHECKING
 import pytest
 
 from ft_core.control.lighthouse.client import LighthouseClient, Quorum, rooms
+from ft_core.control.lighthouse.deliveries import end_all
 from ft_core.control.lighthouse.lease_client import look_elsewhere
 from ft_core.control.lighthouse.server import LighthouseServer
 from ft_core.coordination import ManagerClient, ManagerServer
 from ft_core.errors import ConfigError, LighthouseError, QuorumTimeoutError, RefusedError
 from ft_core.protocol.types import UNTRAINED
 from ft_core.rpc.channel import CLIENT_KEEPALIVE_S, CLIENT_KEEPALIVE_TIMEOUT_S
+from ft_core.rpc.lasting_stream import STEADY_S, is_silent
 from tests.control.processes import start_lighthouse
 from tests.control.recorder import BUDGET, Replica, wait_until
 from tests.control.standby import Standby
@@ -329,3 +331,31 @@ def test_one_that_never_opens_the_lease_is_left_for_the_one_that_is_active(
     one.lease.wait_connected(5)
     assert stuck.calls == ["Lease"]
     stuck.shutdown()
+
+
+@pytest.mark.process
+def test_a_lease_that_breaks_is_opened_again_at_once_while_the_other_ones_machine_is_silent(
+    child: Callable[..., Child], lighthouse: LighthouseServer, replica: Callable[..., Replica]
+) -> None:
+    """Whoever is back within the grace costs the others nothing; an attempt at a silent machine takes CONNECT_S."""
+    silent, address = start_lighthouse(child, "--bind", "127.0.0.1:0", "--http", "off")
+    silent.stop()
+    one = replica("a:1", f"{lighthouse.address()},{address}")
+    one.lease.wait_connected(5)
+    opened = one.lease.heard_at
+    wait_until(lambda: one.lease.heard_at > opened + STEADY_S)  # else it never stood
+    broke = time.monotonic()
+    (room,) = lighthouse._rooms.chosen("")
+    lighthouse._server.call(lambda: end_all(room, "the connection was reset"), 5)
+    wait_until(lambda: len(one.recorder.of("welcome")) == 2)
+    assert time.monotonic() - broke < 0.5 * CONNECT_S
+
+
+@pytest.mark.parametrize(
+    ("silent_s", "renew_s", "silent"), [(0.9, 0.25, False), (1.1, 0.25, True), (1.1, 0.5, False), (1.6, 0.5, True)]
+)
+def test_when_a_lighthouse_has_not_answered_until_the_connection_broke(
+    silent_s: float, renew_s: float, silent: bool
+) -> None:
+    """Then its machine is gone, perhaps: the other one is tried first."""
+    assert is_silent(100.0, 100.0 - silent_s, renew_s) is silent

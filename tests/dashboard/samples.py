@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ft_core.dashboard.sample import Note, ReplicaSample, RoomSample, Sample
+from ft_core.dashboard.sample import Note, PairSample, ReplicaSample, RoomSample, Sample
 from ft_core.protocol.types import Member, Quorum, Version
 
 if TYPE_CHECKING:
@@ -41,9 +41,9 @@ def room(replicas: Sequence[ReplicaSample], quorum_id: int = 3, **more: Any) -> 
     return RoomSample(**(usual | more))
 
 
-def sample(*rooms: RoomSample, at: float = NOW, notes: tuple[Note, ...] = ()) -> Sample:
+def sample(*rooms: RoomSample, at: float = NOW, notes: tuple[Note, ...] = (), pair: PairSample | None = None) -> Sample:
     """All rooms at one instant."""
-    return Sample(at=at, started=NOW - 100, liveness_s=1.0, release="1.2.3", rooms=rooms, notes=notes)
+    return Sample(at=at, started=NOW - 100, liveness_s=1.0, release="1.2.3", rooms=rooms, notes=notes, pair=pair)
 
 
 def formed(quorum_id: int, members: list[str], at: float = NOW, room: str = "default", **more: Any) -> Note:

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ft_core.dashboard.history import RoomHistory
+from ft_core.dashboard.history import RoomHistory, sentence
 from ft_core.dashboard.model import NAMES_MAX, REPLICAS_MAX, ROOMS_MAX, Memory, changes, room_page
-from ft_core.dashboard.sample import Note, ReplicaSample
+from ft_core.dashboard.sample import Note, PairSample, ReplicaSample
 from tests.dashboard.samples import NOW, formed, quorum, replica, room, sample
 
 
@@ -157,3 +158,57 @@ def test_changes_add_up_to_the_page(moves: list[tuple[float, int, bool]]) -> Non
 
 def test_before_the_first_sample_there_is_a_page() -> None:
     assert Memory().page()["rooms"] == []
+
+
+# ------------------------------------------------------------ one of two lighthouses
+
+
+@pytest.mark.parametrize(
+    ("pair", "told", "alone"),
+    [
+        (
+            ("standby", 90, True, 90, True),
+            "stands by for b:1, for 90 s now: .* its records are complete",
+            False,
+        ),
+        (("standby", 900, True, 900, False), "for 15 min now: .* its records are not complete", False),
+        (("starting", 0.3, False, 0.3, False), "has just started, and looks for b:1 before it serves", False),
+        (("active", 9000, True, 60, True), "has been active for 2 h. b:1 stands by", False),
+        (("active", 60, True, 60, True, True), "for 60 s, since it took the place of b:1. b:1 stands by", False),
+        (("active", 60, False, 40, True, True), "Nobody stands by: b:1 has been out of contact for 40 s. Start", True),
+    ],
+)
+def test_what_a_lighthouse_of_a_pair_does_is_said(pair: tuple[Any, ...], told: str, alone: bool) -> None:
+    role, since, contact, contact_since, *rest = pair
+    memory = Memory()
+    memory.take(sample(pair=PairSample(role, "b:1", NOW - since, contact, NOW - contact_since, *rest)))
+    page = memory.page()["pair"]
+    assert re.search(told, page["told"]), page["told"]
+    assert page["alone"] is alone
+    assert (page["role"], page["other"], page["since_s"]) == (role, "b:1", since)
+
+
+def test_a_lighthouse_without_another_one_says_nothing_of_it() -> None:
+    memory = Memory()
+    assert memory.page()["pair"] is None
+    memory.take(sample())
+    assert memory.page()["pair"] is None
+
+
+@pytest.mark.parametrize(
+    ("role", "before", "contact", "took_over", "told"),
+    [
+        ("active", "standby", False, True, "this lighthouse took the place of b:1, which cannot be reached"),
+        ("active", "starting", True, False, "this lighthouse is active from now on"),
+        ("standby", "active", True, False, "this lighthouse stands by from now on"),
+        ("active", "active", True, False, "b:1 stands by"),
+        ("active", "active", False, False, "nobody stands by: b:1 cannot be reached"),
+    ],
+)
+def test_changes_of_the_pair_are_in_the_story(
+    role: str, before: str, contact: bool, took_over: bool, told: str
+) -> None:
+    fields = {
+        "role": role, "before": before, "other": "b:1", "contact": contact, "complete": True, "took_over": took_over,
+    }  # fmt: skip
+    assert sentence(Note(NOW, "pair", fields)) == told

@@ -16,6 +16,7 @@ from ft_core.dashboard import server as dashboards
 from ft_core.dashboard.feed import Feed
 from ft_core.protocol.types import Version
 from tests.control.recorder import wait_until
+from tests.control.test_pair import Two
 from tests.launch.job import job
 
 if TYPE_CHECKING:
@@ -274,6 +275,31 @@ def test_a_lighthouse_that_ends_and_returns(start: Callable[..., Here], browser:
     again.quorum("z:1")
     page.wait("document.body.innerText.includes('z:1 connected') && !document.querySelector('#news.late')")
     assert page.js(f"{ROWS}.map(row => row.dataset.id).join()") == "z:1"
+
+
+def test_each_of_two_lighthouses_says_what_it_does(browser: Browser) -> None:
+    two = Two(http="127.0.0.1:0")
+    try:
+        servers = two.begin(0), two.begin(1)
+        index = two.settled()
+        active, standby = (browser.page(servers[i].http_address()) for i in (index, 1 - index))
+        there = two.addresses[index]
+        standby.wait(f"document.querySelector('#pair')?.textContent.includes('stands by for {there}')")
+        standby.wait("document.querySelector('#news').textContent === 'Live.'")
+        assert "its records are complete" in standby.text()
+        assert "No replica has connected" not in standby.text(), "they are not to connect here"
+        active.wait(f"document.querySelector('#pair')?.textContent.includes('{two.addresses[1 - index]} stands by')")
+        picture(standby, "stands-by")
+        picture(active, "active")
+        two.end(index)
+        standby.wait("document.querySelector('#pair.alert')?.textContent.includes('Nobody stands by')")
+        assert f"since it took the place of {there}" in standby.text()
+        picture(standby, "nobody-stands-by")
+        assert standby.js("document.documentElement.scrollWidth <= innerWidth")
+    finally:
+        for server in two.servers:
+            if server is not None:
+                server.shutdown()
 
 
 def test_many_replicas_can_be_filtered(here: Here, browser: Browser) -> None:

@@ -162,6 +162,30 @@ def test_an_ftrun_that_wrote_no_end_is_a_warning_and_its_groups_are_looked_at() 
     assert "FT_LIVENESS_S" in first.todo
 
 
+def test_a_takeover_that_was_survived_is_one_sentence_with_what_to_do() -> None:
+    made = two_groups()
+    made.lighthouse(6.0, "pair", role="active", before="standby", other="host0:29510", contact=False, complete=True,
+                    took_over=True)  # fmt: skip
+    for name in NAMES:
+        made.leaves(name, 9.0)
+    found = found_in(ends(made, 9.5, 0, replica_0="finished", replica_1="finished"))
+    (told,) = [finding for finding in found if finding.check == "survived"]
+    assert told.text.startswith(
+        "the lighthouse: taken over 6.0 s after the start of the log: the one that stood by took "
+    )
+    assert "start it again with --peer" in told.todo
+
+
+def test_a_takeover_is_not_why_a_job_was_stopped() -> None:
+    made = two_groups()
+    made.lighthouse(6.0, "pair", role="active", before="standby", other="host0:29510", contact=False, complete=True,
+                    took_over=True)  # fmt: skip
+    made.ftrun(8.0, "stopping", reason="SIGINT")
+    assert (
+        "the job was stopped 8.0 s after" in cause(ends(made, 9.0, 130, replica_0="drained", replica_1="drained")).text
+    )
+
+
 def test_many_survived_failures_are_counted() -> None:
     findings = found_in(big(4, 120.0, 3))
     survived = [finding for finding in findings if finding.check == "survived"]

@@ -11,6 +11,7 @@ import os
 import pathlib
 import re
 import shlex
+import socket
 import subprocess
 from typing import TYPE_CHECKING, Any
 
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 CLUSTER = ROOT / "examples" / "cluster"
-MANIFESTS = ("secret.yaml", "lighthouse.yaml", "replicas-job.yaml", "replicas-jobset.yaml")
+MANIFESTS = ("secret.yaml", "lighthouse.yaml", "lighthouse-pair.yaml", "replicas-job.yaml", "replicas-jobset.yaml")
 WRAPPED = ("replicas-job.yaml", "replicas-jobset.yaml")
 SCRIPTS = ("lighthouse.sbatch", "replicas.sbatch", "submit.sh")
 
@@ -58,7 +59,7 @@ def job_spec(name: str) -> dict[str, Any]:
 def pods(name: str) -> Iterator[dict[str, Any]]:
     """Pod specs of a manifest."""
     for document in documents(name):
-        if document["kind"] == "Deployment":
+        if document["kind"] in ("Deployment", "StatefulSet"):
             yield document["spec"]["template"]["spec"]
     if name in WRAPPED:
         yield job_spec(name)["template"]["spec"]
@@ -154,6 +155,52 @@ def test_the_service_leads_to_the_lighthouse() -> None:
         assert environment(name)["FT_LIGHTHOUSE"] == f"{service['metadata']['name']}:{port['port']}"
 
 
+@pytest.mark.parametrize("ordinal", [0, 1])
+def test_each_of_two_lighthouses_is_told_of_the_other(ordinal: int) -> None:
+    found, stateful = container("lighthouse-pair.yaml"), the("StatefulSet", "lighthouse-pair.yaml")
+    name = stateful["metadata"]["name"]
+    env = environment("lighthouse-pair.yaml", HOSTNAME=f"{name}-{ordinal}")
+    assert "FT_TOKEN" in env
+    (line,) = found["args"]
+    words = subprocess.run(
+        [*found["command"], line.replace("exec ft-lighthouse", "printf '%s\\n'")],
+        env=env, check=True, capture_output=True, text=True,
+    ).stdout.splitlines()  # fmt: skip
+    arguments = cli._parser().parse_args(words)
+    (port,) = found["ports"]
+    assert arguments.bind.endswith(f":{port['containerPort']}")
+    other = f"{name}-{1 - ordinal}.{the('Service', 'lighthouse-pair.yaml')['metadata']['name']}"
+    assert arguments.peer == f"{other}:{port['containerPort']}"
+
+
+def test_two_lighthouses_have_a_node_and_an_address_each() -> None:
+    """And never a third one: a pod is replaced when it is gone, and no balancer stands before them."""
+    spec, service = (the(kind, "lighthouse-pair.yaml")["spec"] for kind in ("StatefulSet", "Service"))
+    labels = spec["template"]["metadata"]["labels"]
+    assert spec["replicas"] == 2
+    assert spec["serviceName"] == the("Service", "lighthouse-pair.yaml")["metadata"]["name"]
+    assert spec["podManagementPolicy"] == "Parallel"
+    assert (service["clusterIP"], service["publishNotReadyAddresses"]) == ("None", True)
+    assert service["selector"] == spec["selector"]["matchLabels"] == labels
+    (apart,) = spec["template"]["spec"]["affinity"]["podAntiAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]
+    assert apart == {"topologyKey": "kubernetes.io/hostname", "labelSelector": {"matchLabels": labels}}
+    budget = the("PodDisruptionBudget", "lighthouse-pair.yaml")["spec"]
+    assert budget == {"maxUnavailable": 1, "selector": {"matchLabels": labels}}
+
+
+@pytest.mark.parametrize("name", WRAPPED)
+def test_replicas_are_told_how_to_name_both_lighthouses(name: str) -> None:
+    stateful, service = the("StatefulSet", "lighthouse-pair.yaml"), the("Service", "lighthouse-pair.yaml")
+    (port,) = service["spec"]["ports"]
+    pods_, under = stateful["metadata"]["name"], service["metadata"]["name"]
+    both = ",".join(f"{pods_}-{ordinal}.{under}:{port['port']}" for ordinal in range(stateful["spec"]["replicas"]))
+    assert f"# With lighthouse-pair.yaml: {both}\n" in (CLUSTER / "kubernetes" / name).read_text()
+    assert both in (CLUSTER / "kubernetes" / "lighthouse-pair.yaml").read_text()
+    env = environment(name, JOB_COMPLETION_INDEX="0", JOB_INDEX="0") | {"FT_LIGHTHOUSE": both}
+    (line,) = ftrun_lines(container(name)["args"][0])
+    assert parsed(line, env).lighthouse == both
+
+
 @pytest.mark.parametrize("replica", [0, 3])
 def test_job_pods_run_their_group(replica: int) -> None:
     spec = job_spec("replicas-job.yaml")
@@ -231,9 +278,73 @@ def test_scripts_set_only_known_environment(name: str) -> None:
 def test_slurm_lighthouse() -> None:
     text = (CLUSTER / "slurm" / "lighthouse.sbatch").read_text()
     (line,) = [found for found in text.splitlines() if found.startswith("ft-lighthouse ")]
-    words = filled(line.removesuffix("&"), {"port": "29510"})
-    arguments = cli._parser().parse_args(words[1:])
-    assert (arguments.bind, arguments.min_replicas) == ("0.0.0.0:29510", 1)
+    for given, peer in (("", ""), ("--peer node1:29510", "node1:29510")):
+        words = filled(line.removesuffix("&").replace('"${peer[@]}"', given), {"port": "29510"})
+        arguments = cli._parser().parse_args(words[1:])
+        assert (arguments.bind, arguments.min_replicas, arguments.peer) == ("0.0.0.0:29510", 1, peer)
+
+
+@pytest.mark.process
+def test_slurm_is_given_two_lighthouses_that_know_each_other(tmp_path: pathlib.Path) -> None:
+    """sbatch is a stand-in that writes down what it is given."""
+    submitted = submit(tmp_path, LIGHTHOUSE_HOSTS="node0,node1", LIGHTHOUSE_PORT="29510")
+    assert (tmp_path / "job" / "address").read_text() == "node0:29510,node1:29510\n"
+    one, other, array, end = submitted
+    for job, host, peer in ((one, "node0", "node1"), (other, "node1", "node0")):
+        assert (job["host"], job["peer"]) == (host, f"{peer}:29510")
+        assert f"--nodelist {host} " in job["words"]
+        assert job["words"].endswith(f"lighthouse.sbatch {tmp_path / 'job'}")
+    assert "--dependency after:1?after:2 " in array["words"]
+    assert "scancel 1 2" in end["words"]
+    (line,) = ftrun_lines((CLUSTER / "slurm" / "replicas.sbatch").read_text())
+    env = {"SLURM_ARRAY_TASK_ID": "0", "SLURM_ARRAY_TASK_COUNT": "3", "FT_TOKEN": "x"}
+    env["lighthouse"] = "node0:29510,node1:29510"
+    assert parsed(line, env, "examples/ddp/train.py").lighthouse == "node0:29510,node1:29510"
+
+
+@pytest.mark.process
+def test_slurm_is_given_one_lighthouse_that_announces_itself(tmp_path: pathlib.Path) -> None:
+    one, array, end = submit(tmp_path)
+    assert (one["host"], one["peer"]) == ("", "")
+    assert "--dependency after:1 " in array["words"]
+    assert "scancel 1" in end["words"]
+    assert not (tmp_path / "job" / "address").exists()
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("hosts", ["node0", "node0,node0", "node0,node1,node2"])
+def test_slurm_lighthouses_on_one_node_are_refused(hosts: str, tmp_path: pathlib.Path) -> None:
+    with pytest.raises(subprocess.CalledProcessError) as caught:
+        submit(tmp_path, LIGHTHOUSE_HOSTS=hosts)
+    assert caught.value.returncode == 2
+    assert "name two different nodes" in caught.value.stderr
+
+
+def submit(folder: pathlib.Path, **env: str) -> list[dict[str, str]]:
+    """What submit.sh hands to sbatch, job by job."""
+    stand_in, jobs = folder / "sbatch", folder / "jobs"
+    stand_in.write_text(
+        f'#!/bin/bash\necho "${{LIGHTHOUSE_HOST:-}}|${{LIGHTHOUSE_PEER:-}}|$*" >> {jobs}\nwc -l < {jobs}\n'
+    )
+    stand_in.chmod(0o755)
+    given = {"PATH": f"{folder}:{os.environ['PATH']}", "JOB_DIR": str(folder / "job"), "HOME": str(folder)} | env
+    command = [str(CLUSTER / "slurm" / "submit.sh"), "3", "examples/ddp/train.py"]
+    subprocess.run(command, env=given, check=True, capture_output=True, text=True, timeout=60)
+    return [
+        dict(zip(("host", "peer", "words"), line.split("|", 2), strict=True)) for line in jobs.read_text().splitlines()
+    ]
+
+
+@pytest.mark.process
+@pytest.mark.parametrize(("addresses", "found"), [("{0}", True), ("{1},{0}", True), ("{1}", False)])
+def test_slurm_tasks_wait_for_either_lighthouse(addresses: str, found: bool) -> None:
+    text = (CLUSTER / "slurm" / "replicas.sbatch").read_text()
+    (function,) = re.findall(r"^answers\(\) \{\n.*?^\}\n", text, re.MULTILINE | re.DOTALL)
+    with socket.create_server(("127.0.0.1", 0)) as there, socket.socket() as nobody:
+        nobody.bind(("127.0.0.1", 0))
+        where = addresses.format(*(f"127.0.0.1:{one.getsockname()[1]}" for one in (there, nobody)))
+        ended = subprocess.run(["bash", "-c", f'{function}answers "{where}"'], check=False, timeout=60)
+    assert (ended.returncode == 0) is found
 
 
 @pytest.mark.parametrize("extra", ["", "--nproc-per-replica 2 --standby 1 "])
@@ -278,3 +389,5 @@ def test_ray_actors_run_their_group() -> None:
     job = options.parse(words[3:], {"FT_TOKEN": "x"})
     assert (job.first, job.groups, job.total, job.min_replicas) == (1, 1, 4, 2)
     assert (job.lighthouse, job.standby, job.script.args) == ("10.0.0.1:29510", 1, ("--steps", "5"))
+    both = "10.0.0.1:29510,10.0.0.2:29510"
+    assert options.parse(names["ftrun_command"](1, 4, 2, both, rest)[3:], {"FT_TOKEN": "x"}).lighthouse == both

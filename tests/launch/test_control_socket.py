@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import queue
@@ -262,3 +263,25 @@ def test_the_command_used_wrongly(base: Path, words: list[str], says: str, capsy
 def test_its_help(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["resize", "--help"]) == 0
     assert capsys.readouterr().out.startswith("usage: ftrun resize N [--run-id ID]")
+
+
+def test_an_order_that_cannot_be_taken_is_said_and_the_next_one_is_carried_out(
+    running: Callable[..., Remote], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Without a free descriptor `accept` fails as it does when the door is closed, and that is no reason to end."""
+    listening = running("job7")
+    door, failed = listening._door, threading.Event()
+
+    class Door:
+        """Has no descriptor for the next one."""
+
+        def accept(self) -> tuple[socket.socket, object]:
+            listening._door = door
+            failed.set()
+            raise OSError(errno.EMFILE, "Too many open files")
+
+    listening._door = Door()  # type: ignore[assignment]
+    assert order_resize(3, "") == "ok: job7 -> 3 groups"  # it was waited for at the real door
+    assert failed.wait(PATIENCE_S)
+    assert order_resize(4, "") == "ok: job7 -> 4 groups"
+    assert "an order to resize could not be taken" in caplog.text

@@ -276,3 +276,27 @@ def test_close_without_start() -> None:
     watcher = Exits()
     watcher.close()
     watcher.close()
+
+
+def test_a_mistake_is_said_and_the_others_ends_are_told(
+    exits: Exits, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """This thread serves all groups: without it the end of no worker would be seen at once."""
+    told: queue.SimpleQueue[int | None] = queue.SimpleQueue()
+    turn = Exits._turn
+    failing = [True]
+
+    def fails(self: Exits) -> None:
+        turn(self)
+        if failing:
+            failing.clear()
+            raise ValueError("a mistake of ours")
+
+    monkeypatch.setattr(Exits, "_turn", fails)
+    with waiting(3) as processes:
+        for process in processes:
+            assert exits.watch(process.pid, told.put)
+        for code, process in enumerate(processes):
+            tell(process, code)
+            assert told.get(timeout=PATIENCE_S) == code
+    assert "in watching its workers" in caplog.text

@@ -16,6 +16,7 @@ import pytest
 
 from ft_core.launch.output import streams as module
 from ft_core.launch.output.streams import MAX_LINE, TAIL, Output, Stream
+from ft_core.launch.output.tracebacks import Block, Blocks, Line
 from tests.descriptors import descriptors
 
 if TYPE_CHECKING:
@@ -387,3 +388,23 @@ def test_training_goes_on_when_nobody_reads(tmp_path: Path) -> None:
             ftrun.send_signal(signal.SIGKILL)
         ftrun.wait()
         ftrun.stderr.close()  # type: ignore[union-attr]
+
+
+def test_what_cannot_be_shown_is_left_out_and_the_rest_is_read(
+    output: Output, shown: Shown, worker: Worker, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else nobody reads the pipes any more, and all workers stand still as soon as these are full."""
+    feed = Blocks.feed
+
+    def fails(self: Blocks, line: str) -> list[Block | Line]:
+        if line == "bad":
+            raise ValueError("a mistake of ours")
+        return feed(self, line)
+
+    monkeypatch.setattr(Blocks, "feed", fails)
+    worker.write(b"bad\n")
+    output.settle(PATIENCE_S)
+    worker.write(b"good\n")
+    output.settle(PATIENCE_S)
+    assert shown.texts() == ["good"]
+    assert "some output of a-0/0 could not be shown" in caplog.text

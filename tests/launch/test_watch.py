@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import threading
 import time
+from datetime import timedelta
 from typing import TYPE_CHECKING
 
 import pytest
 
 from ft_core._pb import coordination_pb2 as pb
+from ft_core.control.lighthouse.server import LighthouseServer
 from ft_core.errors import LighthouseError
-from ft_core.launch.lighthouse_watch import CALL_S, FACTS_S, MAX_OVER, Watch
+from ft_core.launch.lighthouse_watch import CALL_S, FACTS_S, MAX_OVER, SILENT_S, Watch
+from ft_core.launch.picture import OLD_S, Picture
+from ft_core.launch.supervisor import STATUS_S
+from ft_core.rpc.channel import CLIENT_KEEPALIVE_S, CLIENT_KEEPALIVE_TIMEOUT_S
+from tests.control.processes import Child, start_lighthouse
 from tests.control.recorder import wait_until
 
 if TYPE_CHECKING:
@@ -200,3 +206,109 @@ def test_a_picture_of_the_other_lighthouse_is_not_an_old_one(watch: Watch, light
     watch.close()
     assert facts.reachable
     assert facts.known
+
+
+# ------------------------------------------------------------ a lighthouse that is frozen
+
+
+@pytest.mark.parametrize(
+    ("age_s", "total", "reason", "title"),
+    [
+        (0.5, 4, "", "3 of 4 groups in the quorum"),
+        (OLD_S - 0.1, 0, "a is missing", "3 groups in the quorum: a is missing"),
+        (1.6, 4, "", "3 of 4 groups in the quorum (2 s ago; the lighthouse has not answered since)"),
+        (
+            11.6,
+            0,
+            "a is missing",
+            "3 groups in the quorum: a is missing (12 s ago; the lighthouse has not answered since)",
+        ),
+    ],
+)
+def test_a_picture_that_is_old_says_so(age_s: float, total: int, reason: str, title: str) -> None:
+    assert Picture(100.0, members=3, reason=reason).title(total, 100.0 + age_s) == title
+    assert OLD_S + STATUS_S < 2.0, "it is shown within two seconds"
+
+
+def test_before_the_first_picture_there_is_no_age() -> None:
+    assert Picture().title(2, 1e6) == "0 of 2 groups in the quorum"
+
+
+@pytest.mark.process
+def test_pictures_follow_the_one_that_is_active_while_the_other_is_frozen(lighthouses: tuple[Child, str, str]) -> None:
+    """It ends no stream; without a look the next picture came when the kernel gave its connection up, after 12 s."""
+    process, first, second = lighthouses
+    watch = Watch(f"{first},{second}", "", lambda: None, lambda name: None)
+    watch.connect(timedelta(seconds=10))
+    watch.start()
+    wait_until(lambda: watch.look().at > 0)
+    assert watch._client.active == first
+    process.stop()
+    frozen = time.monotonic()
+    try:
+        wait_until(lambda: watch._client.active == second and watch.look().at > frozen + SILENT_S)
+        assert time.monotonic() - frozen < 0.7 * (CLIENT_KEEPALIVE_S + CLIENT_KEEPALIVE_TIMEOUT_S)
+    finally:
+        watch.close()
+
+
+@pytest.fixture
+def lighthouses() -> Iterator[tuple[Child, str, str]]:
+    """A process, its address, and that of another one."""
+    made: list[Child] = []
+
+    def child(*arguments: str, **more: object) -> Child:
+        made.append(Child(*arguments, **more))
+        return made[-1]
+
+    other = LighthouseServer("127.0.0.1:0", token="")
+    process, address = start_lighthouse(child, "--bind", "127.0.0.1:0", "--http", "off")
+    yield process, address, other.address()
+    other.shutdown()
+    process.end()
+
+
+# ------------------------------------------------------------ mistakes of ours
+
+
+def test_a_mistake_in_what_arrives_is_said_and_what_follows_is_read(
+    lighthouse: Lighthouse, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the thread that reads would end silently, and every picture from then on would be the old one."""
+    streams: list[Stream] = []
+
+    def watch(_names: Collection[str] = ()) -> Stream:
+        if not streams and "what the lighthouse sends" not in caplog.text:
+            raise ValueError("no picture")
+        streams.append(Stream())
+        return streams[-1]
+
+    monkeypatch.setattr(lighthouse, "watch", watch)
+    made = Watch("nowhere:1", "", lambda: None, lambda name: None)
+    made._client = lighthouse  # type: ignore[assignment]
+    made.start()
+    wait_until(lambda: bool(streams))
+    made.close()
+    assert "a mistake of ftrun's own" in caplog.text
+    assert "ValueError: no picture" in caplog.text
+
+
+def test_a_mistake_in_an_order_is_said_and_the_next_one_is_carried_out(
+    lighthouse: Lighthouse, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A group that could not be told to drain is signalled; the end of the next one is reported."""
+    undrained: list[str] = []
+
+    def drain(_name: str, _reason: str) -> list[str]:
+        raise ValueError("no order")
+
+    monkeypatch.setattr(lighthouse, "drain", drain, raising=False)
+    made = Watch("nowhere:1", "", lambda: None, undrained.append)
+    made._client = lighthouse  # type: ignore[assignment]
+    made.start()
+    made.drain("a", "the test")
+    made.ended("b")
+    wait_until(lambda: bool(lighthouse.ended))
+    made.close()
+    assert undrained == ["a"]
+    assert "ValueError: no order" in caplog.text

@@ -62,12 +62,13 @@ def test_every_alert_says_what_to_do() -> None:
 
 
 def test_options_and_variables_that_alerts_name_exist() -> None:
+    from ft_core.control.lighthouse.cli import _parser as lighthouse
     from ft_core.launch.argument_parser import parser
     from ft_core.settings import KNOWN_ENVIRONMENT
 
     told = " ".join(rule["annotations"]["action"] for rule in rules() if "alert" in rule)
     assert set(re.findall(r"\bFT_[A-Z_]+\b", told)) <= set(KNOWN_ENVIRONMENT)
-    options = {name for action in parser()._actions for name in action.option_strings}
+    options = {name for one in (parser(), lighthouse()) for action in one._actions for name in action.option_strings}
     assert set(re.findall(r"--[a-z-]+", told)) <= options
     for page in re.findall(r"docs/[a-z-]+\.md", told):
         assert (MONITORING.parents[1] / page).exists()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -175,6 +176,11 @@ def test_a_lighthouse() -> None:
     tell("goodbye", room="job", replica_id="a:1", reason="", finished=False)
     tell("refused", room="other", replica_id="a:1", reason="")
     tell("stood_still", seconds_s=2.5)
+    assert tell.value("ft_lighthouse_takeovers_total") == 0
+    pair: dict[str, Any] = {"other": "b:1", "contact": False, "complete": True}
+    tell("pair", role="standby", before="starting", took_over=False, **pair)
+    tell("pair", role="active", before="standby", took_over=True, **pair)
+    assert tell.value("ft_lighthouse_takeovers_total") == 1
     for name in ("leases_opened", "leases_ended", "goodbyes"):
         assert tell.value(f"ft_lighthouse_{name}_total", "job") == 1
     assert tell.value("ft_lighthouse_refusals_total", "other") == 1

@@ -33,7 +33,7 @@ class Job:
         self.logs.setdefault((role, source, process), []).append(event(t, kind, **fields))
 
     def lighthouse(self, t: float, kind: str, **fields: Any) -> None:
-        room = {} if kind in ("stood_still", "lighthouse_started") else {"room": "default"}
+        room = {} if kind in ("stood_still", "lighthouse_started", "pair") else {"room": "default"}
         self.write(LIGHTHOUSE, "lighthouse", t, kind, 1, **room, **fields)
 
     def ftrun(self, t: float, kind: str, **fields: Any) -> None:

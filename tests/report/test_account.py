@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
+from ft_core.events.schema import LIGHTHOUSE
 from ft_core.report.account import account, covered, natural, quantile
 from ft_core.report.reader import Found
 from ft_core.report.story import State
+from ft_core.report.text import CAUSE_MAX
 from tests.report.jobs import Job, big
 
 
@@ -205,3 +209,28 @@ def test_helpers() -> None:
     assert quantile([3.0, 1.0, 2.0], 0.5) == 2.0
     assert covered([(0.0, 2.0), (1.0, 3.0), (5.0, 9.0)], 0.5, 6.0) == pytest.approx(3.5)
     assert covered([], 0.0, 1.0) == 0.0
+
+
+def test_a_takeover_is_a_failure_and_the_start_of_the_second_of_two_lighthouses_is_none() -> None:
+    job = Job()
+    for process, host, other, role in ((1, "a", "b", "active"), (2, "b", "a", "standby")):
+        at = 0.1 * process
+        started = {"address": f"http://{host}:1", "min_replicas": 1}
+        job.write(LIGHTHOUSE, "lighthouse", at, "lighthouse_started", process, **started)
+        _pair(job, at + 0.1, process, role=role, before="starting", other=f"{other}:1")
+    job.joins("a-0", 1.0, 1)
+    job.counts("a-0", 3.0, 10, 10)
+    _pair(job, 9.0, 2, role="active", before="standby", other="a:1", contact=False, took_over=True)
+    job.write(LIGHTHOUSE, "lighthouse", 12.0, "lighthouse_started", 3, address="http://a:1", min_replicas=1)
+    _pair(job, 12.1, 3, role="standby", before="starting", other="b:1")
+    job.counts("a-0", 14.0, 100, 110)
+    took, again = account(job.found()).failures
+    assert (took.t, took.what) == (9.0, "taken over")
+    assert took.cause == "the one that stood by took over from a:1, gone or out of reach; its records were complete"
+    assert len(took.cause) < CAUSE_MAX - 15, "there is place for a longer name"
+    assert (again.t, again.what) == (12.0, "started again")
+
+
+def _pair(job: Job, t: float, process: int, **more: Any) -> None:
+    fields = {"contact": True, "complete": True, "took_over": False} | more
+    job.write(LIGHTHOUSE, "lighthouse", t, "pair", process, **fields)

@@ -2,9 +2,9 @@
 
     python examples/cluster/ray/train_ray.py --replicas 4 examples/ddp/train.py --steps 1000
 
-How it works. The driver holds the lighthouse (an embedded LighthouseServer) and starts one `ReplicaGroup` actor per
-group. An actor runs ftrun as a child and waits for it. There are three rings of repair, and in none of them do the
-other groups stop training:
+How it works. The driver holds the lighthouse (an embedded LighthouseServer), or is told where one is that runs outside
+of Ray, or two of which one stands by (--lighthouse), and starts one `ReplicaGroup` actor per group. An actor runs ftrun
+as a child and waits for it. There are three rings of repair, and in none of them do the other groups stop training:
 
 1. a worker dies: the ftrun inside the actor restarts it (and the actor restarts an ftrun that was killed);
 2. the actor or its node dies: Ray starts the actor again elsewhere (max_restarts) and calls `run` again
@@ -83,6 +83,10 @@ def main() -> int:
     parser.add_argument("--cpus", type=float, default=1, help="CPUs of one group (default 1)")
     parser.add_argument("--gpus", type=float, default=0, help="GPUs of one group (default 0)")
     parser.add_argument("--bind", default="0.0.0.0:0", help="where the lighthouse listens (default: any free port)")
+    parser.add_argument(
+        "--lighthouse", metavar="HOST:PORT[,HOST:PORT]",
+        help="one that runs already, or two of which one stands by (FT_TOKEN is theirs); default: the driver's own",
+    )  # fmt: skip
     parser.add_argument("ftrun", nargs=argparse.REMAINDER, help="[options of ftrun] script [arguments]")
     args = parser.parse_args()
     if not args.ftrun:
@@ -92,11 +96,14 @@ def main() -> int:
         "num_cpus": math.ceil(args.replicas * args.cpus), "include_dashboard": False
     }  # fmt: skip
     ray.init(address=args.address, **here)
-    token = secrets.token_hex(16)
-    lighthouse = LighthouseServer(args.bind, args.min_replicas, token=token)
-    # The driver's node as Ray's other nodes know it: an IP, never a host name.
-    port = parse_address(lighthouse.address(), "lighthouse")[1]
-    address = f"{ray.util.get_node_ip_address()}:{port}"
+    lighthouse: LighthouseServer | None = None
+    token, address = os.environ.get("FT_TOKEN", ""), args.lighthouse
+    if not address:
+        token = secrets.token_hex(16)
+        lighthouse = LighthouseServer(args.bind, args.min_replicas, token=token)
+        # The driver's node as Ray's other nodes know it: an IP, never a host name.
+        port = parse_address(lighthouse.address(), "lighthouse")[1]
+        address = f"{ray.util.get_node_ip_address()}:{port}"
     print(f"lighthouse: {address}", flush=True)
 
     actor = ray.remote(num_cpus=args.cpus, num_gpus=args.gpus, max_restarts=-1, max_task_retries=-1)(ReplicaGroup)
@@ -112,7 +119,8 @@ def main() -> int:
         status = ray.get(done)
         finished += status == 0
         print(f"replica-{replica}: ftrun ended with status {status}", flush=True)
-    lighthouse.shutdown()
+    if lighthouse is not None:
+        lighthouse.shutdown()
     ray.shutdown()
     return 0 if finished >= args.min_replicas else 1
 

@@ -13,6 +13,7 @@ other lighthouse, and ends.
 
 from __future__ import annotations
 
+import logging
 import math
 import secrets
 import threading
@@ -27,7 +28,7 @@ from ft_core.protocol.pushes import Answer, Reason
 from ft_core.protocol.types import VOID, Ask
 from ft_core.rpc import codec
 from ft_core.rpc.channel import LIGHTHOUSE, release
-from ft_core.rpc.lasting_stream import LeaseSettings, PushHandler
+from ft_core.rpc.lasting_stream import LeaseSettings, PushHandler, is_silent
 from ft_core.rpc.reporting_stream import ReportingStream
 
 if TYPE_CHECKING:
@@ -37,9 +38,7 @@ if TYPE_CHECKING:
 __all__ = ["LeaseClient", "LeaseSettings", "PushHandler"]
 
 
-SILENT_RENEWALS = 2
-SILENT_S = 0.5
-"""A lighthouse of which nothing was received for so many renewals and seconds is silent."""
+_log = logging.getLogger("ft_core")
 LOOK_EVERY_S = 1.0
 LOOK_S = 0.8
 """How long the other lighthouse may take to answer."""
@@ -47,7 +46,7 @@ LOOK_S = 0.8
 
 def look_elsewhere(now: float, heard_at: float, renew_s: float, looked_at: float) -> bool:
     """Whether to ask the other lighthouse now. Pure."""
-    return now - heard_at > SILENT_RENEWALS * renew_s + SILENT_S and now - looked_at >= LOOK_EVERY_S
+    return is_silent(now, heard_at, renew_s) and now - looked_at >= LOOK_EVERY_S
 
 
 class LeaseClient(ReportingStream[Ask, codec.Broken]):
@@ -133,7 +132,14 @@ class LeaseClient(ReportingStream[Ask, codec.Broken]):
 
     def _look(self, silent: _Outgoing, heard_at: float) -> None:
         other = self._addresses.all[(self._turn.index + 1) % len(self._addresses)]
-        if not is_active(other, self.settings.setting, self._tls, self._metadata, LOOK_S):
+        try:
+            if not is_active(other, self.settings.setting, self._tls, self._metadata, LOOK_S):
+                return
+        except Exception:  # noqa: BLE001 - logged
+            _log.exception(
+                "%s: %s could not be asked whether it is active, by a mistake of ours (please report it); it is asked "
+                "again", self.settings.replica_id, other,
+            )  # fmt: skip
             return
         with self._changed:
             if self._outgoing is silent and max(self.heard_at, self._opening_sent) == heard_at:

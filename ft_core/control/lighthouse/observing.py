@@ -40,6 +40,7 @@ SHOWN = (
     "refused",
     "lease_opened",
     "stood_still",
+    "pair",
 )
 """Kinds of events that the dashboard shows."""
 
@@ -105,10 +106,11 @@ class RoomsSource:
 
 def take_sample(rooms: Rooms, tee: Tee) -> Sample:
     """All rooms as they are. On the lighthouse's loop."""
-    now = rooms.now()
+    now, partner = rooms.now(), rooms.partner
     return Sample(
         at=now, started=rooms.started, liveness_s=rooms.liveness_s, release=release(),
         rooms=[_room(shell, now) for shell in rooms.chosen("")], notes=tee.take(),
+        pair=partner.standing if partner is not None else None,
     )  # fmt: skip
 
 

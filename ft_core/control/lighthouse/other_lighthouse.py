@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
     from ft_core.control.lighthouse.room_shell import RoomShell
+    from ft_core.dashboard.sample import PairSample
     from ft_core.protocol.lighthouse.partner import Proposal, Told
 
 
@@ -19,6 +20,10 @@ class OtherLighthouse(Protocol):
     @property
     def refusal(self) -> str:
         """What clients are told while this one does not."""
+
+    @property
+    def standing(self) -> PairSample:
+        """What this one does, for whom, and since when."""
 
     def known(self, room: str) -> tuple[Told, ...]:
         """What is known of a room that is made now."""

@@ -6,8 +6,9 @@ fed, and when this lighthouse is to stand by, the streams of all its clients end
 machine has written down what they know. A stream that breaks is dialled anew after REDIAL_S; the end of the other
 process shows at once, its silence after a liveness timeout.
 
-Invariants: at most MAX_QUEUED reports wait to be written; a room's report is sent only if it has changed. Everything
-runs on the server's one loop.
+Invariants: at most MAX_QUEUED reports wait to be written; a room's report is sent only if it has changed. A mistake of
+ours ends neither the dialling nor the reports: it is logged (`_stumbled`) and costs one turn, because a lighthouse that
+reports nothing more is taken for one that is gone. Everything runs on the server's one loop.
 """
 
 from __future__ import annotations
@@ -15,13 +16,16 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
+import sys
 from collections import deque
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from ft_core.dashboard.sample import PairSample
 from ft_core.errors import ConfigError, FaultToleranceError, RefusedError
+from ft_core.events.event_log import SILENT
 from ft_core.protocol.lighthouse.events import PartnerIs
-from ft_core.protocol.lighthouse.pair import REPORTS_PER_LIVENESS, Feed, Pair, Send, Serve, StandBy
+from ft_core.protocol.lighthouse.pair import REPORTS_PER_LIVENESS, Feed, Pair, Role, Send, Serve, StandBy
 from ft_core.rpc import codec
 from ft_core.rpc.channel import LIGHTHOUSE, aio_channel, explain, grpc, release, status_of, token_metadata
 
@@ -31,12 +35,15 @@ if TYPE_CHECKING:
     from ft_core.certificates import Tls
     from ft_core.control.lighthouse.room_host import Rooms
     from ft_core.control.lighthouse.room_shell import RoomShell
+    from ft_core.events.event_log import Events
     from ft_core.protocol.lighthouse.pair import Action, Report
     from ft_core.protocol.lighthouse.partner import Proposal, Told
     from ft_core.rpc.stream_host import Context
 
 REDIAL_S = 0.1
 """Between two attempts to reach the other lighthouse."""
+STUMBLED_S = 1.0
+"""Pause after a mistake of this lighthouse's own, so that one that lasts neither takes the loop nor fills the log."""
 MAX_QUEUED = 256
 """Reports that wait to be written: more than all rooms need at once."""
 MAX_NAMES = 8192
@@ -55,14 +62,19 @@ class PartnerLink:
         address: of the other one, host:port.
         tls: certificates; None: none.
         token: what the other one wants to see.
+        events: where to write what this lighthouse does, when that changes.
     """
 
-    def __init__(self, rooms: Rooms, address: str, tls: Tls | None, token: str) -> None:
+    def __init__(
+        self, rooms: Rooms, address: str, tls: Tls | None, token: str, events: Events = SILENT
+    ) -> None:  # fmt: skip
         self.address = address
         self._rooms = rooms
         self._tls = tls
         self._metadata = token_metadata(token)
         self._pair = Pair(secrets.randbits(63) | 1, address, rooms.liveness_s, rooms.started)
+        self._events = events
+        self._standing = PairSample(Role.STARTING.value, address, rooms.started, False, rooms.started, False)
         self._queue: deque[bytes] = deque()
         self._wake: asyncio.Event | None = None
         self._overrun = False
@@ -73,6 +85,9 @@ class PartnerLink:
         self._tasks: list[asyncio.Task[None]] = []
         self._timer: asyncio.TimerHandle | None = None
         self._said = ""
+        """What was logged last of the other one."""
+        self._stumble = ""
+        """The last of this one's own mistakes."""
         self._closed = False
 
     def __repr__(self) -> str:
@@ -87,8 +102,17 @@ class PartnerLink:
     def refusal(self) -> str:
         """What clients are told by one that stands by, or has not found out yet whether it is to serve."""
         if self._pair.contact:
-            return f"{STANDBY}{self.address} is active"
+            records = "complete" if self._pair.partner.informed else "not complete"
+            return (
+                f"{STANDBY}{self.address} is active; this lighthouse takes its place when it is gone, and its records "
+                f"are {records}"
+            )
         return f"{STANDBY}this lighthouse has just started and looks for {self.address}"
+
+    @property
+    def standing(self) -> PairSample:
+        """What this lighthouse does, and since when."""
+        return self._standing._replace(complete=self._pair.partner.informed)
 
     def start(self) -> None:
         """On the loop: look for the other one."""
@@ -169,38 +193,70 @@ class PartnerLink:
             self._report()
 
     def _act(self, actions: Sequence[Action]) -> None:
+        """Perform what the machine has decided: all of it, also if this lighthouse fails at one of the actions."""
         for action in () if self._closed else actions:
-            match action:
-                case Send():
-                    self._write(action.report)
-                case Serve():
-                    _log.info("serves now; the other lighthouse is %s", self.address)
-                    self._rooms.begin()
-                    self._report()
-                case StandBy():
-                    _log.info("stands by: %s serves", self.address)
-                    for told in self._rooms.stop_serving(f"{STANDBY}{self.address} is active"):
-                        self._pair.stops(told)
-                    self._sent.clear()
-                    self._report()
-                case Feed():
-                    for shell in self._rooms.chosen(action.room) if self._pair.serves else ():
-                        self._rooms.feed(shell, action.event)
+            try:
+                self._perform(action)
+            except Exception:  # noqa: BLE001 - logged
+                self._stumbled(f"it could not perform {type(action).__name__}, and goes on with what comes next")
+        self._note_standing()
         self._arm()
 
-    def _arm(self) -> None:
-        """Look again when the machine wants to."""
+    def _note_standing(self) -> None:
+        """Write down what this lighthouse does, if that has changed."""
+        before, now = self._standing, self._rooms.now()
+        role, contact = self._pair.role.value, self._pair.contact
+        if self._closed or (role, contact) == (before.role, before.contact):
+            return
+        took_over = (before.role, role) == (Role.STANDBY.value, Role.ACTIVE.value)
+        self._standing = PairSample(
+            role, self.address, before.since if role == before.role else now, contact,
+            before.contact_since if contact is before.contact else now, self._pair.partner.informed,
+            took_over or (role == before.role and before.took_over),
+        )  # fmt: skip
+        if self._events.on:
+            self._events.emit(
+                "pair", role=role, before=before.role, other=self.address, contact=contact,
+                complete=self._standing.complete, took_over=took_over,
+            )  # fmt: skip
+
+    def _perform(self, action: Action) -> None:
+        match action:
+            case Send():
+                self._write(action.report)
+            case Serve():
+                took_over = self._standing.role == Role.STANDBY.value
+                what = "in the place of" if took_over else "the other lighthouse is"
+                _log.info("serves now; %s %s", what, self.address)
+                self._rooms.begin()
+                self._report()
+            case StandBy():
+                _log.info("stands by: %s serves", self.address)
+                for told in self._rooms.stop_serving(f"{STANDBY}{self.address} is active"):
+                    self._pair.stops(told)
+                self._sent.clear()
+                self._report()
+            case Feed():
+                for shell in self._rooms.chosen(action.room) if self._pair.serves else ():
+                    self._rooms.feed(shell, action.event)
+
+    def _arm(self, least_s: float = 0.0) -> None:
+        """Look again when the machine wants to, but not before `least_s`."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
         at = self._pair.next_at
-        if at < float("inf"):
-            delay_s = max(0.0, at - self._rooms.now())
+        if at < float("inf") and not self._closed:
+            delay_s = max(least_s, at - self._rooms.now())
             self._timer = asyncio.get_running_loop().call_later(delay_s, self._tick)
 
     def _tick(self) -> None:
         self._timer = None
-        self._act(self._pair.tick(self._rooms.now()))
+        try:
+            self._act(self._pair.tick(self._rooms.now()))
+        except Exception:  # noqa: BLE001 - logged
+            self._stumbled("it could not look after the other one, and looks again")
+            self._arm(STUMBLED_S)
 
     # ------------------------------------------------------------ what is sent
 
@@ -235,30 +291,65 @@ class PartnerLink:
 
     async def _beat(self) -> None:
         while True:
-            self._report()
+            try:
+                self._report()
+            except Exception:  # noqa: BLE001 - logged
+                self._stumbled("it could not make a report, and makes the next one")
             await asyncio.sleep(self._rooms.liveness_s / REPORTS_PER_LIVENESS)
 
     async def _dial(self) -> None:
         """Keep a stream to the other one open, and write on it what there is to report."""
         while True:
+            pause_s = REDIAL_S
             try:
-                channel = aio_channel(self.address, "--peer", self._tls, self._rooms.liveness_s)
-            except FaultToleranceError as error:  # certificates that do not work at present
-                self._say(str(error))
-                await asyncio.sleep(1.0)
-                continue
-            try:
-                method: Any = channel.stream_stream(f"/{LIGHTHOUSE}/Partner")
-                call = method(self._reports(), metadata=self._metadata)
-                async for _ in call:
-                    pass
-                self._say(f"{self.address} has ended the connection between the lighthouses")
+                await self._converse()
             except grpc.RpcError as error:
                 self._say(_why(error, self.address))
-            finally:
-                await channel.close()
-            self._act(self._pair.ended())  # what was under way is lost: the next stream begins with everything
-            await asyncio.sleep(REDIAL_S)
+            except FaultToleranceError as error:  # certificates that do not work at present
+                self._say(str(error))
+                pause_s = 1.0
+            except Exception:  # noqa: BLE001 - logged
+                self._stumbled("the connection is opened again")
+                pause_s = STUMBLED_S
+            try:
+                self._act(self._pair.ended())  # what was under way is lost: the next stream begins with everything
+            except Exception:  # noqa: BLE001 - logged
+                self._stumbled("it could not take the end of the connection into account")
+                pause_s = STUMBLED_S
+            await asyncio.sleep(pause_s)
+
+    async def _converse(self) -> None:
+        """One stream, from its opening to its end. Raises what has ended it, if the other one has not."""
+        channel = aio_channel(self.address, "--peer", self._tls, self._rooms.liveness_s)
+        written: list[Exception | None] = []
+        try:
+            method: Any = channel.stream_stream(f"/{LIGHTHOUSE}/Partner")
+            async for _ in method(self._outgoing(written), metadata=self._metadata):
+                pass
+        except asyncio.CancelledError:
+            if self._closed or not written:
+                raise  # this task is to end
+            # else gRPC has cancelled the call, because what was to be written on it has ended early
+        finally:
+            await channel.close()
+        error = written.pop() if written else None
+        if error is None:
+            self._say(f"{self.address} has ended the connection between the lighthouses")
+            return
+        try:
+            raise error
+        finally:
+            del error  # else it refers to this frame, and this one to it: gRPC's poller lives as long as its channel
+
+    async def _outgoing(self, written: list[Exception | None]) -> AsyncIterator[bytes]:
+        """What is written on a stream. gRPC would tell nobody what is raised here: when it ends, `written` says why."""
+        try:
+            async for data in self._reports():
+                yield data
+        except Exception as error:  # noqa: BLE001 - raised by `_converse`
+            written.append(error)
+        else:
+            written.append(None)
 
     async def _reports(self) -> AsyncIterator[bytes]:
         assert self._wake is not None
@@ -270,6 +361,17 @@ class PartnerLink:
                 yield self._queue.popleft()
             self._wake.clear()
             await self._wake.wait()
+
+    def _stumbled(self, what_now: str) -> None:
+        """Log the exception that is being handled: with its stack, unless it is that of the last time."""
+        error = sys.exc_info()[1]
+        text = f"{what_now}: {error!r}"
+        if text != self._stumble:
+            self._stumble = text
+            _log.exception(
+                "a mistake of this lighthouse's own, in its connection to %s (please report it): %s",
+                self.address, what_now,
+            )  # fmt: skip
 
     def _say(self, text: str) -> None:
         """Log it once, until something else is to be said."""

@@ -1,4 +1,4 @@
-"""What a lighthouse looks up when somebody asks for its metrics: members, leases and their ages.
+"""What a lighthouse looks up when somebody asks for its metrics: its role in a pair, members, leases and their ages.
 
 How it works. `look` asks the server's loop for a picture, and keeps it for FRESH_S: however many ask, the loop makes
 one in that time, in one turn, and none while nobody asks. If the loop is busy for longer than PATIENCE_S the last
@@ -15,12 +15,14 @@ import time
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
+from ft_core.events.schema import PAIR_ROLES
 from ft_core.metrics.tally import Change, Put
 from ft_core.protocol.lighthouse.view import Life
 
 if TYPE_CHECKING:
     from ft_core.control.lighthouse.room_host import Rooms
     from ft_core.control.lighthouse.room_shell import RoomShell
+    from ft_core.dashboard.sample import PairSample
     from ft_core.rpc.loop_server import LoopServer
 
 FRESH_S = 1.0
@@ -59,7 +61,15 @@ class RoomSamples:
 
     def _take(self) -> tuple[Change, ...]:
         """On the loop."""
-        return tuple(change for shell in self._rooms().chosen("") for change in _of(shell))
+        rooms = self._rooms()
+        pair = () if rooms.partner is None else _of_pair(rooms.partner.standing)
+        return (*pair, *(change for shell in rooms.chosen("") for change in _of(shell)))
+
+
+def _of_pair(standing: PairSample) -> Iterable[Change]:
+    for role in PAIR_ROLES:
+        yield Put("ft_lighthouse_role", float(role == standing.role), (role,))
+    yield Put("ft_lighthouse_contact", float(standing.contact))
 
 
 def _of(shell: RoomShell) -> Iterable[Change]:

@@ -146,9 +146,9 @@ class LighthouseServer:
         self._scheme = "http" if tls is None else "https"
         self._host = reachable_host(host)
         self._server = LoopServer("ft-lighthouse", server_options(liveness_s), tls)
-        log = self._open_log(events, metrics, Admission(tokens, tls, insecure))
-        self._rooms = Rooms(settings, liveness_s, unknown, self._dashboard.sees(log))
-        self._partner = PartnerLink(self._rooms, peer, tls, tokens.job) if peer else None
+        log = self._dashboard.sees(self._open_log(events, metrics, Admission(tokens, tls, insecure)))
+        self._rooms = Rooms(settings, liveness_s, unknown, log)
+        self._partner = PartnerLink(self._rooms, peer, tls, tokens.job, log) if peer else None
         self._rooms.partner = self._partner
         self._calls = Calls(self._rooms)
         try:

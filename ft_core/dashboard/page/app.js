@@ -60,8 +60,11 @@ function render() {
     index.hidden = page.rooms.length < 2;
   }
   say(at("about"), `release ${page.release}, up for ${duration(page.uptime_s)}, ${several(page.rooms.length + page.more_rooms, "room")}`);
-  const [first] = page.rooms;
-  document.title = !first ? "Lighthouse" : first.why ? "no quorum - Lighthouse" : `${first.quorum_size} at step ${first.step} - Lighthouse`;
+  const [first] = page.rooms, pair = at("pair");
+  pair.hidden = !page.pair;
+  pair.classList.toggle("alert", Boolean(page.pair && page.pair.alone));
+  say(pair, page.pair ? page.pair.told : "");
+  document.title = !first ? `${page.pair && page.pair.role === "standby" ? "stands by - " : ""}Lighthouse` : first.why ? "no quorum - Lighthouse" : `${first.quorum_size} at step ${first.step} - Lighthouse`;
 }
 
 // The sentence on whether what is shown is new.
@@ -71,7 +74,7 @@ function tell() {
   if (!page) text = trouble ? `Not connected: ${trouble}.` : "Connecting.";
   else if (silent > LATE_MS) text = `No news for ${duration(silent / 1000)}${trouble && `: ${trouble}`}. What is shown is as of ${clock(page.at)}.`;
   else if (page.silent_s > 2) text = `The lighthouse has not answered for ${duration(page.silent_s)}. What is shown is as of ${clock(page.at)}.`;
-  else if (!page.rooms.length) text = "Live. No replica has connected yet.";
+  else if (!page.rooms.length && !(page.pair && page.pair.role === "standby")) text = "Live. No replica has connected yet.";
   news.classList.toggle("late", !text.startsWith("Live") && !text.startsWith("Connecting"));
   say(news, text);
 }

@@ -14,6 +14,7 @@ Threads: "ftrun-output" reads and shows; `open`, `Stream.tail` and `settle` from
 
 from __future__ import annotations
 
+import logging
 import os
 import selectors
 import threading
@@ -40,6 +41,7 @@ PROGRESS_S = 3.0
 """How often a progress bar, which writes over its line, is shown."""
 CLOSE_S = 2.0
 """How long a screen that stands still may hold up the end."""
+log = logging.getLogger("ft_core.launch")
 
 
 @dataclass(eq=False)
@@ -144,7 +146,7 @@ class Output:
             now = time.monotonic()
             for stream in list(self._streams.values()):
                 if now - stream.heard_at > HELD_S:
-                    self._silent(stream, now)
+                    self._shown(stream, self._silent, now)
         for _ in range(PASSES):
             self._pass(0)
         for stream in list(self._streams.values()):
@@ -158,10 +160,19 @@ class Output:
                 continue
             stream = self._streams[key.fd]
             data = os.read(key.fd, READ)
-            if data:
-                self._take(stream, data)
-            else:
+            if not data:
                 self._end(stream)
+                continue
+            self._shown(stream, self._take, data)
+
+    def _shown(self, stream: Stream, show: Callable[..., None], *arguments: object) -> None:
+        """Show something of a stream. A mistake of ours in it must not end this thread: workers stand still as soon as
+        nobody reads their pipes."""
+        try:
+            show(stream, *arguments)
+        except Exception:
+            log.exception("ftrun: some output of %s could not be shown (please report it); the rest is", stream.label)
+            stream.partial, stream.blocks = b"", Blocks()
 
     def _take(self, stream: Stream, data: bytes) -> None:
         stream.heard_at = time.monotonic()
@@ -212,9 +223,7 @@ class Output:
         self._emit(stream, out)
 
     def _end(self, stream: Stream) -> None:
-        if stream.partial:
-            self._lines(stream, [_text(_overwritten(stream.partial))])
-        self._emit(stream, stream.blocks.flush())
+        self._shown(stream, self._show_rest)
         if stream.file is not None:
             stream.file.close()
         with self._changed:
@@ -222,6 +231,11 @@ class Output:
             del self._streams[stream.fd]
             self._changed.notify_all()
         os.close(stream.fd)
+
+    def _show_rest(self, stream: Stream) -> None:
+        if stream.partial:
+            self._lines(stream, [_text(_overwritten(stream.partial))])
+        self._emit(stream, stream.blocks.flush())
 
     def _emit(self, stream: Stream, out: list[Block | Line]) -> None:
         if not out:

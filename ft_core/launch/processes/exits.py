@@ -33,6 +33,8 @@ STOPS = frozenset({signal.SIGSTOP, signal.SIGTSTP, signal.SIGTTIN, signal.SIGTTO
 """They end nothing: in that field they say that the process is stopped."""
 
 log = logging.getLogger("ft_core.launch")
+AGAIN_S = 0.1
+"""Pause after a mistake of ours, so that one that lasts does not take a core."""
 
 
 @dataclass(eq=False)
@@ -58,6 +60,7 @@ class Exits:
         self._selector = selectors.DefaultSelector()
         self._wake_read, self._wake_write = os.pipe()
         self._closed = False
+        self._ending = threading.Event()
         self._thread = threading.Thread(target=self._run, name="ftrun-exits", daemon=True)
 
     def __repr__(self) -> str:
@@ -94,6 +97,7 @@ class Exits:
             if self._closed:
                 return
             self._closed = True
+        self._ending.set()
         if self._thread.ident is not None:
             os.write(self._wake_write, b"c")
             self._thread.join()
@@ -104,16 +108,26 @@ class Exits:
         self._selector.close()
 
     def _run(self) -> None:
-        while True:
-            ready = [key for key, _ in self._selector.select()]
-            # Deaths first: what is told of there may be ready itself by now.
-            for key in sorted(ready, key=lambda key: key.data is not None):
-                if key.fd == self._wake_read:
-                    return
-                if key.data is not None:
-                    self._tell(key.data, exit_code)
-                else:
-                    self._hear(key.fd)
+        while not self._closed:
+            try:
+                self._turn()
+            except Exception:
+                log.exception(
+                    "ftrun: a mistake of ftrun's own, in watching its workers (please report it): it looks "
+                    "again in %g s", AGAIN_S,
+                )  # fmt: skip
+                self._ending.wait(AGAIN_S)
+
+    def _turn(self) -> None:
+        ready = [key for key, _ in self._selector.select()]
+        # Deaths first: what is told of there may be ready itself by now.
+        for key in sorted(ready, key=lambda key: key.data is not None):
+            if key.fd == self._wake_read:
+                return
+            if key.data is not None:
+                self._tell(key.data, exit_code)
+            else:
+                self._hear(key.fd)
 
     def _hear(self, deaths: int) -> None:
         data = os.read(deaths, NOTICES * NOTICE.size)

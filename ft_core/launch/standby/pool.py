@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import selectors
 import signal
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
 REFILL_S = 2.0
 """How long a new one waits, at the start and when one was taken: the workers that start then need the cores now."""
 MAX_FAILURES = 3
+log = logging.getLogger("ft_core.launch")
 """Standby processes that may die before they are ready before the pool gives up."""
 WARM = os.path.join(os.path.dirname(__file__), "worker.py")
 """What a standby process runs: as a file, so that its sys.path is the script's."""
@@ -168,14 +170,24 @@ class Pool:
 
     def _run(self) -> None:
         while not self._closed:
-            self._fill()
-            for key, _ in self._selector.select(1.0):
-                if key.fileobj is self._door:
-                    self._receive()
-                elif key.fd == self._wake_read:
-                    os.read(self._wake_read, 4096)
-                else:
-                    self._hear(key.data)
+            try:
+                self._turn()
+            except Exception as error:
+                log.exception("ftrun: a mistake of ftrun's own, in its standby processes (please report it)")
+                self._failures = MAX_FAILURES
+                self._told = True
+                self.say("standby", f"given up: {type(error).__name__}: {error}; groups start cold")
+                return
+
+    def _turn(self) -> None:
+        self._fill()
+        for key, _ in self._selector.select(1.0):
+            if key.fileobj is self._door:
+                self._receive()
+            elif key.fd == self._wake_read:
+                os.read(self._wake_read, 4096)
+            else:
+                self._hear(key.data)
 
     def _fill(self) -> None:
         """Start what is missing; forget what has died."""
