@@ -52,12 +52,22 @@ def _forges() -> Iterator[list[Forge]]:
         forge.close()
 
 
+def _living(forges: list[Forge]) -> Forge:
+    if not forges or not forges[-1].alive:  # tests of ftrun's own end may end what they find
+        forges.append(Forge(["torch.distributed.run", "torch.distributed.elastic.rendezvous.c10d_rendezvous_backend"]))
+    return forges[-1]
+
+
 @pytest.fixture
 def forge(_forges: list[Forge]) -> Forge:
     """Starts processes. A folder whose workers import more has one of its own."""
-    if not _forges or not _forges[-1].alive:  # tests of ftrun's own end may end what they find
-        _forges.append(Forge(["torch.distributed.run", "torch.distributed.elastic.rendezvous.c10d_rendezvous_backend"]))
-    return _forges[-1]
+    return _living(_forges)
+
+
+@pytest.fixture(scope="module")
+def forge_of_a_file(_forges: list[Forge]) -> Forge:
+    """The same, for fixtures of a file."""
+    return _living(_forges)
 
 
 @pytest.fixture
