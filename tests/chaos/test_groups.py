@@ -128,8 +128,8 @@ def test_sigterm_to_one_rank_drains_its_whole_group(forge: Forge, rank: int) -> 
         assert len(ends) == 2  # the ranks of a group end at the same step
 
 
-def test_sigterm_to_one_rank_of_a_group_that_waits_for_a_quorum() -> None:
-    with Cluster(FT_NUM_REPLICA_GROUPS=2, FT_MIN_REPLICAS=2) as cluster:
+def test_sigterm_to_one_rank_of_a_group_that_waits_for_a_quorum(forge: Forge) -> None:
+    with Cluster(forge, FT_NUM_REPLICA_GROUPS=2, FT_MIN_REPLICAS=2) as cluster:
         lonely = start_group(cluster, "lonely", TIMEOUT_S=60)
         lonely.wait_for(lambda: sum(line.startswith("ready") for _, line in lonely.lines) == 2, "started both ranks")
         lonely.wait_for(lambda: any("waiting for a quorum" in line for line in lonely.errors), "waited")
