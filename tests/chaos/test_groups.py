@@ -105,7 +105,7 @@ def test_one_rank_that_silently_differs_makes_its_whole_group_heal(forge: Forge)
         assert any("differs from the others" in line for line in one.errors)
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.long), 1])
 def test_sigterm_to_one_rank_drains_its_whole_group(forge: Forge, rank: int) -> None:
     with Cluster(forge, STEP_MS=20, FT_NUM_REPLICA_GROUPS=2) as cluster:
         one, two = start_group(cluster, "one"), start_group(cluster, "two")
