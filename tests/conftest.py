@@ -89,9 +89,10 @@ def _log_levels() -> Iterator[None]:
 @pytest.fixture(autouse=True, scope="module")
 def _no_thread_is_left_by_a_file() -> Iterator[None]:
     """Nor by its fixtures, which outlive its tests."""
-    before = threads.alive()
+    before, loops = threads.alive(), threads.loops()
     yield
     threads.wait_for_end(before, "this file")
+    threads.check_loops(loops)
 
 
 @pytest.fixture(autouse=True)
