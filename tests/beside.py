@@ -1,10 +1,11 @@
-"""A second pytest beside the first: scripts/test runs what only computes while the rest waits for processes.
+"""Other runs of pytest beside the first: scripts/test runs what only computes while the rest waits for processes.
 
-How it works. The one beside writes a line for each test report to a file (`Writes`). At the end of its own tests the
-first waits for it and takes the reports in as its own (`Reads`): progress, failures and the closing line are of all.
+How it works. Each of those beside writes a line for each test report to a file (`Writes`). At the end of its own tests
+the first waits for them and takes the reports in as its own (`Reads`): progress, failures and the closing line are of
+all.
 
-Invariants: what went wrong beside is never lost: if it ended in any other way than with all its reports written, the
-first one fails with its output. It never outlives the first one.
+Invariants: what went wrong beside is never lost: if one ended in any other way than with all its reports written, the
+first one fails with its output. None outlives the first one.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ WAIT_S = 300.0
 
 
 class Writes:
-    """In the one beside."""
+    """In one beside."""
 
     def __init__(self, config: pytest.Config, path: str) -> None:
         self.config = config
@@ -47,10 +48,10 @@ class Writes:
 
 
 class Reads:
-    """In the first one. `folder` holds `reports` and `output` of the process `pid`, a child of this one."""
+    """In the first one, of one beside: the process `pid`, a child of this one. Its output is in the file `output`."""
 
-    def __init__(self, pid: int, folder: pathlib.Path) -> None:
-        self.pid, self.folder = pid, folder
+    def __init__(self, pid: int, output: pathlib.Path) -> None:
+        self.pid, self.output = pid, output
         self.ended = False
 
     def ends(self) -> bool:
@@ -67,10 +68,10 @@ class Reads:
             if self.ends():
                 break
             pause.wait(0.05)
-        lines = (self.folder / "reports").read_text().splitlines()
+        lines = self.output.with_suffix(".reports").read_text().splitlines()
         if not self.ended or not lines or lines.pop() != "null" or not lines:
-            output = (self.folder / "output").read_text()
-            pytest.exit(f"the tests beside (scripts/test) did not end well:\n{output[-5000:]}", returncode=1)
+            output = self.output.read_text()
+            pytest.exit(f"the tests beside (scripts/test, {self.output.name}) did not end well:\n{output[-5000:]}", 1)
         hook = session.config.hook
         session.testscollected += len({json.loads(line)["nodeid"] for line in lines})
         for line in lines:
@@ -92,6 +93,6 @@ def configure(config: pytest.Config) -> None:
     """What scripts/test asks for in the environment; tests do not see it."""
     if path := os.environ.pop("TEST_RUN_REPORTS", ""):
         config.pluginmanager.register(Writes(config, path))
-    if beside := os.environ.pop("TEST_RUN_BESIDE", ""):
-        pid, folder = beside.split(" ", 1)
-        config.pluginmanager.register(Reads(int(pid), pathlib.Path(folder)))
+    for beside in os.environ.pop("TEST_RUN_BESIDE", "").splitlines():
+        pid, output = beside.split(" ", 1)
+        config.pluginmanager.register(Reads(int(pid), pathlib.Path(output)))

@@ -52,12 +52,22 @@ def _forges() -> Iterator[list[Forge]]:
         forge.close()
 
 
+def _living(forges: list[Forge]) -> Forge:
+    if not forges or not forges[-1].alive:  # tests of ftrun's own end may end what they find
+        forges.append(Forge(["torch.distributed.run", "torch.distributed.elastic.rendezvous.c10d_rendezvous_backend"]))
+    return forges[-1]
+
+
 @pytest.fixture
 def forge(_forges: list[Forge]) -> Forge:
     """Starts processes. A folder whose workers import more has one of its own."""
-    if not _forges or not _forges[-1].alive:  # tests of ftrun's own end may end what they find
-        _forges.append(Forge(["torch.distributed.run", "torch.distributed.elastic.rendezvous.c10d_rendezvous_backend"]))
-    return _forges[-1]
+    return _living(_forges)
+
+
+@pytest.fixture(scope="module")
+def forge_of_a_file(_forges: list[Forge]) -> Forge:
+    """The same, for fixtures of a file."""
+    return _living(_forges)
 
 
 @pytest.fixture
@@ -79,9 +89,10 @@ def _log_levels() -> Iterator[None]:
 @pytest.fixture(autouse=True, scope="module")
 def _no_thread_is_left_by_a_file() -> Iterator[None]:
     """Nor by its fixtures, which outlive its tests."""
-    before = threads.alive()
+    before, loops = threads.alive(), threads.loops()
     yield
     threads.wait_for_end(before, "this file")
+    threads.check_loops(loops)
 
 
 @pytest.fixture(autouse=True)

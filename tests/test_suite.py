@@ -137,3 +137,19 @@ def test_a_fixture_of_a_file_that_leaves_a_thread_fails(tmp_path: pathlib.Path) 
     """)  # fmt: skip
     assert "2 passed, 1 error" in done.stdout, done
     assert leavers(done) == [("file", "serves")]
+
+
+def test_a_file_that_leaves_process_groups_fails(tmp_path: pathlib.Path) -> None:
+    """Their threads are Gloo's own, and wake up a hundred times a second."""
+    done = run(tmp_path, LEAVES + """
+    import torch.distributed as dist
+    threads.LOOPS = 0
+    kept = []
+
+    def test_it():
+        kept.append(dist.ProcessGroupGloo(dist.HashStore(), 0, 1))
+        while not threads.loops():  # a thread names itself
+            threading.Event().wait(0.01)
+    """)  # fmt: skip
+    assert "1 passed, 1 error" in done.stdout, done
+    assert "this file has left 1 threads of Gloo's" in done.stdout, done

@@ -137,7 +137,7 @@ def test_on_cpus_num_processes_means_what_it_does_for_accelerate(
 
 
 @pytest.mark.process
-@pytest.mark.parametrize("enabled", ["true", "false"])
+@pytest.mark.parametrize("enabled", ["true", pytest.param("false", marks=pytest.mark.long)])
 def test_as_many_processes_with_and_without_fault_tolerance(run: Any, enabled: str) -> None:
     """Without, it is accelerate's own launcher."""
     env = {"FT_REPLICA_GROUP": "0", "RANK": "0"} if enabled == "false" else {}

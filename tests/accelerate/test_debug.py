@@ -71,7 +71,7 @@ def train(folder: Path, steps: int = 4) -> None:
     (folder / f"{group}-{rank}").write_text(repr(told))
 
 
-@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("processes", [pytest.param(1, marks=pytest.mark.long), 2])
 def test_groups_train_together(tmp_path: Path, processes: int) -> None:
     def function(folder: Path, word: str) -> None:  # a closure: nothing is pickled
         assert (word, processes) == ("word", int(os.environ["WORLD_SIZE"]))
@@ -234,7 +234,9 @@ def test_a_killed_process_an_exit_status_and_a_good_one() -> None:
     ft_debug_launcher(function, ("good",))
 
 
-@pytest.mark.parametrize(("number", "status"), [(signal.SIGKILL, -9), (signal.SIGINT, -2)])
+@pytest.mark.parametrize(
+    ("number", "status"), [(signal.SIGKILL, -9), pytest.param(signal.SIGINT, -2, marks=pytest.mark.long)]
+)
 def test_nothing_outlives_the_launcher(tmp_path: Path, number: int, status: int) -> None:
     with subprocess.Popen(
         [sys.executable, debug_job.__file__, str(tmp_path)], env={**os.environ, "PYTHONPATH": str(Path.cwd())},

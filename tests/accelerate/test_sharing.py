@@ -50,7 +50,7 @@ def check_exact(running: Job, *, ends: int) -> list[dict[str, Any]]:
     return found
 
 
-@pytest.mark.parametrize("elastic", ["0", "1"])
+@pytest.mark.parametrize("elastic", [pytest.param("0", marks=pytest.mark.long), "1"])
 def test_three_groups_evaluate_a_third_each(shared: Callable[..., None], elastic: str) -> None:
     shared(ACCELERATE_FT_ELASTIC_DATA=elastic)
     with job(SCRIPT, "--replicas", "3", "--max-restarts", "0", "--standby", "0") as running:

@@ -42,7 +42,9 @@ def another_thread(pid: int) -> int:
     return next(int(task) for task in os.listdir(f"/proc/{pid}/task") if int(task) != pid)
 
 
-@pytest.mark.parametrize("fork", [{}, {"FORK": 1}], ids=["alone", "with a forked child"])
+@pytest.mark.parametrize(
+    "fork", [pytest.param({}, marks=pytest.mark.long), {"FORK": 1}], ids=["alone", "with a forked child"]
+)
 def test_the_others_go_on_while_the_dead_one_is_still_there(forge: Forge, fork: dict[str, int]) -> None:
     """Its connections stay open for as long as the tracer holds one of its threads."""
     with Cluster(forge, FT_NUM_REPLICA_GROUPS=3) as cluster:

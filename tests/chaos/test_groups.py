@@ -105,7 +105,7 @@ def test_one_rank_that_silently_differs_makes_its_whole_group_heal(forge: Forge)
         assert any("differs from the others" in line for line in one.errors)
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.long), 1])
 def test_sigterm_to_one_rank_drains_its_whole_group(forge: Forge, rank: int) -> None:
     with Cluster(forge, STEP_MS=20, FT_NUM_REPLICA_GROUPS=2) as cluster:
         one, two = start_group(cluster, "one"), start_group(cluster, "two")
@@ -128,8 +128,8 @@ def test_sigterm_to_one_rank_drains_its_whole_group(forge: Forge, rank: int) -> 
         assert len(ends) == 2  # the ranks of a group end at the same step
 
 
-def test_sigterm_to_one_rank_of_a_group_that_waits_for_a_quorum() -> None:
-    with Cluster(FT_NUM_REPLICA_GROUPS=2, FT_MIN_REPLICAS=2) as cluster:
+def test_sigterm_to_one_rank_of_a_group_that_waits_for_a_quorum(forge: Forge) -> None:
+    with Cluster(forge, FT_NUM_REPLICA_GROUPS=2, FT_MIN_REPLICAS=2) as cluster:
         lonely = start_group(cluster, "lonely", TIMEOUT_S=60)
         lonely.wait_for(lambda: sum(line.startswith("ready") for _, line in lonely.lines) == 2, "started both ranks")
         lonely.wait_for(lambda: any("waiting for a quorum" in line for line in lonely.errors), "waited")

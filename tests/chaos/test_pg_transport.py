@@ -32,7 +32,7 @@ def test_a_killed_replica_heals_over_process_groups(forge: Forge) -> None:
         assert not any("prefetched" in line for line in back.errors)
 
 
-@pytest.mark.parametrize("nth", [1, 7])
+@pytest.mark.parametrize("nth", [pytest.param(1, marks=pytest.mark.long), 7])
 def test_a_donor_killed_while_it_gives(forge: Forge, nth: int) -> None:
     """The newcomer heals from the other one, in this quorum or the next; the other trains on."""
     with Cluster(forge, FT_TRANSPORT="pg", INERT_MB=MB, LOG=1) as cluster:

@@ -18,8 +18,8 @@ pytestmark = [pytest.mark.process, pytest.mark.timeout(120)]
 NAMES = ("a", "b", "c")
 
 
-def test_a_killed_replica_is_lost_and_taken_back() -> None:
-    with Cluster(FT_NUM_REPLICA_GROUPS=3, BN=1) as cluster:
+def test_a_killed_replica_is_lost_and_taken_back(forge: Forge) -> None:
+    with Cluster(forge, FT_NUM_REPLICA_GROUPS=3, BN=1) as cluster:
         a, b, _ = (cluster.start(name) for name in NAMES)
         a.wait_step(30)
         cluster.kill("c")

@@ -70,7 +70,7 @@ def test_two_groups_of_one_host(network: Network) -> None:
     assert "trains by itself" not in err, "it is no script without a Manager"
 
 
-@pytest.mark.parametrize("where", ["a", "head"])
+@pytest.mark.parametrize("where", [pytest.param("a", marks=pytest.mark.long), "head"])
 def test_a_group_on_each_of_two_hosts(where: str, network: Network) -> None:
     """The lighthouse is on one of the job's hosts, or has one of its own."""
     with lighthouse(network, where, "ours") as address:

@@ -6,14 +6,18 @@ import json
 import os
 import pathlib
 import re
-import subprocess
 import sys
+import tempfile
 from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING
 
 import pytest
 
 from tests.fsdp.modes import MODES
 from tests.launch.job import job
+
+if TYPE_CHECKING:
+    from tests.forge import Forge
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(240)]
 ROOT = pathlib.Path(__file__).resolve().parents[2]
@@ -26,41 +30,46 @@ def read(text: str) -> Digests:
     return {(name, group, rank): digest for name, group, rank, digest in found}
 
 
-LONG = {"no reshard", "recompute", "momentum", "compiled blocks", "offload"}
+LONG = {"compiled whole", "no reshard", "recompute", "momentum", "compiled blocks", "offload"}
 """Modes that are looked at by scripts/check-long only."""
 QUICK = [mode for mode in MODES if mode not in LONG]
 
 
-def native(modes: list[str]) -> Digests:
-    words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
+def native(forge: Forge, modes: list[str]) -> Digests:
+    words = [sys.executable, "-u", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
+    words += ["-m", "tests.fsdp.modes", "native", *(mode.replace(" ", "_") for mode in modes)]
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        [*words, "-m", "tests.fsdp.modes", "native", *(mode.replace(" ", "_") for mode in modes)],
-        capture_output=True, text=True, timeout=LIMIT_S, env=env, cwd=ROOT, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    return read(done.stdout)
+    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
+        torchrun = forge.start(words, env, out.fileno(), err.fileno(), str(ROOT), launches=True)
+        try:
+            status = torchrun.wait(LIMIT_S)
+        finally:
+            torchrun.kill()
+        for file in (out, err):
+            file.seek(0)
+        assert status == 0, err.read()
+        return read(out.read())
 
 
-def both(modes: list[str]) -> tuple[Digests, Digests]:
+def both(forge: Forge, modes: list[str]) -> tuple[Digests, Digests]:
     """Torch's, and ours."""
     names = " ".join(mode.replace(" ", "_") for mode in modes)
-    with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor(1) as pool:
+    with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor(1) as pool, forge.serves_ftrun():
         patch.setenv("PYTHONPATH", str(ROOT))
-        theirs = pool.submit(native, modes)
+        theirs = pool.submit(native, forge, modes)
         with job(f"{ROOT / 'tests/fsdp/modes.py'} ours {names}", "--replicas", "2", "--nproc-per-replica", "2") as run:
             assert run.run() == 0, run.text
         return theirs.result(), read(run.text)
 
 
 @pytest.fixture(scope="module")
-def quick() -> tuple[Digests, Digests]:
-    return both(QUICK)
+def quick(forge_of_a_file: Forge) -> tuple[Digests, Digests]:
+    return both(forge_of_a_file, QUICK)
 
 
 @pytest.fixture(scope="module")
-def others() -> tuple[Digests, Digests]:
-    return both(sorted(LONG))
+def others(forge_of_a_file: Forge) -> tuple[Digests, Digests]:
+    return both(forge_of_a_file, sorted(LONG))
 
 
 @pytest.mark.parametrize("mode", QUICK)

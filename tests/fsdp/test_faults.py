@@ -7,21 +7,37 @@ import pathlib
 import re
 import signal
 import time
+from typing import TYPE_CHECKING
 
 import pytest
 
 from tests.launch.job import Job, job
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(120), pytest.mark.usefixtures("forged_workers")]
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 LIVENESS_S = 1.0
 SLACK_S = 3.0
 """For two cores that are both busy."""
+TOGETHER = 20
+"""Batches that both groups train after one of them is back."""
 
 
 def send(running: Job, rank: str, number: signal.Signals) -> None:
     """`rank`: group and rank."""
     os.kill(int(re.findall(rf"\] pid {rank} (\d+)", running.text)[-1]), number)
+
+
+def end_soon(end: pathlib.Path) -> Callable[[re.Match[str]], None]:
+    """Lets all train TOGETHER batches more than the line says, which is of a commit. `end`: END in the environment."""
+
+    def act(commit: re.Match[str]) -> None:
+        end.with_suffix(".new").write_text(str(int(commit[1]) + TOGETHER))
+        end.with_suffix(".new").rename(end)
+
+    return act
 
 
 def digests(running: Job) -> dict[tuple[int, int], list[str]]:
@@ -32,9 +48,10 @@ def digests(running: Job) -> dict[tuple[int, int], list[str]]:
     return found
 
 
-def test_a_rank_freezes_and_another_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_freezes_and_another_is_killed(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
     """Each time its group ends as a whole, is started again, and heals shard to shard."""
-    settings = {"FT_LIVENESS_S": str(LIVENESS_S), "BATCHES": "400", "FREEZE": "1 0 20"}
+    end = tmp_path / "end"
+    settings = {"FT_LIVENESS_S": str(LIVENESS_S), "BATCHES": "100000", "END": str(end), "FREEZE": "1 0 20"}
     for name, value in {"PYTHONPATH": str(ROOT), **settings}.items():
         monkeypatch.setenv(name, value)
     at: list[float] = []
@@ -43,6 +60,9 @@ def test_a_rank_freezes_and_another_is_killed(monkeypatch: pytest.MonkeyPatch) -
         running.when(r"replica-1\] rank \d \(pid \d+\) was ended by SIGKILL", lambda _: at.append(time.monotonic()))
         healed = [r"back: replica-1 ", r"replica-1:\w+: healed to step"]
         running.when(r"\] commit \d+ 1 1 ", lambda _: send(running, "0 1", signal.SIGKILL), after=healed)
+        running.when(
+            r"\] commit (\d+) 0 1 ", end_soon(end), after=[r"back: replica-0 ", r"replica-0:\w+: healed to step"]
+        )
         assert running.run() == 0, running.text
     assert len(at) == 2, running.text
     assert at[1] - at[0] < 2 * LIVENESS_S + SLACK_S, running.text
@@ -50,26 +70,34 @@ def test_a_rank_freezes_and_another_is_killed(monkeypatch: pytest.MonkeyPatch) -
     assert running.count(r"back: replica-0 ") == 1, running.text
     found = digests(running)
     assert [key for key, held in found.items() if len(set(held)) > 1] == []
-    assert sum(len(held) == 2 for held in found.values()) > 100, running.text
-    ends = re.findall(r"\] done \d (\d) 400 (\w+)", running.text)
+    assert sum(len(held) == 2 for held in found.values()) >= 2 * TOGETHER, running.text
+    ends = re.findall(r"\] done \d (\d) (\d+ \w+)", running.text)
     assert len(ends) == 4, running.text
     assert len(set(ends)) == 2
 
 
-def test_the_leader_freezes_while_another_rank_waits_for_its_vote(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_leader_freezes_while_another_rank_waits_for_its_vote(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path
+) -> None:
     """That rank concludes it from the leader's silence, not after connect_s (20 s here): its group ends as a whole."""
-    settings = {"FT_LIVENESS_S": str(LIVENESS_S), "BATCHES": "250", "FREEZE": "1 0 20", "STOPS": "vote"}
-    for name, value in {"PYTHONPATH": str(ROOT), **settings}.items():
+    end = tmp_path / "end"
+    settings = {"FT_LIVENESS_S": str(LIVENESS_S), "BATCHES": "100000", "FREEZE": "1 0 20", "STOPS": "vote"}
+    for name, value in {"PYTHONPATH": str(ROOT), "END": str(end), **settings}.items():
         monkeypatch.setenv(name, value)
     at: list[float] = []
     with job(ROOT / "tests/fsdp/loop_job.py", "--replicas", "2", "--nproc-per-replica", "2") as running:
         running.when(r"\] freezes 1 0 20", lambda _: at.append(time.monotonic()))
         running.when(r"replica-1\] rank \d \(pid \d+\) was ended by SIGKILL", lambda _: at.append(time.monotonic()))
+        running.when(
+            r"\] commit (\d+) 1 1 ", end_soon(end), after=[r"back: replica-1 ", r"replica-1:\w+: healed to step"]
+        )
         assert running.run() == 0, running.text
     assert len(at) == 2, running.text
     assert at[1] - at[0] < 2 * LIVENESS_S + SLACK_S, running.text
     assert running.count("group rank 0 of replica-1:.* is frozen or cut off, and rank 1 has asked for the next") == 1
-    assert len(set(re.findall(r"\] done \d 1 250 (\w+)", running.text))) == 1, running.text
+    ends = re.findall(r"\] done \d 1 (\d+ \w+)", running.text)
+    assert len(ends) == 2, running.text
+    assert len(set(ends)) == 1
 
 
 def test_a_step_that_a_death_finds_open_goes_on(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:

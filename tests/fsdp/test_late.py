@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.fsdp.test_faults import LIVENESS_S, ROOT, digests, send
+from tests.fsdp.test_faults import LIVENESS_S, ROOT, TOGETHER, digests, end_soon, send
 from tests.launch.job import job
 
 if TYPE_CHECKING:
@@ -17,8 +17,6 @@ if TYPE_CHECKING:
 pytestmark = [pytest.mark.process, pytest.mark.timeout(120), pytest.mark.usefixtures("forged_workers")]
 LATE_S = 2 * LIVENESS_S
 """More than the time after which a silent rank is lost."""
-TOGETHER = 20
-"""Batches that both groups train after the second one is back."""
 
 
 @pytest.mark.parametrize(
@@ -32,13 +30,8 @@ def test_a_rank_comes_late(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Pa
     for name, value in {**environment, "PYTHONPATH": str(ROOT), "END": str(end)}.items():
         monkeypatch.setenv(name, value)
     with job(ROOT / "tests/fsdp/loop_job.py", "--replicas", "2", "--nproc-per-replica", "2") as running:
-
-        def over(found: re.Match[str]) -> None:
-            (tmp_path / "new").write_text(str(int(found[1]) + TOGETHER))
-            (tmp_path / "new").rename(end)
-
         running.when(r"\] commit \d+ 1 0 ", lambda _: send(running, "1 1", signal.SIGKILL))
-        running.when(r"\] commit (\d+) 1 1 ", over, after=[r"replica-1:\w+: healed to step"])
+        running.when(r"\] commit (\d+) 1 1 ", end_soon(end), after=[r"replica-1:\w+: healed to step"])
         assert running.run() == 0, running.text
     assert running.count(r"\] here ") == 2, running.text
     alone = running.text.index("group trains on)"), running.text.index("] here 1", running.text.index("] here 1") + 1)

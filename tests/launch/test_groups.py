@@ -500,6 +500,7 @@ def test_a_keeper_that_is_killed_while_workers_start_costs_none_of_them(write: A
     assert "0 restarts" in running.lines.all[-1], running.text
 
 
+@pytest.mark.usefixtures("forged_workers")
 def test_a_group_of_two_that_uses_init_process_group_comes_back(write: Any) -> None:
     """Every start has a store of its own: addresses of the dead, left under the same keys, would be dialled."""
     script = write(

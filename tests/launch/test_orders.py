@@ -259,7 +259,10 @@ def test_a_standby_that_is_being_started_when_the_pool_is_closed_is_ended(
 # ---------------------------------------------------------------- surroundings
 
 
-@pytest.mark.parametrize("closed", ["<&-", ">&- 2>&-", "<&- >&- 2>&-"])
+@pytest.mark.parametrize(
+    "closed",
+    [pytest.param("<&-", marks=pytest.mark.long), pytest.param(">&- 2>&-", marks=pytest.mark.long), "<&- >&- 2>&-"],
+)
 def test_standard_streams_that_are_closed(write: Any, tmp_path: pathlib.Path, closed: str) -> None:
     script = write("print('x' * 9)\n(folder / 'ran').touch()")
     command = f'exec "$0" -m ft_core.launch "$1" {closed}'

@@ -36,10 +36,15 @@ def logged(folder: pathlib.Path) -> list[int]:
     return [event.step for event in events for value in event.summary.value if value.tag == "loss"]
 
 
-@pytest.mark.parametrize("logger", LOGGERS)
-@pytest.mark.parametrize("dies", ["in a step", "before it logs"])
+@pytest.mark.parametrize(
+    ("dies", "logger"),
+    [
+        pytest.param(dies, logger, marks=[pytest.mark.long] if turn != index else [])
+        for turn, dies in enumerate(["in a step", "before it logs"]) for index, logger in enumerate(LOGGERS)
+    ],
+)  # fmt: skip
 def test_the_leader_dies_and_comes_back(
-    logger: str, dies: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+    dies: str, logger: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In the step that the other one then loses, or between two: either way one batch is not logged."""
     monkeypatch.setenv("DIES", dies)

@@ -81,7 +81,7 @@ def alike(running: Job, replicas: int) -> list[str]:
 class TestProcesses:
     pytestmark = process
 
-    @pytest.mark.parametrize("when", ["epoch=0.ckpt", "epoch=2.ckpt"])
+    @pytest.mark.parametrize("when", [pytest.param("epoch=0.ckpt", marks=pytest.mark.long), "epoch=2.ckpt"])
     def test_the_leader_dies_while_it_saves(self, wishes: Wishes, when: str) -> None:
         """In the middle of the run, and in the very last save: the next one saves what is missing, and goes on."""
         with wishes.job("--replicas", "2", "--max-restarts", "0", epochs=3, **{"0@save": when}) as running:
@@ -124,7 +124,7 @@ class TestProcesses:
     def test_a_write_that_fails_ends_the_leader_only(self, wishes: Wishes) -> None:
         """A full disk is one error; the others have the state in memory, and go on with it."""
         until = {"epochs": 10_000, "batches_after_restart": 60, "full": ["epoch=0.ckpt"]}
-        with wishes.job("--replicas", "2", "--standby", "1", **until) as running:
+        with wishes.job("--replicas", "2", **until) as running:
             assert running.run() == 0, running.text
         alike(running, 2)
         assert running.count(r"\[replica-0\] started") == 2, running.text

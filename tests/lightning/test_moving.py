@@ -16,7 +16,11 @@ SCRIPT = ROOT / "tests/lightning/moving_job.py"
 BATCHES = 36
 
 
-@pytest.mark.parametrize(("victim", "accumulate"), [(0, 1), (2, 1), (0, 2)], ids=["leader", "other", "accumulating"])
+@pytest.mark.parametrize(
+    ("victim", "accumulate"),
+    [(0, 1), pytest.param(2, 1, marks=pytest.mark.long), (0, 2)],
+    ids=["leader", "other", "accumulating"],
+)
 def test_nothing_is_computed_again(
     monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path, victim: int, accumulate: int
 ) -> None:

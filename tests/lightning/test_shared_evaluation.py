@@ -78,7 +78,12 @@ class TestJobs:
 
     @pytest.mark.parametrize(
         "options",
-        ["loaders=2", "workers=2 limit=7", "accumulate=4 every=3", "reshuffle=1 limit=7"],
+        [
+            "loaders=2",
+            pytest.param("workers=2 limit=7", marks=long),
+            pytest.param("accumulate=4 every=3", marks=long),
+            "reshuffle=1 limit=7",
+        ],
     )
     def test_each_group_does_its_part_and_knows_everything(
         self, monkeypatch: pytest.MonkeyPatch, unshared: dict[str, str], options: str

@@ -40,7 +40,12 @@ class TestProcesses:
 
     @pytest.mark.parametrize(
         ("wish", "step"),
-        [({"patience": {"0": 10.0}}, 12), ({"patience": {"1": 10.0}}, 12), ({"1@5": "stop"}, 5), ({}, 36)],
+        [
+            pytest.param({"patience": {"0": 10.0}}, 12, marks=pytest.mark.long),
+            ({"patience": {"1": 10.0}}, 12),
+            ({"1@5": "stop"}, 5),
+            ({}, 36),
+        ],
         ids=["early stopping on the leader", "early stopping on another", "should_stop in a step", "max_epochs"],
     )
     def test_one_wants_to_stop(self, wishes: Wishes, wish: dict[str, Any], step: int) -> None:

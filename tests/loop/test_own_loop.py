@@ -34,21 +34,21 @@ def test_the_example_is_killed_twice(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     """The leader dies, and one that follows: the same end everywhere, every checkpoint is there, and of its batch."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setenv("FOLDER", str(tmp_path))
-    monkeypatch.setenv("BATCHES", "2400")
+    monkeypatch.setenv("BATCHES", "1400")
     with job(EXAMPLE, "--replicas", "3", "--max-restarts", "4") as running:
 
         def kill(name: str) -> None:
             os.kill(int(re.findall(rf"{name}/0\] pid (\d+)", running.text)[-1]), signal.SIGKILL)
 
-        running.when(r"batch 400: loss", lambda found: kill(leader(running.text, found[0])))
-        running.when(r"batch 1000: loss", lambda _: kill("replica-2"))
+        running.when(r"batch 200: loss", lambda found: kill(leader(running.text, found[0])))
+        running.when(r"batch 600: loss", lambda _: kill("replica-2"))
         assert running.run() == 0, running.text
     ends = re.findall(r"\] done (\d+) (\S+)", running.text)
     assert len(ends) == 3, running.text
-    assert set(ends) == {("2400", ends[0][1])}, running.text
+    assert set(ends) == {("1400", ends[0][1])}, running.text
     assert running.count(r"SIGKILL") >= 2
     found = {path.name: torch.load(path)["batch"] for path in tmp_path.glob("*.pt")}
-    assert found == {f"batch_{n}.pt": n for n in range(200, 2401, 200)}, running.text
+    assert found == {f"batch_{n}.pt": n for n in range(200, 1401, 200)}, running.text
     assert not list(tmp_path.glob(".*")), "nothing half-written is left"
 
 
@@ -103,7 +103,7 @@ def test_a_later_run_that_is_lost_with_all_who_were_in_it_is_an_error(
 
 
 @pytest.mark.process
-@pytest.mark.usefixtures("job_folder")
+@pytest.mark.usefixtures("forged_workers")
 def test_groups_of_two_ranks(job_folder: pathlib.Path) -> None:
     """Each process draws another model, and has more to write than the one before: one model, and whole files."""
     with job(JOB, "--replicas", "2", "--nproc-per-replica", "2") as running:

@@ -96,6 +96,7 @@ class Member(FakeHost):
         self.number = group * world.ranks + rank
         self.ring = ProcessGroupGloo(timeout=timedelta(seconds=TIMEOUT_S), hostname="127.0.0.1")
         self.inside = InsideGroup(world.ranks)
+        self.models: list[GroupModel] = []
         self.steps = 0
 
     def open(self) -> None:
@@ -114,7 +115,8 @@ class Member(FakeHost):
 
     def wrap(self, module: nn.Module, **options: Any) -> Any:
         manager: Any = self
-        return GroupModel(manager, self.inside, module, **options)
+        self.models.append(GroupModel(manager, self.inside, module, **options))
+        return self.models[-1]
 
     def start_quorum(self, weight: int = 1, breaks_at: int | None = None, *, rides: bool = True) -> RingAttempt:
         self.steps += 1
@@ -154,6 +156,8 @@ class World:
         for member in self.members:
             member.ring.shutdown()
             member.inside._group = None
+            for model in member.models:
+                model.retire()  # its hooks would keep all groups, whose threads wake up a hundred times a second
         self._threads.shutdown()
         gc.collect()  # works, which hold connections, are in cycles
 
