@@ -11,7 +11,7 @@ leases stands by; if neither does, the one of the lower number serves. One that 
 other before it serves.
 
 Invariants: one that stands by never accepts a proposal about a room in which it knows of a quorum that the proposer
-does not (`succession.accepts`). What this one knew is kept until the other has taken it into account. At most MAX_ROOMS
+does not (`accepts`). What this one knew is kept until the other has taken it into account. At most MAX_ROOMS
 rooms are written down. Ownership: one event loop (or the simulation) calls it.
 """
 
@@ -22,9 +22,8 @@ from enum import Enum
 from typing import TYPE_CHECKING
 
 from ft_core.protocol.lighthouse.events import PartnerIs, PartnerTold, Recorded
-from ft_core.protocol.lighthouse.partner import Partner, Proposal, Told
+from ft_core.protocol.lighthouse.partner import Partner, Proposal, Told, newest
 from ft_core.protocol.lighthouse.room_keeping import MAX_ROOMS
-from ft_core.protocol.lighthouse.succession import accepts
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -303,6 +302,24 @@ class Pair:
             notes.theirs = Told(
                 proposal.room, proposal.quorum_id, proposal.members, bases=proposal.bases,
                 furthest=proposal.furthest, closed=before.closed if before else "",
-                finished=before.finished if before else Told("").finished,
+                finished=before.finished if before else Told("").finished, entered=proposal.entered,
+                orphan_s=proposal.orphan_s,
             )  # fmt: skip
         return Send(replace(self.report(leases), answers=((proposal.quorum_id, accepted),)))
+
+
+def accepts(proposal: Proposal, known: Sequence[Told], met_at: float, now: float) -> bool:
+    """Whether a lighthouse that stands by records this: it knows of no quorum that it may contradict.
+
+    Args:
+        proposal: of the other lighthouse.
+        known: what this one knows of the room.
+        met_at: when the connection that stands now was opened; since then nobody has had a lease here.
+        now: instant.
+    """
+    mine = {told.quorum_id for told in known if told.quorum_id and not told.ended}
+    mine |= {newest(told.bases) for told in known} - {0}
+    mine |= {basis.quorum_id for told in known for basis in told.elsewhere}
+    if any(quorum_id not in proposal.over for quorum_id in mine):
+        return False
+    return not proposal.presumed or now >= met_at + proposal.orphan_s

@@ -49,11 +49,17 @@ class Told:
     """Why nobody may join any more, and the version that a finished replica held."""
     merged: tuple[int, ...] = ()
     """Quorums of the receiver's that the sender knows of, and has taken into account."""
+    entered: int = 0
+    """The one of `bases` that all its members are known to have entered; 0: none, all of them are attempts."""
+    orphan_s: float = 0.0
+    """For how long its replicas may train without a lease; 0: not known."""
+    elsewhere: tuple[Basis, ...] = ()
+    """Quorums that may go on beside the one in force."""
 
     @property
     def ids(self) -> frozenset[int]:
         """The quorums it is about."""
-        return frozenset({self.quorum_id, *(basis.quorum_id for basis in self.bases)} - {0})
+        return frozenset({self.quorum_id, *(basis.quorum_id for basis in (*self.bases, *self.elsewhere))} - {0})
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +77,8 @@ class Proposal:
     """That the last one has ended is not certain: nobody of it had a lease for orphan_s."""
     orphan_s: float = 900.0
     furthest: int = 0
+    entered: int = 0
+    """The one of `bases` that all its members are known to have entered; 0: none."""
 
 
 def newest(bases: Iterable[Basis]) -> int:
