@@ -190,7 +190,7 @@ class Lighthouse:
                 case StandBy():
                     self.world.say("lighthouse %d stands by", self.index)
                     self.room.take((room_events.PartnerIs(ALONE),), self.world.now)
-                    self.pair.stops(self.room.told)
+                    self.pair.stops(self.room.told, self.world.now)
                     for conn in list(self.conns.values()):
                         conn.break_()
                     self.conns.clear()
