@@ -13,10 +13,9 @@ from hypothesis import strategies as st
 
 from ft_core.protocol.lighthouse.events import PartnerIs, PartnerTold, Propose, Recorded
 from ft_core.protocol.lighthouse.pair import accepts
-from ft_core.protocol.lighthouse.partner import Partner, Proposal, Told
+from ft_core.protocol.lighthouse.partner import Partner, Proposal, Told, most_of
 from ft_core.protocol.lighthouse.room import Room
 from ft_core.protocol.lighthouse.rules import Rules
-from ft_core.protocol.lighthouse.succession import most_of
 from ft_core.protocol.quorum_ids import QuorumIds
 from ft_core.protocol.types import Basis, Version
 from ft_core.settings import LighthouseSettings
@@ -355,6 +354,54 @@ def test_the_state_is_not_called_lost_while_the_other_lighthouse_may_know_its_ho
     lines = half.ask("a") + half.later(2 * ORPHAN)
     assert not any(line.startswith("refuse") for line in lines)
     assert OTHER in half.room.waits.reason
+
+
+def test_a_record_that_was_perhaps_never_announced_frees_nobody() -> None:
+    """The proposer may be dead, or live and form alone what has most of the last one: nobody can tell which."""
+    proposer = Half()
+    proposer.trains("a", "b", "c")
+    for name in "abc":
+        proposer.progress(name, 1)
+    proposer.dies("a"), proposer.dies("b")
+    assert "propose c" in proposer.asks_again("c") + proposer.later(9)
+    told = proposer.room.told
+    proposer.other(stands_by=False)  # before the answer
+    proposer.ends("c")
+    lines = [line for name in "ab" for line in proposer.hello(name) + proposer.asks_again(name)]
+    assert any(line.startswith("quorum a, b ->") for line in lines + proposer.later(9))
+    standby = Half(told, boot=900)  # which has recorded it, and to which c comes with the same ask
+    standby.other(stands_by=False)
+    standby.quorum["c"], standby.members["c"] = proposer.quorum["c"], ("a", "b", "c")
+    standby.hello("c", fenced=True)
+    lines = standby.asks_again("c") + standby.later(2 * ORPHAN)
+    assert not any(line.startswith("quorum") for line in lines)
+    assert "a, b may train on under it" in standby.room.waits.reason
+    assert "start this lighthouse again without --peer" in standby.room.waits.reason
+
+
+@pytest.mark.parametrize("met", ["before", "after"])
+def test_that_both_lighthouses_have_forgotten_a_quorum_is_said_once(met: str) -> None:
+    """They were started again before they met: before somebody of the job comes, or afterwards."""
+    half = Half(boot=900)
+    together, apart = Partner(OTHER, True, True, half.now, half.now), Partner(OTHER)
+    lines = half.do(PartnerIs(together if met == "before" else apart))
+    for name in "ab":
+        half.quorum[name], half.members[name] = 500 << 32 | 3, ("a", "b")
+        lines += half.hello(name, fenced=True)
+    assert any("remembers the quorum" in line for line in lines) is (met == "before"), "the other one may know it"
+    lines += half.do(PartnerIs(together)) + half.do(PartnerIs(together))
+    assert sum("remembers the quorum of a, b: both were started again" in line for line in lines) == 1
+
+
+def test_a_quorum_that_the_other_lighthouse_knows_is_not_called_forgotten() -> None:
+    basis = Basis(500 << 32 | 3, ("a", "b"))
+    half = Half(boot=900)
+    half.other(stands_by=False, informed=False)
+    half.quorum["a"], half.members["a"] = basis.quorum_id, basis.members
+    lines = half.hello("a", fenced=True)
+    lines += half.do(PartnerTold(Told("job", basis.quorum_id, basis.members, bases=(basis,), entered=basis.quorum_id)))
+    lines += half.do(PartnerIs(Partner(OTHER, True, True, half.now, half.now)))
+    assert not any("remembers the quorum" in line for line in lines)
 
 
 # ---------------------------------------------------------------- what is told, and what may go on elsewhere

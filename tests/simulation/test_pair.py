@@ -3,6 +3,8 @@
 In these runs a restart of one lighthouse, however it coincides with freezes and cuts, excuses nothing: the other one
 remembers. `both_down` lets both of them be gone at once; then what DESIGN 7 documents of a restart is counted.
 
+The mixes of `moments` strike a lighthouse exactly when a quorum is recorded or announced (`moments.py`).
+
 `FT_SIM_SEEDS` chooses how many seeds a mix gets: 2,000 in scripts/check-long. `python -m tests.simulation --pair` shows
 one. What the switches of R22 need where a seed shows it, or a script (tests/protocol/test_succession.py):
 
@@ -73,6 +75,14 @@ def test_every_invariant_holds_under_two_lighthouses(mix: str) -> None:
         served += sum(text == "lighthouse %d serves" for _, text, _ in result.world.story)
     assert commits > 20, "hardly anything is committed: it tests nothing"
     assert served > len([*seeds()]), "the other lighthouse never takes over: it tests nothing"
+
+
+@pytest.mark.parametrize("seed", [150, 413, 425, 543])
+def test_what_may_go_on_elsewhere_is_proposed_over_when_nobody_can_train_in_it_any_more(seed: int) -> None:
+    """Found by `moments`: the other lighthouse refused what was proposed beside its own quorum, for ever (I7)."""
+    result = simulate(seed, Config.draw(seed, **fixed_in("moments")))
+    if result.violation:
+        pytest.fail(story(result), pytrace=False)
 
 
 def test_without_the_rule_two_quorums_train_beside_each_other() -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from ft_core.protocol.types import VOID, Basis, Version
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Collection, Iterable
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,3 +84,9 @@ class Proposal:
 def newest(bases: Iterable[Basis]) -> int:
     """The highest quorum_id among them; 0: there are none."""
     return max((basis.quorum_id for basis in bases), default=0)
+
+
+def most_of(basis: Basis, ids: Collection[str]) -> bool:
+    """Whether more than half of its members are among these; of two halves the one with the first member is."""
+    here = sum(member in ids for member in basis.members)
+    return 2 * here > len(basis.members) or (2 * here == len(basis.members) and basis.members[0] in ids)

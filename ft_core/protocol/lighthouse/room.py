@@ -275,10 +275,10 @@ class Room:
 
     def _inherit(self, now: float, out: list[ev.Effect]) -> None:
         """Take over the quorum that the other lighthouse has told of, once somebody is here (R22)."""
-        hello = next((record.hello for record in self.records.values() if record.life is Life.UP), None)
-        if hello is not None:
+        for hello in next(([record.hello] for record in self.records.values() if record.life is Life.UP), []):
             for told in self._succession.inherits(self.current):
                 self._adopt(hello, told.quorum_id, told.members, now, out)
+        out += map(ev.Note, self._succession.forgotten.remark(self._succession.partner))
 
     def _on_progress(self, event: ev.Progress, now: float, out: list[ev.Effect]) -> bool:
         """False if nothing changed that a decision looks at (the common case, several times per second and replica)."""

@@ -41,7 +41,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from ft_core.protocol.lighthouse.events import PartnerIs, PartnerTold, Propose, Recorded
-from ft_core.protocol.lighthouse.partner import ALONE, Partner, Proposal, Told
+from ft_core.protocol.lighthouse.forgotten import Forgotten
+from ft_core.protocol.lighthouse.partner import ALONE, Partner, Proposal, Told, most_of
 from ft_core.protocol.lighthouse.view import Formed, Life, NotReady
 from ft_core.protocol.types import Basis
 
@@ -104,6 +105,7 @@ class Succession:
         """The newest attempt for which there was no place among `bases`."""
         self._inherited: list[Told] = sorted(told, key=lambda t: t.quorum_id)
         """What was told and is not adopted yet: that takes a member's Hello."""
+        self.forgotten = Forgotten()
         self.merged: tuple[int, ...] = ()
         """Quorums of the other lighthouse that are taken into account here."""
         self._remembered = False
@@ -141,6 +143,7 @@ class Succession:
         self.orphan_s = max(self.orphan_s, hello.orphan_s)
         if hello.quorum_id and hello.members and hello.replica_id in hello.members:
             mine = Basis(hello.quorum_id, hello.members)
+            self.forgotten.presented(mine, known=self._knows(mine.quorum_id))
             if hello.fenced:
                 self._enter(mine)
             else:
@@ -257,7 +260,13 @@ class Succession:
                 self._goes_on(Basis(other.quorum_id, other.members))
         return [last] if last is not None else []
 
+    def _knows(self, quorum_id: int) -> bool:
+        """Whether that quorum is known, or older than one that all have entered."""
+        bases = (basis.quorum_id for basis in (*self.bases, *self.elsewhere))
+        return quorum_id <= self.entered or quorum_id in self._past or quorum_id in bases
+
     def _learn(self, told: Told) -> None:
+        self.forgotten.told(told.ids)
         self.furthest = max(self.furthest, told.furthest)
         for quorum_id in told.ids:
             self._ids.observe(quorum_id)
@@ -437,9 +446,3 @@ class Succession:
         heard_of = all(most_of(basis, heard) for basis in bases)
         self._remembered = heard_of or view.now >= partner.met_at + view.orphan_s
         return self._remembered
-
-
-def most_of(basis: Basis, ids: Collection[str]) -> bool:
-    """Whether more than half of its members are among these; of two halves the one with the first member is."""
-    here = sum(member in ids for member in basis.members)
-    return 2 * here > len(basis.members) or (2 * here == len(basis.members) and basis.members[0] in ids)
