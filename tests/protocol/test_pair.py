@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ft_core.protocol.lighthouse.pair import MAX_NOTES, Pair, Report, Role, Send
-from ft_core.protocol.lighthouse.partner import Proposal, Told
+from ft_core.protocol.lighthouse.partner import Proposal, Told, together
 from ft_core.protocol.types import VOID, Basis
 
 ORPHAN_S = 60.0
@@ -99,3 +99,16 @@ def test_one_that_had_to_forget_a_room_is_as_one_that_was_started_again() -> Non
     assert pair.overrun
     assert not pair.partner.informed
     assert pair.partner.since == 150.0
+
+
+def test_what_both_knew_of_a_room_is_told_as_one() -> None:
+    """Two reports of one room would take each other's place at a lighthouse that stands by."""
+    pair = in_contact(Role.STANDBY)
+    first, mine, theirs = Basis(5, ("a", "b", "c")), Basis(6, ("a", "b")), Basis(7, ("a", "c"))
+    pair.stops(Told("job", 6, mine.members, bases=(first, mine), entered=5, orphan_s=ORPHAN_S, furthest=9), 100.0)
+    other = Told("job", 7, theirs.members, bases=(first, theirs), entered=5, furthest=8)
+    pair.heard(replace(OTHER, role=Role.ACTIVE, told=(other,)), 101.0, 0)
+    (one,) = pair.all_known()
+    assert one == replace(other, bases=(first, mine, theirs), elsewhere=(mine,), orphan_s=ORPHAN_S, furthest=9)
+    entered = replace(other, entered=7, bases=(theirs,))
+    assert together((*pair.known("job")[:1], entered)) == replace(entered, orphan_s=ORPHAN_S, furthest=9)

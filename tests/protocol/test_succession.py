@@ -507,6 +507,18 @@ def test_a_quorum_that_others_have_taken_the_place_of_may_go_on() -> None:
     assert not any(line.startswith(("quorum", "propose")) for line in half.later(ORPHAN / 2)), "c and d may train"
 
 
+def test_a_quorum_that_its_member_left_for_a_newer_one_is_over() -> None:
+    """The other lighthouse had not told of the newer one when it ended."""
+    before, last = Basis(400 << 32 | 1, ("a", "b")), Basis(400 << 32 | 2, ("a", "c"))
+    half = Half(Told("job", before.quorum_id, before.members, bases=(before,), entered=before.quorum_id))
+    half.other(stands_by=False)
+    half.quorum["a"], half.members["a"] = last.quorum_id, last.members
+    half.hello("a", after=(before,))
+    assert half.room.current is not None
+    assert half.room.current.members == last.members
+    assert not half.room.told.elsewhere
+
+
 def test_what_may_go_on_elsewhere_is_told_and_known_after_a_takeover() -> None:
     first, last = Basis(400 << 32 | 1, ("a", "b", "c")), Basis(400 << 32 | 2, ("c", "d"))
     half = Half(

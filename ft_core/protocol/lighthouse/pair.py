@@ -26,7 +26,7 @@ from enum import Enum
 from typing import TYPE_CHECKING
 
 from ft_core.protocol.lighthouse.events import PartnerIs, PartnerTold, Recorded
-from ft_core.protocol.lighthouse.partner import Partner, Proposal, Told, newest
+from ft_core.protocol.lighthouse.partner import Partner, Proposal, Told, newest, together
 from ft_core.protocol.lighthouse.room_keeping import MAX_ROOMS
 
 if TYPE_CHECKING:
@@ -187,7 +187,7 @@ class Pair:
 
     def all_known(self, served: Container[str] = ()) -> list[Told]:
         """What is written down about all rooms but those that are served now: part of each complete report."""
-        return [told for name, notes in self._notes.items() if name not in served for told in notes.told]
+        return [together(notes.told) for name, notes in self._notes.items() if name not in served and notes.told]
 
     def report(self, leases: int, told: Sequence[Told] = (), *, complete: bool = False) -> Report:
         """What to send the other one now. `told`: what the rooms know, of one that serves."""

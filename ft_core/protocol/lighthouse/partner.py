@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from ft_core.protocol.types import VOID, Basis, Version
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable
+    from collections.abc import Collection, Iterable, Sequence
+
+MAX_TOLD = 16
+"""Quorums that the next one has to grow out of, or that may go on elsewhere, in one report of a room."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +82,31 @@ class Proposal:
     furthest: int = 0
     entered: int = 0
     """The one of `bases` that all its members are known to have entered; 0: none."""
+
+
+def together(told: Sequence[Told]) -> Told:
+    """One report of several of the same room: the newest quorum is in force, an older one may go on elsewhere."""
+    last = max(told, key=lambda one: one.quorum_id)
+    entered = max(one.entered for one in told)
+    older = [Basis(t.quorum_id, t.members) for t in told if not t.ended and 0 < t.quorum_id < last.quorum_id]
+    elsewhere = {basis for one in told for basis in one.elsewhere} | {*older}
+    bases = sorted({basis for one in told for basis in one.bases if basis.quorum_id >= entered}, key=_id_of)
+    closed, finished = max((one.closed, one.finished) for one in told)
+    return replace(
+        last,
+        bases=(*bases[:1], *bases[1:][-MAX_TOLD + 1 :]),
+        elsewhere=tuple(sorted((b for b in elsewhere if b.quorum_id >= entered), key=_id_of))[-MAX_TOLD:],
+        entered=entered,
+        furthest=max(one.furthest for one in told),
+        orphan_s=max(one.orphan_s for one in told),
+        closed=closed,
+        finished=finished,
+        merged=tuple(sorted({quorum_id for one in told for quorum_id in one.merged}))[-4 * MAX_TOLD :],
+    )
+
+
+def _id_of(basis: Basis) -> int:
+    return basis.quorum_id
 
 
 def newest(bases: Iterable[Basis]) -> int:

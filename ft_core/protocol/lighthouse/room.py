@@ -265,7 +265,7 @@ class Room:
         self, hello: ev.Hello, quorum_id: int, members: tuple[str, ...], now: float, out: list[ev.Effect]
     ) -> None:
         ended = any(record.life is Life.GONE for record in self._table.named(members))
-        self._succession.adopted(quorum_id, self.current)
+        self._succession.adopted(quorum_id, self.current, hello)
         self._quorum.adopt(quorum_id, members, now, ended=ended)
         self._refusals.forget_size()
         self._table.expect(members, hello, now)

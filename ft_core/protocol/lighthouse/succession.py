@@ -195,12 +195,14 @@ class Succession:
         self._formed.append(quorum.quorum_id)
         self._take((Basis(quorum.quorum_id, quorum.ids),))
 
-    def adopted(self, quorum_id: int, before: Current | None) -> None:
-        """The room goes on from this one, which was presented or told: what is told of it again is no news. The one
-        that was in force `before` makes place for it, and goes on unless it has ended."""
+    def adopted(self, quorum_id: int, before: Current | None, hello: Hello) -> None:
+        """The room goes on from this one, which was presented (then by `hello`) or told: what is told of it again is no
+        news. The one in force `before` makes place, and goes on unless it has ended, or the presenter has left it."""
         self._past.append(quorum_id)
         if before is not None and not before.ended and self.partner.address:
-            self._goes_on(Basis(before.quorum_id, before.members))
+            left = before.quorum_id < quorum_id == hello.quorum_id and hello.replica_id in before.among
+            if not left:
+                self._goes_on(Basis(before.quorum_id, before.members))
 
     def committed(self, current: Current) -> None:
         """A step was committed in that quorum."""
