@@ -639,7 +639,7 @@ class GroupRequest(_message.Message):
     def __init__(self, join: _Optional[_Union[JoinRequest, _Mapping]] = ..., progress: _Optional[_Union[Progress, _Mapping]] = ..., ask: _Optional[_Union[Ask, _Mapping]] = ..., vote: _Optional[_Union[Verdict, _Mapping]] = ..., broken: _Optional[_Union[Break, _Mapping]] = ..., left: _Optional[_Union[Left, _Mapping]] = ..., order: _Optional[_Union[Order, _Mapping]] = ..., room: _Optional[str] = ...) -> None: ...
 
 class RoomReport(_message.Message):
-    __slots__ = ("room", "quorum_id", "members", "ended", "bases", "furthest", "closed", "finished", "merged")
+    __slots__ = ("room", "quorum_id", "members", "ended", "bases", "furthest", "closed", "finished", "merged", "entered", "orphan_ms", "elsewhere")
     ROOM_FIELD_NUMBER: _ClassVar[int]
     QUORUM_ID_FIELD_NUMBER: _ClassVar[int]
     MEMBERS_FIELD_NUMBER: _ClassVar[int]
@@ -649,6 +649,9 @@ class RoomReport(_message.Message):
     CLOSED_FIELD_NUMBER: _ClassVar[int]
     FINISHED_FIELD_NUMBER: _ClassVar[int]
     MERGED_FIELD_NUMBER: _ClassVar[int]
+    ENTERED_FIELD_NUMBER: _ClassVar[int]
+    ORPHAN_MS_FIELD_NUMBER: _ClassVar[int]
+    ELSEWHERE_FIELD_NUMBER: _ClassVar[int]
     room: str
     quorum_id: int
     members: _containers.RepeatedScalarFieldContainer[str]
@@ -658,10 +661,13 @@ class RoomReport(_message.Message):
     closed: str
     finished: Version
     merged: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, room: _Optional[str] = ..., quorum_id: _Optional[int] = ..., members: _Optional[_Iterable[str]] = ..., ended: bool = ..., bases: _Optional[_Iterable[_Union[Basis, _Mapping]]] = ..., furthest: _Optional[int] = ..., closed: _Optional[str] = ..., finished: _Optional[_Union[Version, _Mapping]] = ..., merged: _Optional[_Iterable[int]] = ...) -> None: ...
+    entered: int
+    orphan_ms: int
+    elsewhere: _containers.RepeatedCompositeFieldContainer[Basis]
+    def __init__(self, room: _Optional[str] = ..., quorum_id: _Optional[int] = ..., members: _Optional[_Iterable[str]] = ..., ended: bool = ..., bases: _Optional[_Iterable[_Union[Basis, _Mapping]]] = ..., furthest: _Optional[int] = ..., closed: _Optional[str] = ..., finished: _Optional[_Union[Version, _Mapping]] = ..., merged: _Optional[_Iterable[int]] = ..., entered: _Optional[int] = ..., orphan_ms: _Optional[int] = ..., elsewhere: _Optional[_Iterable[_Union[Basis, _Mapping]]] = ...) -> None: ...
 
 class PartnerProposal(_message.Message):
-    __slots__ = ("room", "quorum_id", "members", "bases", "over", "presumed", "orphan_ms", "furthest")
+    __slots__ = ("room", "quorum_id", "members", "bases", "over", "presumed", "orphan_ms", "furthest", "entered")
     ROOM_FIELD_NUMBER: _ClassVar[int]
     QUORUM_ID_FIELD_NUMBER: _ClassVar[int]
     MEMBERS_FIELD_NUMBER: _ClassVar[int]
@@ -670,6 +676,7 @@ class PartnerProposal(_message.Message):
     PRESUMED_FIELD_NUMBER: _ClassVar[int]
     ORPHAN_MS_FIELD_NUMBER: _ClassVar[int]
     FURTHEST_FIELD_NUMBER: _ClassVar[int]
+    ENTERED_FIELD_NUMBER: _ClassVar[int]
     room: str
     quorum_id: int
     members: _containers.RepeatedScalarFieldContainer[str]
@@ -678,7 +685,8 @@ class PartnerProposal(_message.Message):
     presumed: bool
     orphan_ms: int
     furthest: int
-    def __init__(self, room: _Optional[str] = ..., quorum_id: _Optional[int] = ..., members: _Optional[_Iterable[str]] = ..., bases: _Optional[_Iterable[_Union[Basis, _Mapping]]] = ..., over: _Optional[_Iterable[int]] = ..., presumed: bool = ..., orphan_ms: _Optional[int] = ..., furthest: _Optional[int] = ...) -> None: ...
+    entered: int
+    def __init__(self, room: _Optional[str] = ..., quorum_id: _Optional[int] = ..., members: _Optional[_Iterable[str]] = ..., bases: _Optional[_Iterable[_Union[Basis, _Mapping]]] = ..., over: _Optional[_Iterable[int]] = ..., presumed: bool = ..., orphan_ms: _Optional[int] = ..., furthest: _Optional[int] = ..., entered: _Optional[int] = ...) -> None: ...
 
 class PartnerAnswer(_message.Message):
     __slots__ = ("quorum_id", "accepted")

@@ -157,7 +157,10 @@ def test_a_peer_that_cannot_be_is_an_error(bind: str, peer: str, says: str, caps
 
 def test_a_report_travels_as_it_is() -> None:
     basis = Basis(5 << 32 | 1, ("a:1", "b:1"))
-    told = Told("job", 5 << 32 | 2, ("a:1",), True, (basis,), 7, "it is over", Version(7, 5 << 32 | 1), (3, 4))
-    proposal = Proposal("job", 9, ("a:1",), (basis,), (1, 2), True, float("inf"), 3)
+    told = Told(
+        "job", 5 << 32 | 2, ("a:1",), True, (basis,), 7, "it is over", Version(7, 5 << 32 | 1), (3, 4), 5 << 32 | 1,
+        900.0, (basis,),
+    )  # fmt: skip
+    proposal = Proposal("job", 9, ("a:1",), (basis,), (1, 2), True, float("inf"), 3, 5 << 32 | 1)
     report = Report(2**64 - 1, Role.STANDBY, 7, True, 12, (told,), True, (proposal,), ((9, True), (10, False)))
     assert codec.decode_report(codec.encode_report(report, "0.1.0")) == report

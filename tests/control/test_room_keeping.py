@@ -9,14 +9,19 @@ from typing import TYPE_CHECKING
 import pytest
 
 from ft_core.control.lighthouse.client import LighthouseClient
+from ft_core.control.lighthouse.partner_link import PartnerLink
+from ft_core.control.lighthouse.room_host import Rooms
+from ft_core.control.lighthouse.room_shell import Waiter
 from ft_core.control.lighthouse.server import LighthouseServer
 from ft_core.errors import JobFinishedError, RefusedError
 from ft_core.protocol.lighthouse.events import Asked, Hello, LeaseEnded, Left
+from ft_core.protocol.lighthouse.pair import MAX_NOTES, Role
+from ft_core.protocol.lighthouse.partner import Told
 from ft_core.protocol.lighthouse.room import Room
 from ft_core.protocol.lighthouse.room_keeping import MAX_FINISHED, MAX_ROOMS, FinishedRooms, replaceable
 from ft_core.protocol.pushes import Answer, Push, Refusal, Welcome
 from ft_core.protocol.quorum_ids import QuorumIds
-from ft_core.protocol.types import Ask, Version
+from ft_core.protocol.types import Ask, Basis, Version
 from ft_core.rpc import codec
 from ft_core.rpc.channel import LIGHTHOUSE, channel_options, grpc
 from ft_core.settings import LighthouseSettings, room_of_run
@@ -201,3 +206,73 @@ def test_finished_rooms_are_remembered_and_bounded() -> None:
     for number in range(MAX_FINISHED + 5):
         book.remember(finished(room(f"r{number}", asks=False), 100.0))
     assert repr(book) == f"FinishedRooms({MAX_FINISHED})"
+
+
+# ---------------------------------------------------------------- two lighthouses (R22)
+
+
+def of_a_pair() -> tuple[Rooms, PartnerLink]:
+    """The rooms of one that serves while the other one is out of reach."""
+    rooms = Rooms(LighthouseSettings(boot_window_s=0.0), ABSENCE_S)
+    link = rooms.partner = PartnerLink(rooms, "127.0.0.1:1", None, "")
+    link._pair.role = Role.ACTIVE
+    return rooms, link
+
+
+def fill(rooms: Rooms, number: int) -> None:
+    """Rooms in which somebody asks."""
+    for nth in range(number):
+        rooms.room(f"r{nth}").waiters["x"] = Waiter(1, asyncio.get_running_loop().create_future())
+
+
+def test_a_room_of_a_pair_that_makes_place_is_the_same_when_it_is_made_again() -> None:
+    """Else more than half of an older quorum could go on beside the members of the last one, who are out of reach."""
+
+    async def run() -> None:
+        rooms, link = of_a_pair()
+        shell = rooms.room("job")
+        rooms.feed(shell, Hello("a:1", "a", 1, 1, expected=1))
+        rooms.feed(shell, Asked(Ask("a:1", 1), 1))
+        rooms._settle(shell)
+        rooms.feed(shell, LeaseEnded("a:1", 1, 9.0))
+        before = shell.room.told
+        assert before.bases
+        rooms._offset += 10 * ABSENCE_S
+        fill(rooms, MAX_ROOMS)
+        assert "job" not in rooms._rooms
+        assert link.known("job")[0].bases == before.bases
+        rooms._rooms.popitem()[1].stop()
+        again = rooms.room("job").room
+        assert (again.told.bases, again.told.entered) == (before.bases, before.entered)
+        rooms.close()
+
+    asyncio.run(run())
+
+
+def test_a_room_of_a_pair_is_refused_while_replicas_may_train_in_all_that_are_known() -> None:
+    async def run() -> None:
+        rooms, link = of_a_pair()
+        for number in range(MAX_NOTES):
+            link._pair.keeps(Told(f"n{number}", 5, ("a",), bases=(Basis(5, ("a",)),), orphan_s=60.0), rooms.now())
+        with pytest.raises(RefusedError, match=f"in all of the {MAX_NOTES} rooms .* start other lighthouses for 'new'"):
+            rooms.room("new")
+        assert rooms.room("n7").room.told.bases, "one that is known is served"
+        rooms.close()
+
+    asyncio.run(run())
+
+
+def test_rooms_to_which_nobody_has_come_yet_are_part_of_a_complete_report() -> None:
+    """Else a partner that was started again would believe to be informed, and contradict them."""
+
+    async def run() -> None:
+        rooms, link = of_a_pair()
+        rooms.room("here")
+        link._pair.keeps(Told("away", 5, ("a",), bases=(Basis(5, ("a",)),), orphan_s=60.0), rooms.now())
+        link._queue.clear()
+        link._report(complete=True)
+        reports = [codec.decode_report(data) for data in link._queue]
+        assert {told.room for report in reports for told in report.told} == {"here", "away"}
+        rooms.close()
+
+    asyncio.run(run())

@@ -12,10 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ft_core.protocol.lighthouse.events import PartnerIs, PartnerTold, Propose, Recorded
-from ft_core.protocol.lighthouse.partner import Partner, Proposal, Told
+from ft_core.protocol.lighthouse.pair import accepts
+from ft_core.protocol.lighthouse.partner import Partner, Proposal, Told, most_of
 from ft_core.protocol.lighthouse.room import Room
 from ft_core.protocol.lighthouse.rules import Rules
-from ft_core.protocol.lighthouse.succession import accepts, most_of
 from ft_core.protocol.quorum_ids import QuorumIds
 from ft_core.protocol.types import Basis, Version
 from ft_core.settings import LighthouseSettings
@@ -281,19 +281,41 @@ def test_an_open_ask_that_visits_this_lighthouse_ends_nothing_that_the_other_one
     assert not any(line.startswith(("quorum", "propose")) for line in lines), "nor is it over when they meet again"
 
 
-def test_what_members_do_in_their_quorum_after_they_opened_their_lease_counts() -> None:
-    """They came before their first ballot: their asks say more than their Hello did."""
-    before, last = Basis(400 << 32 | 1, ("a", "b", "c")), Basis(400 << 32 | 2, ("a", "b"))
-    half = Half(boot=900)
-    half.other(stands_by=False)
-    for name in "ab":
-        half.quorum[name], half.members[name] = last.quorum_id, last.members
-        half.hello(name, cast=False, after=(before,))
-    half.quorum["c"], half.members["c"] = before.quorum_id, before.members
+class Opened(Half):
+    """a and b have opened their leases before their first ballot in {a, b}, which grew out of a larger quorum."""
+
+    def __init__(self, *before: str) -> None:
+        super().__init__(boot=900)
+        self.before, last = Basis(400 << 32 | 1, before), Basis(400 << 32 | 2, ("a", "b"))
+        self.other(stands_by=False)
+        for name in last.members:
+            self.quorum[name], self.members[name] = last.quorum_id, last.members
+            self.hello(name, cast=False, after=(self.before,))
+
+
+def test_a_ballot_that_was_given_after_the_lease_was_opened_counts() -> None:
+    """The ask brings it: that attempt may have been entered by all."""
+    half = Opened("a", "b", "c")
+    half.quorum["c"], half.members["c"] = half.before.quorum_id, half.before.members
     half.hello("c", fenced=True)
     half.dies("a")
-    lines = half.asks_again("b") + half.asks_again("c") + half.later(30)
+    lines = half.asks_again("b", fenced=False) + half.asks_again("c") + half.later(30)
     assert not any(line.startswith("quorum") for line in lines), "a may have gone on alone: it is the first of two"
+
+
+def test_a_fence_that_completed_after_the_lease_was_opened_counts() -> None:
+    """The ask brings it: all had entered that quorum, so the one before it does not count any more."""
+    half = Opened("a", "b", "c")
+    half.dies("b")
+    old = Version(5, half.before.quorum_id)  # the attempt was vetoed
+    lines = half.ask("a", failed=True, version=old, fenced=True) + half.later(30)
+    assert any(line.startswith("quorum a ->") for line in lines), half.room.waits.reason
+
+
+def test_a_quorum_that_all_its_members_leave_after_a_ballot_was_entered_by_all() -> None:
+    half = Opened(*"abcde")
+    lines = [line for name in "ab" for line in half.asks_again(name, fenced=False)] + half.later(30)
+    assert any(line.startswith("quorum a, b ->") for line in lines), half.room.waits.reason
 
 
 def test_an_open_proposal_is_part_of_what_the_other_lighthouse_is_told() -> None:
@@ -334,6 +356,192 @@ def test_the_state_is_not_called_lost_while_the_other_lighthouse_may_know_its_ho
     assert OTHER in half.room.waits.reason
 
 
+def test_a_record_that_was_perhaps_never_announced_frees_nobody() -> None:
+    """The proposer may be dead, or live and form alone what has most of the last one: nobody can tell which."""
+    proposer = Half()
+    proposer.trains("a", "b", "c")
+    for name in "abc":
+        proposer.progress(name, 1)
+    proposer.dies("a"), proposer.dies("b")
+    assert "propose c" in proposer.asks_again("c") + proposer.later(9)
+    told = proposer.room.told
+    proposer.other(stands_by=False)  # before the answer
+    proposer.ends("c")
+    lines = [line for name in "ab" for line in proposer.hello(name) + proposer.asks_again(name)]
+    assert any(line.startswith("quorum a, b ->") for line in lines + proposer.later(9))
+    standby = Half(told, boot=900)  # which has recorded it, and to which c comes with the same ask
+    standby.other(stands_by=False)
+    standby.quorum["c"], standby.members["c"] = proposer.quorum["c"], ("a", "b", "c")
+    standby.hello("c", fenced=True)
+    lines = standby.asks_again("c") + standby.later(2 * ORPHAN)
+    assert not any(line.startswith("quorum") for line in lines)
+    assert "a, b may train on under it" in standby.room.waits.reason
+    assert "start this lighthouse again without --peer" in standby.room.waits.reason
+
+
+@pytest.mark.parametrize("met", ["before", "after"])
+def test_that_both_lighthouses_have_forgotten_a_quorum_is_said_once(met: str) -> None:
+    """They were started again before they met: before somebody of the job comes, or afterwards."""
+    half = Half(boot=900)
+    together, apart = Partner(OTHER, True, True, half.now, half.now), Partner(OTHER)
+    lines = half.do(PartnerIs(together if met == "before" else apart))
+    for name in "ab":
+        half.quorum[name], half.members[name] = 500 << 32 | 3, ("a", "b")
+        lines += half.hello(name, fenced=True)
+    assert any("remembers the quorum" in line for line in lines) is (met == "before"), "the other one may know it"
+    lines += half.do(PartnerIs(together)) + half.do(PartnerIs(together))
+    assert sum("remembers the quorum of a, b: both were started again" in line for line in lines) == 1
+
+
+def test_a_quorum_that_the_other_lighthouse_knows_is_not_called_forgotten() -> None:
+    basis = Basis(500 << 32 | 3, ("a", "b"))
+    half = Half(boot=900)
+    half.other(stands_by=False, informed=False)
+    half.quorum["a"], half.members["a"] = basis.quorum_id, basis.members
+    lines = half.hello("a", fenced=True)
+    lines += half.do(PartnerTold(Told("job", basis.quorum_id, basis.members, bases=(basis,), entered=basis.quorum_id)))
+    lines += half.do(PartnerIs(Partner(OTHER, True, True, half.now, half.now)))
+    assert not any("remembers the quorum" in line for line in lines)
+
+
+# ---------------------------------------------------------------- what is told, and what may go on elsewhere
+
+
+def test_an_attempt_that_the_other_lighthouse_tells_of_does_not_count_as_entered() -> None:
+    """That one was started since, and knows {a, b} only, from a; b left that without a ballot, and is with c there."""
+    half = Half()
+    half.trains("a", "b", "c")
+    for name in "abc":
+        half.progress(name, 1)
+    half.other(stands_by=False)
+    attempt = Basis(600 << 32 | 1, ("a", "b"))
+    half.do(PartnerTold(Told("job", attempt.quorum_id, attempt.members, ended=True, bases=(attempt,))))
+    half.dies("b"), half.dies("c")
+    lines = half.asks_again("a") + half.later(30)
+    assert not any(line.startswith("quorum") for line in lines), "b and c are more than half of the last one"
+
+
+def test_a_newer_attempt_of_the_same_members_takes_no_older_ones_place() -> None:
+    """Else it takes that with it when it turns out that nobody has entered it."""
+    first, second = Basis(400 << 32 | 1, ("a", "b", "c")), Basis(400 << 32 | 2, ("a", "d"))
+    third = Basis(400 << 32 | 3, ("a", "b", "c"))
+    half = Half(Told("job", third.quorum_id, third.members, bases=(first, second, third)))
+    half.other(stands_by=False)
+    half.quorum["c"], half.members["c"] = third.quorum_id, third.members
+    half.hello("c", cast=False)
+    half.asks_again("c", cast=False, fenced=False)
+    half.dies("c")
+    for name in "ad":
+        half.quorum[name], half.members[name] = second.quorum_id, second.members
+        half.hello(name, after=(first,))
+    lines = half.asks_again("a", fenced=False) + half.asks_again("d", fenced=False, cast=False) + half.later(30)
+    assert not any(line.startswith("quorum") for line in lines), "b and c are more than half of the first one"
+
+
+def test_an_older_attempt_of_the_same_members_takes_no_newer_ones_place() -> None:
+    first, second = Basis(400 << 32 | 1, ("a", "b", "c")), Basis(400 << 32 | 2, ("a", "d"))
+    third = Basis(400 << 32 | 3, ("a", "b", "c"))
+    half = Half(Told("job", third.quorum_id, third.members, ended=True, bases=(third,)))
+    half.other(stands_by=False)
+    for name in "ad":
+        half.quorum[name], half.members[name] = second.quorum_id, second.members
+        half.hello(name, after=(first,))
+    lines = half.asks_again("a") + half.asks_again("d") + half.later(30)
+    assert not any(line.startswith("quorum") for line in lines), "b and c are more than half of the third one"
+
+
+def test_where_none_is_known_to_be_entered_all_attempts_are_to_be_heard_of() -> None:
+    """The other lighthouse, in its former life, may have formed one of more than half of the second alone."""
+    first, second = Basis(400 << 32 | 1, ("a", "d")), Basis(400 << 32 | 2, ("b", "c"))
+    half = Half(Told("job", second.quorum_id, second.members, ended=True, bases=(first, second)))
+    half.other(stands_by=True)
+    for name in "ad":
+        half.quorum[name], half.members[name] = first.quorum_id, first.members
+        half.hello(name)
+    lines = half.asks_again("a", fenced=False) + half.later(ORPHAN / 2)
+    assert not any(line.startswith(("propose", "quorum")) for line in lines)
+    assert "propose a" in half.later(ORPHAN)
+
+
+@pytest.mark.parametrize("tells", [True, False])
+def test_what_an_open_ask_that_visits_leaves_is_not_over_where_the_other_one_has_forgotten_it(tells: bool) -> None:
+    """As above; then the other lighthouse, which has answered c, is started again: nobody else knows of {c, d}."""
+    first, last = Basis(400 << 32 | 1, tuple("abcde")), Basis(400 << 32 | 2, ("c", "d"))
+    half = Half(Told("job", last.quorum_id, last.members, bases=(first, last), entered=first.quorum_id))
+    half.other(stands_by=False)
+    for name in "cabe":
+        half.quorum[name], half.members[name] = first.quorum_id, first.members
+        half.hello(name, fenced=True)
+        half.asks_again(name)
+        if name == "c":
+            half.ends(name)
+    assert half.room.told.elsewhere == (last,), "so the other lighthouse does not take it for over"
+    half.other(stands_by=True)
+    if tells:
+        half.do(PartnerTold(Told("job", last.quorum_id, last.members, bases=(first, last), entered=first.quorum_id)))
+    lines = [line for name in "abe" for line in half.progress(name, 5)] + half.later(ORPHAN / 2)
+    assert not any(line.startswith(("quorum", "propose")) for line in lines), "c and d may train"
+    assert "propose a, b, e" in half.later(ORPHAN)
+    proposed = half.room._succession._proposed
+    assert proposed is not None
+    assert proposed.proposal.presumed, "that it is over is not certain"
+    assert last.quorum_id in proposed.proposal.over, "else the other lighthouse, if it knows of it, never records this"
+
+
+def test_a_quorum_that_others_have_taken_the_place_of_may_go_on() -> None:
+    """Two present the last one, and so overrule what was told; c and d are in that, out of reach."""
+    first, last = Basis(400 << 32 | 1, tuple("abcde")), Basis(400 << 32 | 2, ("c", "d"))
+    told = Told("job", last.quorum_id, last.members, bases=(first, last), entered=first.quorum_id)
+    half = Half(told)
+    half.other(stands_by=False)
+    for name in "abe":
+        half.quorum[name], half.members[name] = first.quorum_id, first.members
+        half.hello(name, fenced=True)
+    assert half.room.current is not None
+    assert half.room.current.quorum_id == first.quorum_id
+    for name in "abe":
+        half.asks_again(name)
+    half.later(9)
+    half.do(PartnerTold(told))
+    half.other(stands_by=True, since=0.0)
+    assert not any(line.startswith(("quorum", "propose")) for line in half.later(ORPHAN / 2)), "c and d may train"
+
+
+def test_a_quorum_that_its_member_left_for_a_newer_one_is_over() -> None:
+    """The other lighthouse had not told of the newer one when it ended."""
+    before, last = Basis(400 << 32 | 1, ("a", "b")), Basis(400 << 32 | 2, ("a", "c"))
+    half = Half(Told("job", before.quorum_id, before.members, bases=(before,), entered=before.quorum_id))
+    half.other(stands_by=False)
+    half.quorum["a"], half.members["a"] = last.quorum_id, last.members
+    half.hello("a", after=(before,))
+    assert half.room.current is not None
+    assert half.room.current.members == last.members
+    assert not half.room.told.elsewhere
+
+
+def test_what_may_go_on_elsewhere_is_told_and_known_after_a_takeover() -> None:
+    first, last = Basis(400 << 32 | 1, ("a", "b", "c")), Basis(400 << 32 | 2, ("c", "d"))
+    half = Half(
+        Told("job", first.quorum_id, first.members, True, (first, last), entered=400 << 32 | 1, elsewhere=(last,))
+    )
+    half.other(stands_by=True, since=0.0)
+    for name in "ab":
+        half.quorum[name], half.members[name] = first.quorum_id, first.members
+        half.hello(name, fenced=True)
+    lines = half.asks_again("a") + half.asks_again("b") + half.later(ORPHAN / 2)
+    assert not any(line.startswith(("quorum", "propose")) for line in lines)
+    assert "c, d may train on" in half.room.waits.reason
+
+
+def test_a_presumption_is_not_told_as_an_end() -> None:
+    half = Half()
+    half.trains("a", "b")
+    half.dies("a"), half.dies("b")
+    half.later(9)
+    assert half.room.presumed_over
+    assert not half.room.told.ended
+
+
 # ---------------------------------------------------------------- standing by
 
 
@@ -349,6 +557,9 @@ def test_only_what_contradicts_nothing_known_is_recorded() -> None:
     assert accepts(proposal(), (), 0.0, 1.0)
     assert accepts(proposal(), (five,), 0.0, 1.0)
     assert not accepts(proposal(), (five, newer), 0.0, 1.0)
+    elsewhere = Basis(6, ("a", "b"))
+    assert not accepts(proposal(), (replace(five, elsewhere=(elsewhere,)),), 0.0, 1.0)
+    assert accepts(proposal(over=(5, 6)), (replace(five, elsewhere=(elsewhere,)),), 0.0, 1.0)
     assert accepts(proposal(over=(5, 7)), (five, newer), 0.0, 1.0)
 
 

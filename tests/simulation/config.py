@@ -18,7 +18,7 @@ FAULTS = (
 )  # fmt: skip
 
 
-PAIR_FAULTS = ("lighthouse", "cut_pair", "cut_one", "freeze_lighthouse")
+PAIR_FAULTS = ("lighthouse", "cut_pair", "cut_one", "freeze_lighthouse", "moment")
 """What befalls the two lighthouses of a pair."""
 
 
@@ -119,13 +119,14 @@ class Config:
         """A configuration for a seed: which faults may come together is itself random. `fixed` overrides fields."""
         rng = random.Random(seed * 7919 + 1)
         groups = rng.choice((2, 3, 3, 4))
-        count = rng.choice((1, 2, 3, 4, len(FAULTS)))
+        known = (*FAULTS, *PAIR_FAULTS[1:]) if fixed.get("pair") else FAULTS
+        count = rng.choice((1, 2, 3, 4, len(known)))
         values: dict[str, Any] = {
             "groups": groups,
             "ranks": 2 if rng.random() < 0.2 else 1,
             "min_replicas": rng.randint(1, groups - 1) if rng.random() < 0.5 else 1,
             "expected": groups if rng.random() < 0.5 else 0,
-            "faults": tuple(sorted(rng.sample(FAULTS, count))),
+            "faults": tuple(sorted(rng.sample(known, count))),
             "fault_every_s": rng.choice((0.5, 1.0, 2.0)),
             "heals_before_forward": rng.random() < 0.2,
             "fixed_with_spares": rng.random() < 0.15,

@@ -13,6 +13,7 @@ from ft_core.protocol.lighthouse import events as room_events
 from ft_core.protocol.lighthouse.view import Life
 from ft_core.protocol.rank import events as rank_events
 from ft_core.protocol.types import Version
+from tests.simulation.moments import Moments
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -26,6 +27,10 @@ PASSING = frozenset(
     {"pause", "configure", "late", "skip", "soft", "heal", "rank_stream", "skip_op", "full", "unsendable"}
 )
 """Faults that are announced, or cost an attempt: they are no reason to give up waiting."""
+GROUPLESS = frozenset(
+    {"lighthouse", "both_lighthouses", "turbulence", "stranger", "cut_pair", "freeze_lighthouse", "moment"}
+)
+"""Faults that need no group."""
 
 
 class Faults:
@@ -33,6 +38,7 @@ class Faults:
 
     def __init__(self, world: World) -> None:
         self.world = world
+        self.moments = Moments(world)
 
     def begin(self) -> None:
         """Draw the first one."""
@@ -46,7 +52,7 @@ class Faults:
         if kind not in PASSING:
             self.world.trouble_at = self.world.now
         groups = [g for g in self.world.active.values() if not g.done]
-        if kind in ("lighthouse", "turbulence", "stranger", "cut_pair", "freeze_lighthouse") or groups:
+        if kind in GROUPLESS or groups:
             inject: Callable[..., None] = getattr(self, f"_fault_{kind}", self._fault_inject)
             inject(kind, self.world.rng.choice(groups) if groups else None)
         self.world.at(self.world.rng.expovariate(1 / self.world.config.fault_every_s), None, self._draw)
@@ -60,6 +66,13 @@ class Faults:
     def _fault_kill(self, _: str, group: Group) -> None:
         group.die("is killed", hidden="hidden" in self.world.config.faults and self.world.rng.random() < 0.5)
         self.world.at(self.world.between(0.02, 3.0), None, self.world.restart, group.number)
+
+    def _fault_kill_many(self, _: str, __: Group) -> None:
+        """Half of the groups, or more, die at once; not all of them."""
+        groups = list(self.world.active.values())
+        least = (len(groups) + 1) // 2
+        for group in self.world.rng.sample(groups, self.world.rng.randint(least, max(least, len(groups) - 1))):
+            self._fault_kill("", group)
 
     def _fault_freeze(self, _: str, group: Group) -> None:
         if not group.frozen:
@@ -243,12 +256,32 @@ class Faults:
 
     def _fault_lighthouse(self, _: str, __: Group | None) -> None:
         living = [one for one in self.world.lighthouses if one is not None]
-        if living and (
-            len(living) == len(self.world.lighthouses) or self.world.rng.random() < self.world.config.both_down
-        ):
-            index = (self.world.rng.choice(living) if len(living) > 1 else living[0]).index
+        if living:
+            self.kill_lighthouse(self.world.rng.choice(living) if len(living) > 1 else living[0])
+
+    def kill_lighthouse(self, lighthouse: Lighthouse) -> None:
+        """Kill it for a while; the last one that lives only where a run allows that."""
+        last = sum(one is not None for one in self.world.lighthouses) < len(self.world.lighthouses)
+        if not last or self.world.rng.random() < self.world.config.both_down:
+            self.world.stop_lighthouse(lighthouse.index)
+            self.world.at(self._how_long(), None, self._lighthouse_back, lighthouse.index)
+
+    def _fault_both_lighthouses(self, _: str, __: Group | None) -> None:
+        """One after the other: the second perhaps before the first is back, or has learnt anything."""
+        if all(self.world.lighthouses):
+            first = self.world.rng.randrange(2)
+            self.world.stop_lighthouse(first)
+            self.world.at(self.world.between(0.05, 1.5), None, self._lighthouse_back, first)
+            self.world.at(self.world.between(0.0, 3.0), None, self._second, 1 - first)
+
+    def _second(self, index: int) -> None:
+        if self.world.lighthouses[index] is not None and not self.world.calm:
             self.world.stop_lighthouse(index)
-            self.world.at(self._how_long(), None, self._lighthouse_back, index)
+            self.world.at(self.world.between(0.05, 1.5), None, self._lighthouse_back, index)
+
+    def _fault_moment(self, _: str, __: Group | None) -> None:
+        """What befalls a lighthouse exactly when a quorum is recorded or announced."""
+        self.moments.arm()
 
     def _lighthouse_back(self, index: int) -> None:
         if self.world.lighthouses[index] is None:
@@ -257,10 +290,13 @@ class Faults:
     def _fault_freeze_lighthouse(self, _: str, __: Group | None) -> None:
         living = [one for one in self.world.lighthouses if one is not None and not one.frozen]
         if living:
-            lighthouse = self.world.rng.choice(living)
-            self.world.say("lighthouse %d is frozen", lighthouse.index)
-            lighthouse.freeze()
-            self.world.at(self._how_long(), None, self._lighthouse_thaws, lighthouse)
+            self.freeze_lighthouse(self.world.rng.choice(living))
+
+    def freeze_lighthouse(self, lighthouse: Lighthouse) -> None:
+        """SIGSTOP, for a while."""
+        self.world.say("lighthouse %d is frozen", lighthouse.index)
+        lighthouse.freeze()
+        self.world.at(self._how_long(), None, self._lighthouse_thaws, lighthouse)
 
     def _lighthouse_thaws(self, lighthouse: Lighthouse) -> None:
         if lighthouse.alive and lighthouse.frozen:
@@ -269,7 +305,10 @@ class Faults:
             lighthouse.thaw()
 
     def _fault_cut_pair(self, _: str, __: Group | None) -> None:
-        """The two lighthouses do not reach each other."""
+        self.cut_pair()
+
+    def cut_pair(self) -> None:
+        """The two lighthouses do not reach each other, for a while."""
         if not self.world.pair_cut:
             self.world.say("the lighthouses are cut off from each other")
             self.world.pair_cut = True
@@ -281,8 +320,10 @@ class Faults:
             self.world.trouble_at, self.world.pair_cut = self.world.now, False
 
     def _fault_cut_one(self, _: str, group: Group) -> None:
-        """A group is cut off from one of the lighthouses."""
-        index = self.world.rng.randrange(len(self.world.lighthouses))
+        self.cut_from(group, self.world.rng.randrange(len(self.world.lighthouses)))
+
+    def cut_from(self, group: Group, index: int) -> None:
+        """A group is cut off from one of the lighthouses, for a while."""
         if index not in group.cut_from:
             self.world.say("%s is cut off from lighthouse %d", group.rid, index)
             group.cut_one(index, True)

@@ -51,6 +51,8 @@ class Lighthouse:
         self.sent_at = 0.0
         """When what it sent the other one last arrives there."""
         self.alive, self.frozen, self.frozen_at = True, False, 0.0
+        self.flushes = False
+        """What it had sent the other one when it was killed arrives there."""
         self.deferred: list[tuple[Callable[..., None], tuple[Any, ...]]] = []
         config = world.config
         self._ids = QuorumIds(
@@ -64,6 +66,8 @@ class Lighthouse:
         self.room = self._new_room()
         self._wake_at = -1.0
         self._settles = False
+        self._rest: list[room_events.Effect] = []
+        """What it was about to do when it was frozen."""
         self._sent: Told | None = None
         self._pair_at = -1.0
         if self.pair is not None:
@@ -109,6 +113,8 @@ class Lighthouse:
         if not self.frozen:
             return
         self.frozen = False
+        effects, self._rest = self._rest, []
+        self._perform_all(effects)
         if self.world.now - self.frozen_at > self.world.config.liveness_s and self.serves:
             self.handle(room_events.Turbulence())
         deferred, self.deferred = self.deferred, []
@@ -142,11 +148,19 @@ class Lighthouse:
         self._send(self.pair.report(len(self.conns), told, complete=complete))
 
     def _send(self, report: Report) -> None:
-        self.world.report(self, encoding.report(report))
+        if self._runs:
+            self.world.report(self, encoding.report(report))
+        else:
+            self.world.at(0.0, self, self._send, report)
 
     def hears(self, report: Report) -> None:
         """A report of the other one has arrived."""
         assert self.pair is not None
+        if report.answers:
+            self._reaches("answered")
+            if not self._runs:
+                self.world.at(0.0, self, self.hears, report)
+                return
         before = self.pair.contact
         self._act(self.pair.heard(report, self.world.now, len(self.conns)))
         if self.pair.contact != before:
@@ -159,10 +173,15 @@ class Lighthouse:
 
     def _act(self, actions: list[Action]) -> None:
         assert self.pair is not None
-        for action in actions:
+        for place, action in enumerate(actions):
+            if not self._runs:
+                self.world.at(0.0, self, self._act, actions[place:])
+                return
             match action:
                 case Send():
                     self._send(action.report)
+                    if any(accepted for _, accepted in action.report.answers):
+                        self._reaches("recorded")
                 case Serve():
                     self.world.say("lighthouse %d serves", self.index)
                     self.room = self._new_room()
@@ -171,7 +190,7 @@ class Lighthouse:
                 case StandBy():
                     self.world.say("lighthouse %d stands by", self.index)
                     self.room.take((room_events.PartnerIs(ALONE),), self.world.now)
-                    self.pair.stops(self.room.told)
+                    self.pair.stops(self.room.told, self.world.now)
                     for conn in list(self.conns.values()):
                         conn.break_()
                     self.conns.clear()
@@ -201,7 +220,7 @@ class Lighthouse:
             self._settles = True
             self.world.at(settle_s, self, self._settle)
         self._arm()
-        if self.pair is not None and self.room.told != self._sent:
+        if self.pair is not None and self._runs and self.room.told != self._sent:
             self._report()
 
     def _settle(self) -> None:
@@ -219,7 +238,8 @@ class Lighthouse:
     def _perform_all(self, effects: list[room_events.Effect]) -> None:
         self.room.validate()
         for effect in effects:
-            self._perform(effect)
+            if not self._stopped(effect):
+                self._perform(effect)
 
     def _tick(self, wake: float) -> None:
         if self.serves and wake == self._wake_at:
@@ -229,11 +249,10 @@ class Lighthouse:
     def _perform(self, effect: room_events.Effect) -> None:
         world = self.world
         match effect:
-            case room_events.Announce(quorum, to):
+            case room_events.Announce(quorum):
                 world.history.formed_or_repeated(quorum, self.number, self.room)
                 encoding.check_status(self.room, world.now)
-                for replica_id, seq in to:
-                    self._push(replica_id, Answer(seq, quorum))
+                self._announce(effect)
             case room_events.Propose(proposal):
                 self._propose(proposal)
             case room_events.Note(text):
@@ -258,6 +277,32 @@ class Lighthouse:
     def _propose(self, proposal: Proposal) -> None:
         assert self.pair is not None
         self._send(replace(self.pair.report(len(self.conns)), proposals=(proposal,)))
+        self._reaches("proposed")
+
+    def _announce(self, effect: room_events.Announce) -> None:
+        """Answer one after the other; a fault may strike in between."""
+        to = effect.to
+        for place in range(len(to) + 1):
+            if len(to) == len(effect.quorum.ids):
+                self._reaches("announced", place / len(to))
+            if self._stopped(replace(effect, to=to[place:])):
+                return
+            for replica_id, seq in to[place : place + 1]:
+                self._push(replica_id, Answer(seq, effect.quorum))
+
+    def _reaches(self, moment: str, told: float = 0.0) -> None:
+        if self.pair is not None:
+            self.world.faults.moments.reached(moment, self, told)
+
+    @property
+    def _runs(self) -> bool:
+        return self.alive and not self.frozen
+
+    def _stopped(self, *effects: room_events.Effect) -> bool:
+        """Whether it does nothing more, or does these when it is thawed."""
+        if self.frozen:
+            self._rest += effects
+        return not self._runs
 
     def _say(self, text: str) -> None:
         if self.pair is None:

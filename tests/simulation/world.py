@@ -206,13 +206,15 @@ class World:
         lighthouse, self.lighthouses[index] = self.lighthouses[index], None
         assert lighthouse is not None
         lighthouse.die()
+        lighthouse.flushes = self.rng.random() < 0.5
         self.say("the lighthouse is killed" if len(self.lighthouses) == 1 else f"lighthouse {index} is killed")
         for group in self.groups.values():
             if group.alive and group.conn is not None and group.conn.lighthouse is lighthouse:
                 self.at(self.between(0.0, 0.03), group, group.conn_lost, group.conn)
         other = self.lighthouses[1 - index] if len(self.lighthouses) > 1 else None
         if other is not None and not self.pair_cut:
-            self.at(self.between(0.0, 0.02), other, other.partner_ended)
+            soon = max(self.between(0.0, 0.02), lighthouse.sent_at - self.now if lighthouse.flushes else 0.0)
+            self.at(soon, other, other.partner_ended)
 
     def report(self, sender: Lighthouse, report: Report) -> None:
         """A lighthouse of a pair sends the other one a report: in order, lost while they are cut off."""
@@ -222,7 +224,7 @@ class World:
             self.at(sender.sent_at - self.now, other, self._reported, other, sender, report)
 
     def _reported(self, other: Lighthouse, sender: Lighthouse, report: Report) -> None:
-        if not self.pair_cut and sender.alive:
+        if not self.pair_cut and (sender.alive or sender.flushes):
             other.hears(report)
 
     def spawn(self, number: int) -> Group:

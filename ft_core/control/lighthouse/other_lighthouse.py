@@ -8,6 +8,7 @@ if TYPE_CHECKING:
     from ft_core.control.lighthouse.room_shell import RoomShell
     from ft_core.dashboard.sample import PairSample
     from ft_core.protocol.lighthouse.partner import Proposal, Told
+    from ft_core.protocol.lighthouse.room import Room
 
 
 class OtherLighthouse(Protocol):
@@ -26,7 +27,10 @@ class OtherLighthouse(Protocol):
         """What this one does, for whom, and since when."""
 
     def known(self, room: str) -> tuple[Told, ...]:
-        """What is known of a room that is made now."""
+        """What is known of a room that is made now. Raises RefusedError if there is no place for one more."""
+
+    def keeps(self, room: Room) -> None:
+        """A room makes place for another one: what R22 needs of it is written down."""
 
     def is_made(self, shell: RoomShell) -> None:
         """A room was made."""

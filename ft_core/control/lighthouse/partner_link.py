@@ -25,7 +25,8 @@ from ft_core.dashboard.sample import PairSample
 from ft_core.errors import ConfigError, FaultToleranceError, RefusedError
 from ft_core.events.event_log import SILENT
 from ft_core.protocol.lighthouse.events import PartnerIs
-from ft_core.protocol.lighthouse.pair import REPORTS_PER_LIVENESS, Feed, Pair, Role, Send, Serve, StandBy
+from ft_core.protocol.lighthouse.pair import MAX_NOTES, REPORTS_PER_LIVENESS, Feed, Pair, Role, Send, Serve, StandBy
+from ft_core.protocol.lighthouse.room_keeping import MAX_ROOMS
 from ft_core.rpc import codec
 from ft_core.rpc.channel import LIGHTHOUSE, aio_channel, explain, grpc, release, status_of, token_metadata
 
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
     from ft_core.events.event_log import Events
     from ft_core.protocol.lighthouse.pair import Action, Report
     from ft_core.protocol.lighthouse.partner import Proposal, Told
+    from ft_core.protocol.lighthouse.room import Room
     from ft_core.rpc.stream_host import Context
 
 REDIAL_S = 0.1
@@ -50,6 +52,10 @@ MAX_NAMES = 8192
 """Members that the rooms of one report may name before the next report begins: it has to fit into a gRPC message."""
 STANDBY = "standby: "
 """What the refusal of a lighthouse that stands by begins with: its clients go to the other one."""
+OVERRUN = (
+    f"replicas may train in more than {MAX_NOTES} rooms of the two lighthouses, and this one had to forget one: until "
+    "it is started again it forms quorums by itself only of all members of the last. Give some jobs another pair"
+)
 
 _log = logging.getLogger("ft_core.lighthouse")
 
@@ -135,8 +141,22 @@ class PartnerLink:
     # ------------------------------------------------------------ rooms
 
     def known(self, room: str) -> tuple[Told, ...]:
-        """What is known of a room that is made now."""
+        """What is known of a room that is made now. Raises RefusedError if there is no place for one more."""
+        served = {shell.room.name for shell in self._rooms.chosen("")}
+        actions = self._pair.makes_place(room, served, self._rooms.now())
+        if actions is None:
+            raise RefusedError(
+                f"in all of the {MAX_NOTES} rooms that this lighthouse and {self.address} know of replicas may train, "
+                f"some out of reach: start other lighthouses for {room!r}, or wait until FT_ORPHAN_S has passed"
+            )
+        self._act(actions)
         return self._pair.known(room)
+
+    def keeps(self, room: Room) -> None:
+        """A room makes place for another one: what R22 needs of it is written down."""
+        since = max((record.since for record in room.records.values()), default=self._rooms.now())
+        self._pair.keeps(room.told, since)
+        self._sent.pop(room.name, None)
 
     def is_made(self, shell: RoomShell) -> None:
         """A room was made: it has to know of the other lighthouse."""
@@ -189,6 +209,8 @@ class PartnerLink:
     def _heard(self, report: Report) -> None:
         contact = self._pair.contact
         self._act(self._pair.heard(report, self._rooms.now(), self._leases))
+        if self._pair.overrun:
+            self._say(OVERRUN)
         if self._pair.contact != contact:
             self._report()
 
@@ -233,7 +255,7 @@ class PartnerLink:
             case StandBy():
                 _log.info("stands by: %s serves", self.address)
                 for told in self._rooms.stop_serving(f"{STANDBY}{self.address} is active"):
-                    self._pair.stops(told)
+                    self._pair.stops(told, self._rooms.now())
                 self._sent.clear()
                 self._report()
             case Feed():
@@ -265,13 +287,12 @@ class PartnerLink:
         if not (complete or self._pair.tells_all):
             self._write(self._pair.report(self._leases))
             return
-        told = [shell.room.told for shell in self._rooms.chosen("")] if self._pair.serves else self._pair.all_known()
-        if self._pair.serves:
-            self._sent = {one.room: one for one in told}
+        self._sent = {one.room: one for shell in self._rooms.chosen("") for one in (shell.room.told,)}
+        told = [*self._sent.values(), *self._pair.all_known(self._sent)]  # also of rooms to which nobody has come yet
         batch: list[Told] = []
         for one in told:
             batch.append(one)
-            if sum(map(_names, batch)) > MAX_NAMES:
+            if sum(map(_names, batch)) > MAX_NAMES or len(batch) >= MAX_ROOMS:
                 self._write(self._pair.report(self._leases, batch))
                 batch = []
         self._write(self._pair.report(self._leases, batch, complete=True))

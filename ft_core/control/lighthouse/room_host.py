@@ -32,11 +32,7 @@ from ft_core.access import Tokens
 from ft_core.control.lighthouse.deliveries import announce, end_all, push, refusal_of, refuse
 from ft_core.control.lighthouse.room_events import RoomEvents
 from ft_core.control.lighthouse.room_shell import Lease, RoomShell
-from ft_core.errors import (
-    FaultToleranceError,
-    ProtocolError,
-    RefusedError,
-)
+from ft_core.errors import FaultToleranceError, ProtocolError, RefusedError
 from ft_core.events.event_log import SILENT
 from ft_core.protocol.lighthouse import pace
 from ft_core.protocol.lighthouse.events import (
@@ -158,9 +154,9 @@ class Rooms(StreamHost[Lease]):
         """A room, made if there is none of that name. Raises RefusedError if there are too many."""
         shell = self._rooms.get(name)
         if shell is None:
+            told = self.partner.known(name) if self.partner is not None else ()
             if len(self._rooms) >= MAX_ROOMS:
                 self._make_place(name)
-            told = self.partner.known(name) if self.partner is not None else ()
             closed = max([self._finished.take(name), *((t.closed, t.finished) for t in told)])
             room = Room(name, self.settings, self._ids, boot_at=self._forgot_at, closed=closed, told=told)
             shell = self._rooms[name] = RoomShell(room)
@@ -203,6 +199,8 @@ class Rooms(StreamHost[Lease]):
             raise RefusedError(f"all of {MAX_ROOMS} rooms here have living replicas: start a lighthouse for {name!r}")
         (shell := self._rooms.pop(over)).stop()
         self._finished.remember(shell.room)
+        if self.partner is not None:
+            self.partner.keeps(shell.room)
         if shell.room.current is not None and not shell.room.closed:
             self._forgot_at = now  # whoever returns finds a lighthouse that knows no quorum, as after a restart (R9)
 

@@ -2,7 +2,8 @@
 
 How it works. A quorum comes into force when it is formed, or when it is presented to a lighthouse that knows none (R9).
 It ends when a member asks after it, leaves, or is certainly gone, never because connections closed (R1); but one that
-reported no commit, and of which nobody came back, is presumed to be over.
+reported no commit, and of which nobody came back, is presumed to be over. Where there are two lighthouses, that it has
+ended means that this one need not wait for it; whether it may go on under the other one is `succession`'s to know.
 
 Invariants: beside the fields; `validate` checks them. Ownership: `room.Room` only.
 """

@@ -10,9 +10,13 @@ When contact is made, a complete report goes each way before anything else. If b
 leases stands by; if neither does, the one of the lower number serves. One that has just started waits START_S for the
 other before it serves.
 
+A room that makes place for another one is written down as well, as long as somebody may train in it out of reach: until
+nobody of it can have had a lease at either lighthouse for orphan_s.
+
 Invariants: one that stands by never accepts a proposal about a room in which it knows of a quorum that the proposer
-does not (`succession.accepts`). What this one knew is kept until the other has taken it into account. At most MAX_ROOMS
-rooms are written down. Ownership: one event loop (or the simulation) calls it.
+does not (`accepts`). What this one knew is kept until the other has taken it into account. At most MAX_NOTES rooms are
+written down; one that had to forget a room which may go on is not `informed` any more, as after a restart. Ownership:
+one event loop (or the simulation) calls it.
 """
 
 from __future__ import annotations
@@ -22,17 +26,18 @@ from enum import Enum
 from typing import TYPE_CHECKING
 
 from ft_core.protocol.lighthouse.events import PartnerIs, PartnerTold, Recorded
-from ft_core.protocol.lighthouse.partner import Partner, Proposal, Told
+from ft_core.protocol.lighthouse.partner import Partner, Proposal, Told, newest, together
 from ft_core.protocol.lighthouse.room_keeping import MAX_ROOMS
-from ft_core.protocol.lighthouse.succession import accepts
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Collection, Container, Sequence
 
     from ft_core.protocol.lighthouse.events import Event
 
 START_S = 1.0
 """After its start a lighthouse waits for the other one for so long before it serves (seconds)."""
+MAX_NOTES = 2 * MAX_ROOMS
+"""Rooms that are written down: all those that the other one serves, and as many of which replicas may be away."""
 REPORTS_PER_LIVENESS = 4
 """Reports per liveness timeout when nothing changes: silence for a whole one is the end of the contact."""
 
@@ -102,11 +107,23 @@ class _Notes:
     own: Told | None = None
     """What this one knew when it stopped serving, until the other has taken it into account."""
     theirs: Told | None = None
+    since: float = float("-inf")
+    """Since when nobody of it has had a lease here."""
 
     @property
-    def over(self) -> bool:
-        """Nothing of it goes on, as far as is known."""
-        return all(t is None or t.closed or t.ended or not t.ids for t in (self.own, self.theirs))
+    def told(self) -> tuple[Told, ...]:
+        """What is written down."""
+        return tuple(told for told in (self.own, self.theirs) if told is not None)
+
+    def over(self, partner: Partner, now: float) -> bool:
+        """Nothing of it goes on: for orphan_s nobody can have had a lease, here or at the other one, which stands by.
+
+        That its quorum has ended is not enough: another one may have followed out of reach, and would be contradicted.
+        """
+        if all(told.closed or not told.ids for told in self.told):
+            return True
+        orphan_s = max((told.orphan_s or float("inf")) for told in self.told)
+        return partner.stands_by and now >= max(self.since, partner.met_at) + orphan_s
 
 
 @dataclass(slots=True)
@@ -137,6 +154,8 @@ class Pair:
     """When contact was first made with the other one's life; 0.0: not yet."""
     _notes: dict[str, _Notes] = field(default_factory=dict)
     _leases: int = 0
+    overrun: bool = False
+    """It had to forget a room that may go on."""
 
     def __post_init__(self) -> None:
         self.partner = Partner(self.address)
@@ -164,12 +183,11 @@ class Pair:
 
     def known(self, room: str) -> tuple[Told, ...]:
         """What is written down about a room: for one that is made anew."""
-        notes = self._notes.get(room, _Notes())
-        return tuple(told for told in (notes.own, notes.theirs) if told is not None)
+        return self._notes.get(room, _Notes()).told
 
-    def all_known(self) -> list[Told]:
-        """What is written down about all rooms: what one that stands by, or has just started, reports."""
-        return [told for notes in self._notes.values() for told in (notes.own, notes.theirs) if told is not None]
+    def all_known(self, served: Container[str] = ()) -> list[Told]:
+        """What is written down about all rooms but those that are served now: part of each complete report."""
+        return [together(notes.told) for name, notes in self._notes.items() if name not in served and notes.told]
 
     def report(self, leases: int, told: Sequence[Told] = (), *, complete: bool = False) -> Report:
         """What to send the other one now. `told`: what the rooms know, of one that serves."""
@@ -192,7 +210,7 @@ class Pair:
             self._partner_boot, self._first_met = report.boot, 0.0
             self._lose(out)
         for told in report.told:
-            self._note(told, out)
+            self._note(told, now, out)
         new = not self._hears
         self._heard_at, self._partner_role, self._hears_me = now, report.role, report.hears == self.boot
         self._contact_there = report.contact
@@ -208,7 +226,7 @@ class Pair:
             self._first_met = self._first_met or now
             self.partner = replace(self.partner, since=self._first_met, met_at=now)
         if report.complete:
-            self.partner = replace(self.partner, informed=True)
+            self.partner = replace(self.partner, informed=not self.overrun)
         self._choose(report, out)
         self._look(out)
         out += [self._record(proposal, now, leases) for proposal in report.proposals]
@@ -231,9 +249,27 @@ class Pair:
             self._become(Role.ACTIVE, out)
         return out
 
-    def stops(self, room: Told) -> None:
+    def stops(self, room: Told, now: float) -> None:
         """It stops serving: what a room knows is kept until the other one has taken it into account."""
-        self._notes_of(room.room).own = room
+        self._notes_of(room.room, now).own = room
+
+    def makes_place(self, room: str, served: Collection[str], now: float) -> list[Action] | None:
+        """Whether the two may know of one more room, which is to be served. None: they may not, as long as replicas may
+        train in all that they know of. `served`: those that are served now."""
+        known = len(self._notes) + sum(name not in self._notes for name in served)
+        if room in self._notes or known < MAX_NOTES:
+            return []
+        over = self._forget(now, served)
+        return None if over is None else [Send(self.report(self._leases, (over,)))]
+
+    def keeps(self, room: Told, since: float) -> None:
+        """A room that it serves makes place for another one: what is known of it is written down.
+
+        Args:
+            room: what is known of it.
+            since: when the last lease in it ended.
+        """
+        self._notes[room.room] = _Notes(room, None, since)  # it has taken into account all that it was told
 
     # ------------------------------------------------------------ what follows
 
@@ -248,21 +284,37 @@ class Pair:
             self._become(Role.ACTIVE, out)
         self._look(out)
 
-    def _note(self, told: Told, out: list[Action]) -> None:
-        notes = self._notes_of(told.room)
+    def _note(self, told: Told, now: float, out: list[Action]) -> None:
+        notes = self._notes_of(told.room, now)
         notes.theirs = told
         if notes.own is not None and notes.own.ids <= {*told.merged, *told.ids}:
             notes.own = None
         if self.serves:
             out.append(Feed(told.room, PartnerTold(told)))
 
-    def _notes_of(self, room: str) -> _Notes:
+    def _notes_of(self, room: str, now: float) -> _Notes:
         """Those of a room, which is one that lives: those that were written last are kept."""
+        if self._full(room, now):
+            del self._notes[next(iter(self._notes))]
+            self.overrun, self._first_met = True, now
+            self.partner = replace(self.partner, informed=False, since=now)
         notes = self._notes[room] = self._notes.pop(room, _Notes())
-        while len(self._notes) > MAX_ROOMS:  # rooms that are over go first
-            over = (name for name, kept in self._notes.items() if kept is not notes and kept.over)
-            del self._notes[next(over, next(iter(self._notes)))]
         return notes
+
+    def _full(self, room: str, now: float) -> bool:
+        """Whether there is no place for notes of that room, even if one that is over is forgotten."""
+        return room not in self._notes and len(self._notes) >= MAX_NOTES and self._forget(now) is None
+
+    def _forget(self, now: float, served: Container[str] = ()) -> Told | None:
+        """Forget a room that is over, and not served. Returns what the other one is told of it; None: there is none."""
+        over = (name for name, notes in self._notes.items() if name not in served and notes.over(self.partner, now))
+        name = next(over, None)
+        if name is None:
+            return None
+        known = self._notes.pop(name).told
+        closed, finished = max((told.closed, told.finished) for told in known)
+        merged = tuple(sorted({quorum_id for told in known for quorum_id in told.ids}))
+        return Told(name, closed=closed, finished=finished, merged=merged)
 
     def _choose(self, report: Report, out: list[Action]) -> None:
         """Which of the two serves."""
@@ -296,13 +348,32 @@ class Pair:
         """Record what is proposed, or refuse to."""
         known = self.known(proposal.room)
         accepted = self.role is Role.STANDBY and accepts(proposal, known, self.partner.met_at, now)
+        accepted = accepted and not self._full(proposal.room, now)
         if accepted:
-            notes = self._notes_of(proposal.room)
+            notes = self._notes_of(proposal.room, now)
             before = notes.theirs
             notes.own = None
             notes.theirs = Told(
                 proposal.room, proposal.quorum_id, proposal.members, bases=proposal.bases,
                 furthest=proposal.furthest, closed=before.closed if before else "",
-                finished=before.finished if before else Told("").finished,
+                finished=before.finished if before else Told("").finished, entered=proposal.entered,
+                orphan_s=proposal.orphan_s,
             )  # fmt: skip
         return Send(replace(self.report(leases), answers=((proposal.quorum_id, accepted),)))
+
+
+def accepts(proposal: Proposal, known: Sequence[Told], met_at: float, now: float) -> bool:
+    """Whether a lighthouse that stands by records this: it knows of no quorum that it may contradict.
+
+    Args:
+        proposal: of the other lighthouse.
+        known: what this one knows of the room.
+        met_at: when the connection that stands now was opened; since then nobody has had a lease here.
+        now: instant.
+    """
+    mine = {told.quorum_id for told in known if told.quorum_id and not told.ended}
+    mine |= {newest(told.bases) for told in known} - {0}
+    mine |= {basis.quorum_id for told in known for basis in told.elsewhere}
+    if any(quorum_id not in proposal.over for quorum_id in mine):
+        return False
+    return not proposal.presumed or now >= met_at + proposal.orphan_s

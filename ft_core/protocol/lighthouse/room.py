@@ -265,8 +265,8 @@ class Room:
         self, hello: ev.Hello, quorum_id: int, members: tuple[str, ...], now: float, out: list[ev.Effect]
     ) -> None:
         ended = any(record.life is Life.GONE for record in self._table.named(members))
+        self._succession.adopted(quorum_id, self.current, hello)
         self._quorum.adopt(quorum_id, members, now, ended=ended)
-        self._succession.is_in_force(quorum_id)
         self._refusals.forget_size()
         self._table.expect(members, hello, now)
         out.append(ev.Note(f"adopted the running quorum of {', '.join(members)} from {hello.replica_id}"))
@@ -275,10 +275,10 @@ class Room:
 
     def _inherit(self, now: float, out: list[ev.Effect]) -> None:
         """Take over the quorum that the other lighthouse has told of, once somebody is here (R22)."""
-        hello = next((record.hello for record in self.records.values() if record.life is Life.UP), None)
-        if hello is not None:
+        for hello in next(([record.hello] for record in self.records.values() if record.life is Life.UP), []):
             for told in self._succession.inherits(self.current):
                 self._adopt(hello, told.quorum_id, told.members, now, out)
+        out += map(ev.Note, self._succession.forgotten.remark(self._succession.partner))
 
     def _on_progress(self, event: ev.Progress, now: float, out: list[ev.Effect]) -> bool:
         """False if nothing changed that a decision looks at (the common case, several times per second and replica)."""
@@ -399,7 +399,8 @@ class Room:
     @property
     def told(self) -> Told:
         """What the other lighthouse of a pair has to know of this room to go on in this one's place (R22)."""
-        return self._succession.tells(self.current, self._claims.furthest, self.closed, self.finished)
+        presumed, furthest = self._quorum.is_presumed_over, self._claims.furthest
+        return self._succession.tells(self.current, furthest, self.closed, self.finished, presumed=presumed)
 
     def _form(self, formed: Formed, now: float, out: list[ev.Effect]) -> None:
         before, last = self._quorum.members, self.last_quorum
@@ -416,8 +417,7 @@ class Room:
         out.append(ev.Announce(quorum, tuple((ask.replica_id, ask.seq) for ask in formed.asks)))
         if self.rules.pauses_told:
             out += pauses_of_members(self.current, self.records, now)
-        out.append(ev.Note(ev.formed_note(quorum, before)))
-        out += map(ev.Note, doubted)
+        out += map(ev.Note, (ev.formed_note(quorum, before), *doubted))
         out += left_out(formed, self.records)
 
     @property

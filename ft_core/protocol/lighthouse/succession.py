@@ -19,12 +19,19 @@ know of each other need no majority.)
 A basis is dropped when a newer one is known to be entered by all, or when one of its members leaves it without having
 given a ballot in it: then no fence of it has completed, or ever will.
 
+That a quorum has ended here does not always mean that it is over. It may have been presented here, or told, and been
+ended by an ask that the other lighthouse, out of reach, may answer with it yet; or have made place for another one that
+was presented. Such quorums are *elsewhere*: nothing is formed together beside them, and they are not told as ended,
+until one of their members leaves them, is certainly gone or enters a newer one, or nobody can train in them any more
+(orphan_s since contact was made).
+
 A lighthouse forgets by a restart. So one that has not been told by the other what that knows (`informed`) forms alone
 only with all members of each basis; and the two form together only what cannot contradict something that either has
 forgotten: once more than half of the newest basis's members were heard of in it since both were started (`remembered`).
 
 Invariants: without a partner nothing is held up, and nothing is sent. `bases` is sorted by quorum_id; the first is the
-one that all have entered, if any of them is. Ownership: `room.Room` only.
+one that all have entered (`entered`), if any of them is; what is told says so. Whether a quorum may still go on is
+known here only: `current_quorum` knows whether it has ended for this lighthouse. Ownership: `room.Room` only.
 """
 
 from __future__ import annotations
@@ -34,16 +41,17 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from ft_core.protocol.lighthouse.events import PartnerIs, PartnerTold, Propose, Recorded
-from ft_core.protocol.lighthouse.partner import ALONE, Partner, Proposal, Told, newest
-from ft_core.protocol.lighthouse.view import Current, Formed, Life, NotReady
+from ft_core.protocol.lighthouse.forgotten import Forgotten
+from ft_core.protocol.lighthouse.partner import ALONE, Partner, Proposal, Told, most_of
+from ft_core.protocol.lighthouse.view import Formed, Life, NotReady
 from ft_core.protocol.types import Basis
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping, Sequence
+    from collections.abc import Collection, Iterable, Mapping, Sequence
 
     from ft_core.protocol.lighthouse.events import Hello, Refuse
     from ft_core.protocol.lighthouse.record import Record
-    from ft_core.protocol.lighthouse.view import View
+    from ft_core.protocol.lighthouse.view import Current, View
     from ft_core.protocol.quorum_ids import QuorumIds
     from ft_core.protocol.types import Ask, Quorum, Version
 
@@ -54,8 +62,12 @@ MAX_PAST = 256
 LOST_S = 1.0
 """A proposal that is not answered within it was lost with a stream, and is made anew (seconds)."""
 MAX_DROPPED = 16
+MAX_ELSEWHERE = 16
 MAX_BASES = 4
-"""Quorums that may be entered yet and that are told apart; more of them are formed together only."""
+"""Member lists that the next quorum may have to grow out of alone; of more it is formed together only."""
+MAX_ATTEMPTS = 15
+"""Bases that are remembered; with a proposal that is open they fit into a report. Of more the oldest attempts go, and
+nothing is formed alone until a newer quorum than those is entered."""
 
 
 @dataclass(slots=True)
@@ -84,10 +96,16 @@ class Succession:
         """The newest step that the other lighthouse knows to be committed."""
         self.entered = 0
         """The newest quorum that all its members are known to have entered; 0: none."""
-        self.beside: Current | None = None
-        """A quorum of the other lighthouse, of which members may train beside the one in force here."""
+        self.elsewhere: tuple[Basis, ...] = ()
+        """Quorums that may go on under the other lighthouse, or that it may announce yet, beside the one in force here;
+        none of them older than `entered`."""
+        self.orphan_s = max((t.orphan_s for t in told), default=0.0)
+        """For how long replicas may train without a lease; 0.0: nobody has said it."""
+        self._untold = 0
+        """The newest attempt for which there was no place among `bases`."""
         self._inherited: list[Told] = sorted(told, key=lambda t: t.quorum_id)
         """What was told and is not adopted yet: that takes a member's Hello."""
+        self.forgotten = Forgotten()
         self.merged: tuple[int, ...] = ()
         """Quorums of the other lighthouse that are taken into account here."""
         self._remembered = False
@@ -100,8 +118,6 @@ class Succession:
         """Quorums that have been in force here: what is told of an older one is no news."""
         self._left: dict[int, set[str]] = {}
         """Who of a basis has asked after it."""
-        self._doubted: set[int] = set()
-        """Quorums that have ended here by an ask which the other lighthouse may answer yet, out of its reach."""
         self._formed: deque[int] = deque(maxlen=MAX_PAST)
         """Quorums that were formed here."""
         for one in self._inherited:
@@ -124,12 +140,15 @@ class Succession:
 
     def presented(self, hello: Hello) -> None:
         """A replica presents the quorum that it is in."""
+        self.orphan_s = max(self.orphan_s, hello.orphan_s)
         if hello.quorum_id and hello.members and hello.replica_id in hello.members:
             mine = Basis(hello.quorum_id, hello.members)
+            self.forgotten.presented(mine, known=self._knows(mine.quorum_id))
             if hello.fenced:
                 self._enter(mine)
             else:
                 self._take((*hello.after, mine) if hello.cast else hello.after)
+            self._over(b for b in self.elsewhere if b.quorum_id < mine.quorum_id and hello.replica_id in b.members)
 
     def asked(self, ask: Ask, members: tuple[str, ...], *, leaves: bool) -> None:
         """A replica asks. `members`: of the quorum that it leaves, as far as is known; `leaves`: that is, or would have
@@ -144,10 +163,14 @@ class Succession:
                 left.add(ask.replica_id)
                 if left.issuperset(members):
                     self._enter(mine)  # all of them have left it, so all had entered it
-        last = newest(b for b in self.bases if ask.replica_id in b.members)
-        if leaves and ask.quorum_id < last and not self._only_here(last):
-            self._doubted = {last, *list(self._doubted)[: MAX_DROPPED - 1]}
-        self._doubted.discard(ask.quorum_id)
+        last = max((b for b in self.bases if ask.replica_id in b.members), key=lambda b: b.quorum_id, default=None)
+        if leaves and last is not None and ask.quorum_id < last.quorum_id and not self._only_here(last.quorum_id):
+            self._goes_on(last)
+        self._over(
+            basis for basis in self.elsewhere
+            if ask.replica_id in basis.members
+            and (ask.quorum_id >= basis.quorum_id or self._only_here(basis.quorum_id))
+        )  # fmt: skip
         self._left = {q: who for q, who in self._left.items() if any(b.quorum_id == q for b in self.bases)}
         kept = self.bases
         for basis in self.bases:
@@ -158,10 +181,6 @@ class Succession:
             if member and len(self.bases) > 1 and never:
                 kept = tuple(b for b in kept if b is not basis)
         self.bases = kept
-        beside = self.beside
-        left_it = beside is not None and ask.replica_id in beside.among
-        if left_it and beside is not None and (ask.quorum_id >= beside.quorum_id or self._only_here(beside.quorum_id)):
-            self.beside = None
 
     def _only_here(self, quorum_id: int) -> bool:
         """Whether nobody but this lighthouse can answer an ask with that quorum from now on."""
@@ -169,14 +188,21 @@ class Succession:
 
     def formed(self, quorum: Quorum) -> None:
         """A quorum was formed here."""
-        self._proposed, self.beside, self._dropped = None, None, ()
-        self.is_in_force(quorum.quorum_id)
+        if self._proposed is not None and self._proposed.proposal.quorum_id == quorum.quorum_id:
+            self.elsewhere = ()  # both have agreed that nothing else goes on
+        self._proposed, self._dropped = None, ()
+        self._past.append(quorum.quorum_id)
         self._formed.append(quorum.quorum_id)
         self._take((Basis(quorum.quorum_id, quorum.ids),))
 
-    def is_in_force(self, quorum_id: int) -> None:
-        """The room goes on from this one: what is told of those before it is no news."""
+    def adopted(self, quorum_id: int, before: Current | None, hello: Hello) -> None:
+        """The room goes on from this one, which was presented (then by `hello`) or told: what is told of it again is no
+        news. The one in force `before` makes place, and goes on unless it has ended, or the presenter has left it."""
         self._past.append(quorum_id)
+        if before is not None and not before.ended and self.partner.address:
+            left = before.quorum_id < quorum_id == hello.quorum_id and hello.replica_id in before.among
+            if not left:
+                self._goes_on(Basis(before.quorum_id, before.members))
 
     def committed(self, current: Current) -> None:
         """A step was committed in that quorum."""
@@ -188,23 +214,41 @@ class Succession:
         self._retry_at = 0.0
         kept = [i for i in self.merged if i not in told.ids]  # a report may say two things of a room
         self.merged = tuple(sorted((*kept[-MAX_DROPPED:], *told.ids)))
-        if told.quorum_id in self._doubted and not told.ended:
-            self.beside = Current(told.quorum_id, told.members, ended=False)
-            return
+        self.orphan_s = max(self.orphan_s, told.orphan_s)
+        if told.ended:
+            self._over(basis for basis in self.elsewhere if basis.quorum_id == told.quorum_id)
         if not told.quorum_id or told.ended or told.quorum_id in self._past or told.quorum_id < self.entered:
             return
         if current is not None and told.quorum_id < current.quorum_id:
-            self.beside = Current(told.quorum_id, told.members, ended=False)
+            self._goes_on(Basis(told.quorum_id, told.members))
         else:
             self._inherited.append(told)
 
-    def tells(self, current: Current | None, furthest: int, closed: str, finished: Version) -> Told:
-        """What the other lighthouse has to know to go on in this one's place."""
+    def _goes_on(self, basis: Basis) -> None:
+        """That quorum may go on under the other lighthouse."""
+        if basis.quorum_id >= self.entered and basis not in self.elsewhere:
+            self.elsewhere = (*self.elsewhere, basis)[-MAX_ELSEWHERE:]
+
+    def _over(self, quorums: Iterable[Basis]) -> None:
+        """Those can complete nothing more."""
+        over = [*quorums]
+        if over:
+            self.elsewhere = tuple(basis for basis in self.elsewhere if basis not in over)
+
+    def is_over(self, current: Current, *, presumed: bool) -> bool:
+        """Whether the quorum in force can complete nothing more under either lighthouse."""
+        return current.ended and not presumed and all(b.quorum_id != current.quorum_id for b in self.elsewhere)
+
+    def tells(self, current: Current | None, furthest: int, closed: str, finished: Version, *, presumed: bool) -> Told:
+        """What the other lighthouse has to know to go on in this one's place. `presumed`: as in `grown`."""
         quorum_id, members = (current.quorum_id, current.members) if current is not None else (0, ())
-        ended = current is not None and current.ended
+        ended = current is not None and self.is_over(current, presumed=presumed)
         open_ = self._proposed.proposal if self._proposed is not None else None  # it is not to be forgotten by this
         bases = (*self.bases, Basis(open_.quorum_id, open_.members)) if open_ is not None else self.bases
-        return Told(self._room, quorum_id, members, ended, bases, furthest, closed, finished, self.merged)
+        return Told(
+            self._room, quorum_id, members, ended, bases, furthest, closed, finished, self.merged, self.entered,
+            self.orphan_s, self.elsewhere,
+        )  # fmt: skip
 
     def inherits(self, current: Current | None) -> list[Told]:
         """What to adopt, now that somebody is here: the newest quorum; an older one that may go on stands beside it."""
@@ -215,28 +259,41 @@ class Succession:
         last = told[-1] if current is None or told[-1].quorum_id > current.quorum_id else None
         for other in told[:-1]:
             if other.quorum_id != told[-1].quorum_id:
-                self.beside = Current(other.quorum_id, other.members, ended=False)
+                self._goes_on(Basis(other.quorum_id, other.members))
         return [last] if last is not None else []
 
+    def _knows(self, quorum_id: int) -> bool:
+        """Whether that quorum is known, or older than one that all have entered."""
+        bases = (basis.quorum_id for basis in (*self.bases, *self.elsewhere))
+        return quorum_id <= self.entered or quorum_id in self._past or quorum_id in bases
+
     def _learn(self, told: Told) -> None:
+        self.forgotten.told(told.ids)
         self.furthest = max(self.furthest, told.furthest)
         for quorum_id in told.ids:
             self._ids.observe(quorum_id)
-        for basis in told.bases[:1]:
-            self._enter(basis)
-        self._take(told.bases[1:])
+        for basis in told.bases:  # one that the other has heard of from who is in it may never be entered by all
+            if basis.quorum_id == told.entered:
+                self._enter(basis)
+        self._take(told.bases)
+        for basis in told.elsewhere:
+            if basis.quorum_id not in self._past:  # what was in force here this lighthouse knows itself
+                self._goes_on(basis)
 
     def _enter(self, basis: Basis) -> None:
         if basis.quorum_id > self.entered:
             self.entered = basis.quorum_id
             self.bases = (basis, *(b for b in self.bases if b.quorum_id > basis.quorum_id))
+            self._over(b for b in self.elsewhere if b.quorum_id < basis.quorum_id)
 
     def _take(self, bases: Sequence[Basis]) -> None:
         """These may be entered, or have been."""
         for basis in bases:
             if basis.quorum_id > self.entered and all(b.quorum_id != basis.quorum_id for b in self.bases):
-                rest = [b for b in self.bases if b.quorum_id == self.entered or b.members != basis.members]
-                self.bases = tuple(sorted((*rest, basis), key=lambda b: b.quorum_id))
+                bases = sorted((*self.bases, basis), key=lambda b: b.quorum_id)
+                if len(bases) > MAX_ATTEMPTS:
+                    self._untold = max(self._untold, bases.pop(bool(self.entered)).quorum_id)
+                self.bases = tuple(bases)
 
     # ------------------------------------------------------------ the other lighthouse
 
@@ -285,17 +342,10 @@ class Succession:
         if not partner.address or not view.rules.r22_grows:
             return formed
         ids = {ask.replica_id for ask in formed.asks}
-        if self.beside is not None and any(
-            (record := records.get(i)) is not None and record.life is Life.GONE for i in self.beside.members
-        ):
-            self.beside = None  # it can complete nothing more
+        gone = {i for i, record in records.items() if record.life is Life.GONE}
+        self._over(basis for basis in self.elsewhere if not gone.isdisjoint(basis.members))
         unary = any((r := records.get(i)) is not None and r.hello.unary for i in ids)
-        if (
-            not presumed
-            and self.beside is None
-            and len(self.bases) <= MAX_BASES
-            and self._grows(ids, view, unary=unary)
-        ):
+        if not presumed and self._grows(ids, view, unary=unary):
             return formed
         asks = tuple((ask.replica_id, ask.seq) for ask in formed.asks)
         proposed = self._proposed
@@ -308,11 +358,12 @@ class Succession:
         self._drop()
         if not partner.stands_by:
             return self._waits(ids, presumed=presumed)
-        if self.beside is not None and not presumed and view.now < partner.met_at + view.orphan_s:
+        if self.elsewhere and not presumed and view.now < partner.met_at + view.orphan_s:
+            names = ", ".join(sorted({i for basis in self.elsewhere for i in basis.members})[:4])
             return NotReady(
-                f"{', '.join(self.beside.members)} may train on in a quorum that the lighthouse at {partner.address} "
-                "has formed", partner.met_at + view.orphan_s,
-            )  # fmt: skip
+                f"{names} may train on in a quorum that the lighthouse at {partner.address} has formed",
+                partner.met_at + view.orphan_s,
+            )
         if not self._remembers(view, records):
             at = partner.met_at + view.orphan_s
             return NotReady(
@@ -344,12 +395,10 @@ class Succession:
         members = tuple(ask.replica_id for ask in formed.asks)
         quorum_id = self._ids.next()
         current = (view.current.quorum_id,) if view.current is not None else ()
-        over = {*current, *self.merged, *self._dropped, *(b.quorum_id for b in self.bases)}
-        if self.beside is not None and not presumed:
-            over.discard(self.beside.quorum_id)
+        over = {*current, *self.merged, *self._dropped, *(b.quorum_id for b in (*self.bases, *self.elsewhere))}
         proposal = Proposal(
-            self._room, quorum_id, members, (*self.bases, Basis(quorum_id, members)), tuple(sorted(over)), presumed,
-            view.orphan_s, furthest,
+            self._room, quorum_id, members, (*self.bases, Basis(quorum_id, members)), tuple(sorted(over)),
+            presumed or bool(self.elsewhere), view.orphan_s, furthest, self.entered,
         )  # fmt: skip
         self._proposed = _Proposed(tuple((ask.replica_id, ask.seq) for ask in formed.asks), proposal, view.now)
         return proposal
@@ -359,9 +408,12 @@ class Succession:
         nothing along, so all have to be here."""
         if not self.bases:
             return bool(view.expected) and len(ids) >= view.expected
+        bases = {basis.members: basis for basis in (*self.bases, *self.elsewhere)}.values()
+        if len(bases) > MAX_BASES or self._untold > self.entered:
+            return False
         if unary or (not self.partner.informed and view.rules.r22_informed):
-            return all(set(basis.members).issubset(ids) for basis in self.bases)
-        return all(most_of(basis, ids) for basis in self.bases)
+            return all(set(basis.members).issubset(ids) for basis in bases)
+        return all(most_of(basis, ids) for basis in bases)
 
     def _lacks(self, ids: Collection[str]) -> list[str]:
         """Members of the bases that are not among these."""
@@ -369,7 +421,7 @@ class Succession:
 
     def _waits(self, ids: Collection[str], *, presumed: bool) -> NotReady:
         away, names = self.partner.address, ", ".join(self._lacks(ids)[:4])
-        if presumed or self.beside is not None:
+        if presumed:
             why = "that the last quorum has ended is not certain"
         elif not self.bases:
             why = (
@@ -391,29 +443,8 @@ class Succession:
         partner = self.partner
         if not self.bases or self._remembered or not view.rules.r22_remembers:
             return True
-        basis, since = self.bases[0], partner.since
-        heard = {i for i in basis.members if (r := records.get(i)) is not None and r.heard_at >= since}
-        self._remembered = most_of(basis, heard) or view.now >= partner.met_at + view.orphan_s
+        heard = {i for i, record in records.items() if record.heard_at >= partner.since}
+        bases = self.bases[:1] if self.entered else self.bases
+        heard_of = all(most_of(basis, heard) for basis in bases)
+        self._remembered = heard_of or view.now >= partner.met_at + view.orphan_s
         return self._remembered
-
-
-def most_of(basis: Basis, ids: Collection[str]) -> bool:
-    """Whether more than half of its members are among these; of two halves the one with the first member is."""
-    here = sum(member in ids for member in basis.members)
-    return 2 * here > len(basis.members) or (2 * here == len(basis.members) and basis.members[0] in ids)
-
-
-def accepts(proposal: Proposal, known: Sequence[Told], met_at: float, now: float) -> bool:
-    """Whether a lighthouse that stands by records this: it knows of no quorum that it may contradict.
-
-    Args:
-        proposal: of the other lighthouse.
-        known: what this one knows of the room.
-        met_at: when the connection that stands now was opened; since then nobody has had a lease here.
-        now: instant.
-    """
-    mine = {told.quorum_id for told in known if told.quorum_id and not told.ended}
-    mine |= {newest(told.bases) for told in known} - {0}
-    if any(quorum_id not in proposal.over for quorum_id in mine):
-        return False
-    return not proposal.presumed or now >= met_at + proposal.orphan_s

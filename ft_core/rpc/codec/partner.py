@@ -24,7 +24,8 @@ from ft_core.rpc.codec.state import MAX_BASES, check_bases, pb_bases, read_bases
 from ft_core.settings import MAX_REPLICAS, MAX_STEP, PROTOCOL_VERSION
 
 UINT64 = 2**64 - 1
-MAX_OVER = 2 * MAX_BASES
+MAX_OVER = 8 * MAX_BASES
+"""Quorums that a lighthouse says it has taken into account, or are over."""
 MAX_ROOM_REPORTS = 2 * MAX_ROOMS
 """A lighthouse that stands by may know of each room twice: what it knew itself, and what it was told."""
 _ROLES = {Role.STARTING: 0, Role.ACTIVE: 1, Role.STANDBY: 2}
@@ -40,12 +41,15 @@ def _check(m: pb.PartnerReport, check: Check) -> None:
         check.text("rooms.room", room.room, needed=True)
         _check_quorum("rooms", room, check)
         check.number("rooms.furthest", room.furthest, 0, MAX_STEP)
-        check.number("rooms.merged", len(room.merged), 0, 2 * MAX_OVER)
+        check.number("rooms.merged", len(room.merged), 0, MAX_OVER)
+        check.number("rooms.entered", room.entered, 0, INT64)
+        check_bases("rooms.elsewhere", room.elsewhere, check)
     for proposal in m.proposals:
         check.text("proposals.room", proposal.room, needed=True)
         _check_quorum("proposals", proposal, check)
-        check.number("proposals.over", len(proposal.over), 0, 2 * MAX_OVER)
+        check.number("proposals.over", len(proposal.over), 0, MAX_OVER)
         check.number("proposals.furthest", proposal.furthest, 0, MAX_STEP)
+        check.number("proposals.entered", proposal.entered, 0, INT64)
 
 
 def _check_quorum(field: str, m: pb.RoomReport | pb.PartnerProposal, check: Check) -> None:
@@ -65,6 +69,7 @@ def encode_report(report: Report, release: str) -> bytes:
                 pb.RoomReport(
                     room=t.room, quorum_id=t.quorum_id, members=t.members, ended=t.ended, bases=pb_bases(t.bases),
                     furthest=t.furthest, closed=clip(t.closed), finished=pb_version(t.finished), merged=t.merged,
+                    entered=t.entered, orphan_ms=to_ms(t.orphan_s), elsewhere=pb_bases(t.elsewhere),
                 )
                 for t in report.told
             ],
@@ -72,6 +77,7 @@ def encode_report(report: Report, release: str) -> bytes:
                 pb.PartnerProposal(
                     room=p.room, quorum_id=p.quorum_id, members=p.members, bases=pb_bases(p.bases), over=p.over,
                     presumed=p.presumed, orphan_ms=to_ms(p.orphan_s), furthest=p.furthest,
+                    entered=p.entered,
                 )
                 for p in report.proposals
             ],
@@ -101,12 +107,13 @@ def _read_told(m: pb.RoomReport, check: Check) -> Told:
     finished = read_version(m.finished, check, "rooms.finished")
     return Told(
         m.room, m.quorum_id, tuple(m.members), m.ended, read_bases(m.bases), m.furthest, clip(m.closed), finished,
-        tuple(m.merged),
+        tuple(m.merged), m.entered, from_ms(m.orphan_ms, check, "rooms.orphan_ms"),
+        read_bases(m.elsewhere),
     )  # fmt: skip
 
 
 def _read_proposal(m: pb.PartnerProposal, check: Check) -> Proposal:
     return Proposal(
         m.room, m.quorum_id, tuple(m.members), read_bases(m.bases), tuple(m.over), m.presumed,
-        from_ms(m.orphan_ms, check, "proposals.orphan_ms"), m.furthest,
+        from_ms(m.orphan_ms, check, "proposals.orphan_ms"), m.furthest, m.entered,
     )  # fmt: skip
