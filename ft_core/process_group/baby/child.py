@@ -37,6 +37,7 @@ import signal
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -106,6 +107,8 @@ class _Server:
         self._channel = channel
         self._unpacker = Unpacker()
         self._group: ProcessGroup | None = None
+        self._timeout = timedelta(0)
+        """Of each message and reduce-scatter."""
         self._threads = ThreadPoolExecutor(MAX_WAITING, "ft-baby-wait")
         self._on_device: DeviceEnds | None = None
         """Of a group that does not block the host."""
@@ -122,10 +125,12 @@ class _Server:
             elif message[0] == CONFIGURE:
                 self._configure(*message[1:])
             elif self._group is not None:
+                self._timeout = message[1]
                 self._group.set_timeout(message[1])
 
     def _configure(self, inner: str, arguments: dict[str, Any], environment: dict[str, str], place: Any) -> None:
         os.environ.update(environment)
+        self._timeout = arguments["timeout"]
         try:
             kinds = importlib.import_module("ft_core.process_group")  # which imports this file
             group: ProcessGroup = getattr(kinds, inner)(**arguments)
@@ -152,7 +157,8 @@ class _Server:
             if self._on_device is not None:
                 self._on_device.add(number, work)
             elif not self._follow(number, work):
-                self._wait_on_thread(number, lambda: _finish(work, call.name))
+                timeout = self._timeout  # said here: without, Gloo takes the one that its connections were made with
+                self._wait_on_thread(number, lambda: _finish(work, call.name, timeout))
         except Exception as error:  # noqa: BLE001 - raised by the parent's work
             self._report(FAILED, number, as_sent(error))
 
@@ -211,6 +217,6 @@ class _Server:
             self._channel.send(message)
 
 
-def _finish(work: Work, name: str) -> int | None:
-    work.wait()
+def _finish(work: Work, name: str, timeout: timedelta) -> int | None:
+    work.wait(timeout)
     return work._source_rank() if name == "recv_anysource" else None

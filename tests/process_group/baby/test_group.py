@@ -135,6 +135,18 @@ def test_more_messages_than_threads_wait_for_all_arrive(groups: Groups) -> None:
     assert [tensor.tolist() for tensor in sums(groups)] == [[2.0] * 1000] * 2
 
 
+def test_a_message_may_take_as_long_as_the_groups_timeout(store: Store) -> None:
+    """Gloo's own limit, where none is said, is the one of its connections: a fifth of it."""
+    with formed_groups(ProcessGroupBabyGloo, 2, store, timedelta(seconds=5)) as groups:
+        received = torch.zeros(1)
+        work = groups[1].recv([received], 0, 7)
+        with pytest.raises(CollectiveError, match=r"1\.5 s of waiting are over"):
+            work.wait(timedelta(seconds=1.5))
+        groups[0].send([torch.ones(1)], 1, 7).wait()
+        work.wait()
+        assert received.tolist() == [1.0]
+
+
 def test_one_collective_too_many_is_refused_and_costs_nothing(groups: Groups, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(incarnation, "MAX_IN_FLIGHT", 3)
     shared = torch.ones(1000).share_memory_()
