@@ -211,3 +211,26 @@ def test_what_it_waits_for_is_true_at_whatever_moment_its_time_is_up(
     with pytest.raises(CollectiveError, match="time is up"):
         exchange.set("rank/0", b"blob")
     assert said == ["who is there was not known yet", says]
+
+
+@pytest.mark.parametrize("name", ["recv", "recv_anysource", "send", "reduce_scatter"])
+def test_what_only_a_wait_sees_the_end_of_has_the_groups_timeout(store: Store, name: str) -> None:
+    """Gloo's own limit, where none is said, is the one of its connections: at most a second."""
+    with gloo_groups(2, store, timedelta(seconds=20)) as groups:
+        there, large = threading.Event(), torch.zeros(4_000_000)
+
+        def do(rank: int) -> None:
+            group: ProcessGroupGloo = groups[rank]
+            if rank == 1:
+                there.wait(1.3)
+            if name == "reduce_scatter":
+                group.reduce_scatter([torch.zeros(2)], [[torch.ones(2)] * 2]).wait()
+            elif (name == "send") == (rank == 0):
+                group.send([large], 1 - rank, 7).wait()
+            elif name == "recv_anysource":
+                group.recv_anysource([large], 7).wait()
+            else:
+                group.recv([large], 1 - rank, 7).wait()
+
+        in_threads(2, do)
+        assert [group.errored() for group in groups] == [None, None]

@@ -118,7 +118,7 @@ class ProcessGroupGloo(ReformableGroup):
         tracked = name not in _UNTRACKED
         if tracked:
             incarnation.track(inner)
-        return GlooWork(name, inner, incarnation, tracked)
+        return GlooWork(name, inner, incarnation, None if tracked else self._timeout)
 
     def _backend(self) -> tuple[Incarnation, Any]:
         incarnation: Incarnation = self._current()

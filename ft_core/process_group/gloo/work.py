@@ -61,15 +61,16 @@ class WorkOwner(Protocol):
 class GlooWork(Work):
     """One collective in flight on an incarnation of a group.
 
-    `tracked`: c10d knows by itself when it has ended (false for send, recv and the reduce-scatters).
+    `limit`: of send, recv and the reduce-scatters, whose end c10d knows of only by waiting, and which it would give the
+    time that connecting may take: how long a wait for one may last. None for the others: c10d has been told.
     """
 
-    def __init__(self, name: str, inner: Work, incarnation: WorkOwner, tracked: bool) -> None:
+    def __init__(self, name: str, inner: Work, incarnation: WorkOwner, limit: timedelta | None) -> None:
         super().__init__()
         self._name = name
         self._inner = inner
         self._incarnation = incarnation
-        self._tracked = tracked
+        self._limit = limit
         _alive.add(self)
 
     def __repr__(self) -> str:
@@ -77,9 +78,12 @@ class GlooWork(Work):
         return f"GlooWork({self._name}, {state})"
 
     def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
-        """Block until it is done; CollectiveError if it failed, or if `timeout` (none by default) passed first."""
-        if not self._tracked:
-            return self._wait_in_gloo(timeout)
+        """Block until it is done; CollectiveError if it failed, or if `timeout` passed first.
+
+        By default that is the group's, from the launch on; of send, recv and the reduce-scatters from this call on.
+        """
+        if self._limit is not None:
+            return self._wait_in_gloo(timeout or self._limit)
         inner = self._inner
         deadline = time.monotonic() + timeout.total_seconds() if timeout else None
         doomed_at: float | None = None
