@@ -7,6 +7,7 @@ for another deadline. A forked child starts with no deadlines: those of its pare
 
 from __future__ import annotations
 
+import copy
 import heapq
 import logging
 import os
@@ -15,7 +16,7 @@ import time
 from collections import deque
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import torch
 from torch.futures import Future
@@ -25,7 +26,7 @@ from ft_core.errors import ConfigError, PeerError, UsageError
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-__all__ = ["FutureTimeoutError", "context_timeout", "future_timeout", "future_wait", "stream_timeout"]
+__all__ = ["FutureTimeoutError", "context_timeout", "fail_future", "future_timeout", "future_wait", "stream_timeout"]
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
@@ -39,6 +40,39 @@ COMPACT_AT = 1_024
 
 class FutureTimeoutError(PeerError, TimeoutError):
     """A future did not complete in the time it was given."""
+
+
+MAX_CAUSES = 16
+"""Of an error that a future keeps, so many of its causes are kept."""
+
+
+def fail_future(future: Future[Any], error: Exception) -> None:
+    """Complete `future` with `error`; each wait raises a copy.
+
+    torch's own `set_exception` raises the exception that it keeps, whose traceback then holds the frames of all who
+    have waited. They hold the future, through C++, where Python's collector does not see it: the work, its process
+    group and whatever else these frames know would never be let go.
+    """
+    future._set_unwrap_func(_raise_copy)
+    future.set_result(_without_frames(error))
+
+
+def _raise_copy(kept: Exception) -> NoReturn:
+    raise _without_frames(kept)
+
+
+def _without_frames(error: BaseException, causes: int = MAX_CAUSES) -> BaseException:
+    """A copy without traceback, as are its causes; itself, if it cannot be copied."""
+    try:
+        found = copy.copy(error)
+        if type(found) is not type(error) or str(found) != str(error):
+            found = error
+    except Exception:  # noqa: BLE001 - a class of the script's, made in a way of its own
+        found = error
+    found.__traceback__ = found.__context__ = None
+    cause = error.__cause__
+    found.__cause__ = _without_frames(cause, causes - 1) if cause is not None and causes else None
+    return found
 
 
 class _Deadline:
@@ -177,7 +211,7 @@ def future_timeout(fut: Future[T], timeout: timedelta) -> Future[T]:
     deadline: _Deadline | None = None
 
     def expire() -> None:
-        timed.set_exception(FutureTimeoutError(f"future did not complete within {delay_s:g} s"))  # type: ignore[arg-type]
+        fail_future(timed, FutureTimeoutError(f"future did not complete within {delay_s:g} s"))
 
     def complete(done: Future[T]) -> None:
         if deadline is not None and not timer.cancel(deadline):
@@ -185,7 +219,7 @@ def future_timeout(fut: Future[T], timeout: timedelta) -> Future[T]:
         try:
             result = done.wait()
         except Exception as error:  # noqa: BLE001  # whatever it failed with is handed on
-            timed.set_exception(error)  # type: ignore[arg-type]  # torch's own annotation is wrong
+            fail_future(timed, error)
         else:
             timed.set_result(result)
 

@@ -6,6 +6,7 @@ import contextlib
 import gc
 import logging
 import os
+import re
 import sys
 import threading
 import time
@@ -18,8 +19,15 @@ import torch
 from torch.futures import Future
 
 from ft_core import futures
-from ft_core.errors import ConfigError, PeerError, UsageError
-from ft_core.futures import FutureTimeoutError, context_timeout, future_timeout, future_wait, stream_timeout
+from ft_core.errors import CollectiveError, ConfigError, PeerError, UsageError
+from ft_core.futures import (
+    FutureTimeoutError,
+    context_timeout,
+    fail_future,
+    future_timeout,
+    future_wait,
+    stream_timeout,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -324,3 +332,57 @@ class TestStreamTimeout:
         stream_timeout(late.set, SOON)
         assert late.wait(WAIT_S)
         torch.cuda.synchronize()
+
+
+class Unlike(Exception):
+    """It cannot be copied: made of two things, it tells one."""
+
+    def __init__(self, one: str, two: str) -> None:
+        super().__init__(f"{one} and {two}")
+
+
+class TestFailFuture:
+    def test_a_wait_that_failed_keeps_nothing_alive(self) -> None:
+        class Model:
+            pass
+
+        def train() -> tuple[weakref.ref[Model], Future[int]]:
+            model, fut = Model(), new_future()
+            try:
+                raise ValueError("why")
+            except ValueError as cause:
+                error = CollectiveError("it failed")
+                error.__cause__ = cause
+            fail_future(fut, error)
+            for _ in range(2):
+                with pytest.raises(CollectiveError):
+                    fut.wait()
+            with pytest.raises(CollectiveError):
+                fut.value()
+            return weakref.ref(model), fut
+
+        model, fut = train()
+        gc.collect()
+        assert model() is None
+        assert fut.done()
+
+    def test_each_wait_raises_the_error_with_its_causes(self) -> None:
+        fut, error = new_future(), CollectiveError("it failed")
+        error.__cause__ = ValueError("why")
+        fail_future(fut, error)
+        for _ in range(2):
+            with pytest.raises(CollectiveError, match="it failed") as raised:
+                fut.wait()
+            assert repr(raised.value.__cause__) == "ValueError('why')"
+            assert raised.value is not error
+
+    @pytest.mark.parametrize("error", [Unlike("a", "b"), FutureTimeoutError("late"), OSError(5, "no", "file")])
+    def test_errors_of_all_kinds_are_raised_as_they_are(self, error: Exception) -> None:
+        fut = new_future()
+        fail_future(fut, error)
+        with pytest.raises(type(error)) as raised:
+            fut.wait()
+        assert str(raised.value) == str(error)
+        chained = fut.then(lambda done: done.value())
+        with pytest.raises(Exception, match=re.escape(str(error))):
+            chained.wait()

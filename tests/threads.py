@@ -16,6 +16,7 @@ import time
 STAY = {
     "ft-gloo-reaper": "destroys the process' Gloo groups",
     "ft-device-reaper": "releases the process' groups of devices",
+    "ft-lost-reaper": "destroys groups that tests broke, when Gloo lets go of them",
     "ft-baby-helper": "watches the process that starts children for process groups",
     "ft-timer": "runs the process' timeouts",
     "ft-witness": "keeps the process' link with its witness",

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch.distributed import Work
 
+from ft_core.futures import fail_future
+
 NO_TIMEOUT = timedelta(0)  # c10d's "as long as the collective's own timeout"
 
 
@@ -22,7 +24,7 @@ class DoneWork(Work):
         if error is None:
             self._future.set_result(result)
         else:
-            self._future.set_exception(error)
+            fail_future(self._future, error)
 
     def __repr__(self) -> str:
         return "DoneWork()" if self._error is None else f"DoneWork({self._error!r})"

@@ -137,17 +137,19 @@ def gloo_groups(count: int, store: Store, timeout: timedelta = GROUP_TIMEOUT) ->
         yield groups
 
 
-_set_aside: list[object] = []
+_lost = reaping.Reaper("lost")
 
 
 def set_aside_lost_groups() -> None:
-    """Groups that tests broke on purpose and that Gloo cannot end before their timeout: kept, but not counted any more.
+    """Groups that tests broke on purpose and that Gloo cannot end before their timeout: not counted any more.
 
-    A later test that waits until nothing is left would wait for them, too.
+    A later test that waits until nothing is left would wait for them, too. They are destroyed when they can be.
     """
     reaping.gloo.wait_empty(1.0)
+    _lost.start()
     with reaping.gloo._destroying:
-        _set_aside.extend(reaping.gloo._held)
+        for group in reaping.gloo._held:
+            _lost.retire(group)
         reaping.gloo._held = []
 
 

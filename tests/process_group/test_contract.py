@@ -98,7 +98,7 @@ def test_an_abort_ends_work_also_where_gloo_loses_a_send(kind: Kind, store: Stor
             return time.monotonic()
 
     for turn in range(40):
-        with formed_groups(kind, 2, store, timedelta(seconds=10)) as groups, ThreadPoolExecutor(2) as pool:
+        with formed_groups(kind, 2, store, timedelta(seconds=6)) as groups, ThreadPoolExecutor(2) as pool:
             futures = [pool.submit(train, group) for group in groups]
             time.sleep(turn % 8 / 8000)  # the moment of the abort, not a synchronisation
             groups[0].abort()

@@ -17,6 +17,7 @@ import torch
 from torch.distributed import Work
 
 from ft_core.errors import CollectiveError
+from ft_core.futures import fail_future
 from ft_core.process_group.done_work import NO_TIMEOUT
 
 if TYPE_CHECKING:
@@ -110,7 +111,7 @@ class BabyWork(Work):
         if self._error is None:
             future.set_result(self._result)
         else:
-            future.set_exception(self._error)
+            fail_future(future, self._error)
 
 
 def overdue_at(oldest_launch: float, last_report: float, timeout_s: float, grace_s: float) -> float:

@@ -34,6 +34,7 @@ import torch
 from torch.distributed import Work
 
 from ft_core.errors import CollectiveError, NotAvailableError
+from ft_core.futures import fail_future
 from ft_core.process_group.done_work import NO_TIMEOUT
 
 SLICE = timedelta(milliseconds=20)
@@ -188,7 +189,7 @@ class Outcome:
         """Fail, unless it is completed."""
         failure = self._incarnation.failed(self._name, error)
         if self._first():
-            self.future.set_exception(failure)
+            fail_future(self.future, failure)
 
     def lose(self) -> None:
         """Fail a work that Gloo does not end."""
