@@ -112,7 +112,7 @@ class Twice(Lighthouse):
         super()._perform(effect)
 
 
-@pytest.mark.parametrize("start", range(0, 60, 20))
+@pytest.mark.parametrize("start", [0, *(pytest.param(start, marks=pytest.mark.long) for start in (20, 40))])
 def test_a_room_that_looks_after_every_report_does_the_same(start: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(simulation, "Lighthouse", Twice)
     for seed in range(start, start + 20):
