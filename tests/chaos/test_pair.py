@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import signal
-import socket
 from typing import TYPE_CHECKING
 
 import pytest
 
 from tests.chaos.cluster import WAIT_S, Cluster, Process
+from tests.held_ports import HeldPorts
 
 if TYPE_CHECKING:
     from tests.forge import Forge
@@ -21,11 +21,8 @@ class Pair(Cluster):
 
     def __init__(self, forge: Forge, **env: object) -> None:
         super().__init__(forge, **env)
-        self.ports = [self.port]
-        while len(self.ports) < 2:
-            with socket.create_server(("127.0.0.1", 0)) as probe:
-                if probe.getsockname()[1] != self.port:
-                    self.ports.append(probe.getsockname()[1])
+        self._held = HeldPorts(2)
+        self.ports = self._held.numbers
         self.env["FT_LIGHTHOUSE"] = ",".join(f"{self.host}:{port}" for port in self.ports)
         self.pair: list[Process] = []
 
@@ -33,6 +30,10 @@ class Pair(Cluster):
         self.pair = [self.begin(0), self.begin(1)]
         self.pair[0].wait_for(lambda: self.serving() is not None, "found out who serves")
         return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._held.close()
+        super().__exit__(*exc)
 
     def begin(self, index: int) -> Process:
         """Start one of the two."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import socket
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -19,21 +18,18 @@ from ft_core.protocol.lighthouse.partner import Proposal, Told
 from ft_core.protocol.types import Basis, Version
 from ft_core.rpc import codec
 from tests.control.recorder import wait_until
+from tests.held_ports import HeldPorts
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-
-
-def ports() -> tuple[int, int]:
-    with socket.create_server(("127.0.0.1", 0)) as one, socket.create_server(("127.0.0.1", 0)) as other:
-        return one.getsockname()[1], other.getsockname()[1]
 
 
 class Two:
     """A pair of lighthouses that can be ended and started again."""
 
     def __init__(self, **settings: Any) -> None:
-        self.addresses = [f"127.0.0.1:{port}" for port in ports()]
+        self._held = HeldPorts(2)
+        self.addresses = [f"127.0.0.1:{port}" for port in self._held.numbers]
         self.settings: dict[str, Any] = {"liveness_ms": 1000, "token": ""} | settings
         self.servers: list[LighthouseServer | None] = [None, None]
 
@@ -47,6 +43,13 @@ class Two:
         server, self.servers[index] = self.servers[index], None
         assert server is not None
         server.shutdown()
+
+    def close(self) -> None:
+        """End what still runs."""
+        for server in self.servers:
+            if server is not None:
+                server.shutdown()
+        self._held.close()
 
     def serving(self) -> list[int]:
         """Which of them serve."""
@@ -66,9 +69,7 @@ class Two:
 def two() -> Iterator[Two]:
     pair = Two()
     yield pair
-    for server in pair.servers:
-        if server is not None:
-            server.shutdown()
+    pair.close()
 
 
 def client(address: str) -> LighthouseClient:

@@ -27,9 +27,7 @@ def two(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Two
     monkeypatch.setattr(room_samples, "FRESH_S", 0.0)
     pair = Two(http="127.0.0.1:0", metrics="", events=str(tmp_path))
     yield pair
-    for server in pair.servers:
-        if server is not None:
-            server.shutdown()
+    pair.close()
 
 
 def ask(server: LighthouseServer, path: str) -> tuple[int, str]:

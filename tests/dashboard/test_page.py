@@ -297,9 +297,7 @@ def test_each_of_two_lighthouses_says_what_it_does(browser: Browser) -> None:
         picture(standby, "nobody-stands-by")
         assert standby.js("document.documentElement.scrollWidth <= innerWidth")
     finally:
-        for server in two.servers:
-            if server is not None:
-                server.shutdown()
+        two.close()
 
 
 def test_many_replicas_can_be_filtered(here: Here, browser: Browser) -> None:
