@@ -50,6 +50,7 @@ class Forgotten:
         names = ", ".join(basis.members[:4]) + (", ..." if len(basis.members) > 4 else "")
         return [
             f"neither this lighthouse nor {partner.address} remembers the quorum of {names}: each that knew it was "
-            "started again before it had told the other. That counts as a restart of a single lighthouse: groups of the "
-            "job that are out of reach may train on, and what they do is lost when they return. End those that do not come"
+            "started again before it had told the other. That counts as a restart of a single lighthouse: groups of "
+            "the job that are out of reach may train on, and what they do is lost when they return. End those that do "
+            "not come"
         ]
