@@ -390,7 +390,16 @@ def test_that_both_lighthouses_have_forgotten_a_quorum_is_said_once(met: str) ->
         lines += half.hello(name, fenced=True)
     assert any("remembers the quorum" in line for line in lines) is (met == "before"), "the other one may know it"
     lines += half.do(PartnerIs(together)) + half.do(PartnerIs(together))
-    assert sum("remembers the quorum of a, b: both were started again" in line for line in lines) == 1
+    assert sum("remembers the quorum of a, b: each that knew it was started again" in line for line in lines) == 1
+
+
+def test_the_last_quorum_of_a_lighthouse_that_ended_is_not_called_forgotten() -> None:
+    """It had told this one all but that; its members bring it along before it is started again."""
+    half = Half(boot=900)
+    lines = half.do(PartnerIs(Partner(OTHER, False, True)))
+    half.quorum["a"], half.members["a"] = 500 << 32 | 3, ("a", "b")
+    lines += half.hello("a", fenced=True) + half.do(PartnerIs(Partner(OTHER, True, True, half.now, half.now)))
+    assert not any("remembers the quorum" in line for line in lines)
 
 
 def test_a_quorum_that_the_other_lighthouse_knows_is_not_called_forgotten() -> None:

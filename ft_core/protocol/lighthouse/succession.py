@@ -106,6 +106,7 @@ class Succession:
         self._inherited: list[Told] = sorted(told, key=lambda t: t.quorum_id)
         """What was told and is not adopted yet: that takes a member's Hello."""
         self.forgotten = Forgotten()
+        """What neither lighthouse remembers."""
         self.merged: tuple[int, ...] = ()
         """Quorums of the other lighthouse that are taken into account here."""
         self._remembered = False
@@ -143,7 +144,7 @@ class Succession:
         self.orphan_s = max(self.orphan_s, hello.orphan_s)
         if hello.quorum_id and hello.members and hello.replica_id in hello.members:
             mine = Basis(hello.quorum_id, hello.members)
-            self.forgotten.presented(mine, known=self._knows(mine.quorum_id))
+            self.forgotten.presented(mine, self.partner, known=self._knows(mine.quorum_id))
             if hello.fenced:
                 self._enter(mine)
             else:
@@ -166,11 +167,8 @@ class Succession:
         last = max((b for b in self.bases if ask.replica_id in b.members), key=lambda b: b.quorum_id, default=None)
         if leaves and last is not None and ask.quorum_id < last.quorum_id and not self._only_here(last.quorum_id):
             self._goes_on(last)
-        self._over(
-            basis for basis in self.elsewhere
-            if ask.replica_id in basis.members
-            and (ask.quorum_id >= basis.quorum_id or self._only_here(basis.quorum_id))
-        )  # fmt: skip
+        its = [basis for basis in self.elsewhere if ask.replica_id in basis.members]
+        self._over(b for b in its if ask.quorum_id >= b.quorum_id or self._only_here(b.quorum_id))
         self._left = {q: who for q, who in self._left.items() if any(b.quorum_id == q for b in self.bases)}
         kept = self.bases
         for basis in self.bases:
