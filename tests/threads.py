@@ -29,9 +29,9 @@ END = {
 """Others' threads that end by themselves, too late to wait for them, each with the reason."""
 LEFT_S = 10.0
 """How long a test's threads may outlive it: an abandoned constructor of Gloo's, which cannot be interrupted, 5 s."""
-LOOPS = 100
-"""How many threads of Gloo's own a file may leave: a group that waits for what Gloo has lost is never let go, and the
-contract's tests leave 74. Each wakes up a hundred times a second: 450 took a core from all tests that came later."""
+LOOPS = 40
+"""How many threads of Gloo\'s own a file may leave. Each wakes up a hundred times a second: 450 of them took a core from
+all tests that came later."""
 
 
 def alive() -> list[threading.Thread]:
