@@ -30,7 +30,7 @@ END = {
 LEFT_S = 10.0
 """How long a test's threads may outlive it: an abandoned constructor of Gloo's, which cannot be interrupted, 5 s."""
 LOOPS = 40
-"""How many threads of Gloo\'s own a file may leave. Each wakes up a hundred times a second: 450 of them took a core from
+"""How many threads of Gloo's own a file may leave. Each wakes up a hundred times a second: 450 of them took a core from
 all tests that came later."""
 
 
