@@ -85,6 +85,13 @@ def test_what_may_go_on_elsewhere_is_proposed_over_when_nobody_can_train_in_it_a
         pytest.fail(story(result), pytrace=False)
 
 
+def test_a_quorum_of_one_of_which_the_other_lighthouse_has_told_is_not_overruled_by_an_older_one() -> None:
+    """Its only member presents it alone; two members of the older one, which had trained on frozen, presented that."""
+    result = simulate(565, Config.draw(565, **fixed_in("everything")))
+    if result.violation:
+        pytest.fail(story(result), pytrace=False)
+
+
 def test_without_the_rule_two_quorums_train_beside_each_other() -> None:
     fixed = PLAIN | {"faults": ("cut_pair", "cut_one", "kill"), "pair": True}
     found = simulate(3, Config.draw(3, room_rules=Rules(r22_grows=False), **fixed)).violation

@@ -119,16 +119,20 @@ class Claims:
         return replace(ask, version=VOID)
 
     def overrules(
-        self, hello: Hello, record: Record, records: Mapping[str, Record], current: Current, rules: Rules
-    ) -> bool:
-        """Whether the quorum that a replica presents takes the place of `current`."""
+        self, hello: Hello, record: Record, records: Mapping[str, Record], current: Current, rules: Rules,
+        vouched: int = 0,
+    ) -> bool:  # fmt: skip
+        """Whether the quorum that a replica presents takes the place of `current`.
+
+        `vouched`: the quorum of which the other lighthouse has told: it needs no second presenter.
+        """
         newer = hello.quorum_id > current.quorum_id
         if record.proven or not rules.r18_claims:
             return newer
         if self.formed:
             return False
         presented = replace(current, quorum_id=hello.quorum_id, members=hello.members)
-        ours = presenters(records, current) >= CONFIRMED_BY
+        ours = current.quorum_id == vouched or presenters(records, current) >= CONFIRMED_BY
         theirs = presenters(records, presented) >= CONFIRMED_BY
         return newer if ours == theirs else theirs
 

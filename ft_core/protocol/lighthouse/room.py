@@ -249,12 +249,11 @@ class Room:
 
     def _present(self, hello: ev.Hello, record: Record, now: float, out: list[ev.Effect]) -> None:
         """Adopt the newest quorum that anybody presents; holders of older ones are superseded (R9)."""
-        if not hello.quorum_id:
-            return
         current = self.current
-        if current is not None and hello.quorum_id == current.quorum_id:
+        if not hello.quorum_id or (current is not None and hello.quorum_id == current.quorum_id):
             return
-        if current is None or self._claims.overrules(hello, record, self.records, current, self.rules):
+        vouched = self._succession.vouched
+        if current is None or self._claims.overrules(hello, record, self.records, current, self.rules, vouched):
             if hello.replica_id not in hello.members:
                 return
             self._adopt(hello, hello.quorum_id, hello.members, now, out)

@@ -61,8 +61,7 @@ MAX_PAST = 256
 """As many former quorums are remembered: the other lighthouse may not have been told of the last ones."""
 LOST_S = 1.0
 """A proposal that is not answered within it was lost with a stream, and is made anew (seconds)."""
-MAX_DROPPED = 16
-MAX_ELSEWHERE = 16
+MAX_DROPPED = MAX_ELSEWHERE = 16
 MAX_BASES = 4
 """Member lists that the next quorum may have to grow out of alone; of more it is formed together only."""
 MAX_ATTEMPTS = 15
@@ -96,6 +95,8 @@ class Succession:
         """The newest step that the other lighthouse knows to be committed."""
         self.entered = 0
         """The newest quorum that all its members are known to have entered; 0: none."""
+        self.vouched = 0
+        """The newest quorum that the other lighthouse has told to be entered by all its members; 0: none."""
         self.elsewhere: tuple[Basis, ...] = ()
         """Quorums that may go on under the other lighthouse, or that it may announce yet, beside the one in force here;
         none of them older than `entered`."""
@@ -268,6 +269,7 @@ class Succession:
     def _learn(self, told: Told) -> None:
         self.forgotten.told(told.ids)
         self.furthest = max(self.furthest, told.furthest)
+        self.vouched = max(self.vouched, told.entered)
         for quorum_id in told.ids:
             self._ids.observe(quorum_id)
         for basis in told.bases:  # one that the other has heard of from who is in it may never be entered by all
