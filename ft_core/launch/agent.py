@@ -149,7 +149,6 @@ class GroupAgent(LocalElasticAgent):
             args=("-I", "-S", stub.__file__, *command), max_restarts=MANY_RESTARTS, monitor_interval=1e-6,
         )  # fmt: skip
         super().__init__(worker, self._logs, exit_barrier_timeout=30)
-        self._rdzv_handler: Any = None  # torch 2.6 would shut it down before a restart; ours is to outlive it
 
     def __repr__(self) -> str:
         return f"GroupAgent({self.name}, {self.state.name}, restarts={self.restarts})"
@@ -422,9 +421,9 @@ class GroupAgent(LocalElasticAgent):
         self.restarts += 1
         super()._restart_workers(worker_group)
 
-    def _stop_workers(self, worker_group: WorkerGroup, is_restart: bool = False) -> None:
+    def _stop_workers(self, worker_group: WorkerGroup) -> None:
         """Kill what is left. Who is dead is not waited for, however long the kernel needs for its memory."""
-        del worker_group, is_restart
+        del worker_group
         self.send(signal.SIGKILL, group=True)
         deadline = time.monotonic() + REAP_S
         while self.pids() and not self._polled and time.monotonic() < deadline:
@@ -434,11 +433,9 @@ class GroupAgent(LocalElasticAgent):
         if self._polled:
             self._dying.close()  # nobody says sooner that they are dead
 
-    def _shutdown(
-        self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30, is_restart: bool = False
-    ) -> None:
+    def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
         """Whatever is left of the group ends now: draining was the supervisor's business, before this."""
-        del death_sig, timeout, is_restart  # the last is torch 2.6's
+        del death_sig, timeout
         self.send(signal.SIGKILL, group=True)
         self._let_go()
         self._dying.close()

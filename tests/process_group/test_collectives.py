@@ -73,10 +73,11 @@ def values(result: Any) -> Any:
 
 
 def torchs_gloo_has_alltoall() -> bool:
-    """torch 2.11 has none."""
+    """torch 2.11's has none."""
     one = torch.zeros(1)
     try:
-        TorchGloo(HashStore(), 0, 1, timedelta(seconds=10)).alltoall([one.clone()], [one], AllToAllOptions()).wait()
+        alone: Any = TorchGloo(HashStore(), 0, 1, timedelta(seconds=10))
+        alone.alltoall([one.clone()], [one], AllToAllOptions()).wait()
     except RuntimeError:
         return False
     return True

@@ -404,7 +404,7 @@ def _device(kind: str, value: str) -> Any:
 
 
 def _set_timeout(backend: Any, timeout: timedelta) -> None:
-    """torch 2.6 has it under its private name only."""
+    """torch 2.8 has it under its private name only."""
     (getattr(backend, "set_timeout", None) or backend._set_default_timeout)(timeout)
 
 
