@@ -145,8 +145,8 @@ class GroupAgent(LocalElasticAgent):
                 f"{spec.run_id}-{self.name}" if spec.nodes > 1 else spec.run_id, spec.host,
                 (spec.min_nodes, spec.nodes), spec.rdzv_endpoint, self._stop,
             ),
-            entrypoint=_python(), args=("-I", "-S", stub.__file__, *command), max_restarts=MANY_RESTARTS,
-            monitor_interval=1e-6,
+            entrypoint=os.environ.get("PYTHON_EXEC", sys.executable),  # as with torchrun
+            args=("-I", "-S", stub.__file__, *command), max_restarts=MANY_RESTARTS, monitor_interval=1e-6,
         )  # fmt: skip
         super().__init__(worker, self._logs, exit_barrier_timeout=30)
 
@@ -221,7 +221,7 @@ class GroupAgent(LocalElasticAgent):
             env["TORCHELASTIC_ERROR_FILE"] = files[rank]
         with self._lock:
             self._run = run
-        return LogsDest(outs, errs, {}, {}, files, os.devnull, os.devnull)
+        return LogsDest(outs, errs, {}, {}, files)
 
     def _folder(self, rank: int) -> str:
         spec = self.tools.spec
@@ -424,27 +424,24 @@ class GroupAgent(LocalElasticAgent):
     def _stop_workers(self, worker_group: WorkerGroup) -> None:
         """Kill what is left. Who is dead is not waited for, however long the kernel needs for its memory."""
         del worker_group
-        context = self._pcontext
-        if self._polled or not isinstance(context, SubprocessContext):
-            self._shutdown()  # nobody says sooner that they are dead
-            return
         self.send(signal.SIGKILL, group=True)
         deadline = time.monotonic() + REAP_S
-        while self.pids() and time.monotonic() < deadline:
+        while self.pids() and not self._polled and time.monotonic() < deadline:
             self._wake.wait(0.1)
             self._wake.clear()
-        self._dying.take(context)
-        self._pcontext = None
-        super()._shutdown()  # of what else torch has for a run
+        self._let_go()
+        if self._polled:
+            self._dying.close()  # nobody says sooner that they are dead
 
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
         """Whatever is left of the group ends now: draining was the supervisor's business, before this."""
         del death_sig, timeout
         self.send(signal.SIGKILL, group=True)
-        super()._shutdown(signal.SIGKILL)  # torch before 2.12 takes no more; SIGKILL needs no other limit than its own
+        self._let_go()
         self._dying.close()
 
-
-def _python() -> str:
-    """The interpreter of the stub; as with torchrun, PYTHON_EXEC names another one."""
-    return os.environ.get("PYTHON_EXEC", sys.executable)
+    def _let_go(self) -> None:
+        if isinstance(self._pcontext, SubprocessContext):
+            self._dying.take(self._pcontext)
+            self._pcontext = None
+        super()._shutdown()  # of what else torch has for a run; torch before 2.12 takes no timeout

@@ -19,7 +19,7 @@ order is what matches them up across ranks). A kind of group documents where it 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
@@ -169,10 +169,10 @@ class ProcessGroup(dist.ProcessGroup):
         world = c10d._world
         if full_name in world.pg_names.values():
             raise ConfigError(f"name={name!r}: another group is registered with torch.distributed as {full_name!r}")
-        _register_process_group(c10d.GroupName(full_name), self)
+        _register_process_group(cast("c10d.GroupName", full_name), self)
         tag = f"user:{full_name}"
         world.pg_map[self] = (self.torch_backend, HashStore())
-        world.pg_names[self] = c10d.GroupName(full_name)
+        world.pg_names[self] = cast("c10d.GroupName", full_name)
         world.pg_backend_config[self] = f"{self.torch_device_type}:{self.torch_backend}"
         world.pg_to_tag[self] = tag
         world.tags_to_pg.setdefault(tag, []).append(self)
@@ -188,7 +188,7 @@ class ProcessGroup(dist.ProcessGroup):
         world = c10d._world
         # destroy_process_group() may have emptied torch's tables already.
         if world.pg_names.pop(self, None) is not None:
-            _unregister_process_group(c10d.GroupName(full_name))
+            _unregister_process_group(cast("c10d.GroupName", full_name))
         world.pg_map.pop(self, None)
         world.pg_backend_config.pop(self, None)
         world.pg_group_ranks.pop(self, None)

@@ -49,4 +49,6 @@ def linger(tid: int) -> Iterator[subprocess.Popen[str]]:
 
 def is_there(pidfd: int, within_s: float = 0.0) -> bool:
     """The process is not gone, nor is it after this time."""
-    return not select.select([pidfd], [], [], within_s)[0]
+    gone = select.poll()  # `select.select` takes no descriptor above 1023
+    gone.register(pidfd, select.POLLIN)
+    return not gone.poll(within_s * 1000)

@@ -247,6 +247,8 @@ class Hanging:
         self.closed: list[tuple[signal.Signals, int]] = []
 
     def close(self, death_signal: signal.Signals, timeout: int) -> None:
+        for handler in self.subprocess_handlers.values():
+            handler.proc.wait()  # as torch before 2.13: without a limit
         self.closed.append((death_signal, timeout))
 
 

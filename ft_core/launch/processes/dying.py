@@ -11,6 +11,7 @@ within about REAP_S. Used on the group's thread only.
 from __future__ import annotations
 
 import contextlib
+import logging
 import signal
 import subprocess
 import time
@@ -20,6 +21,8 @@ from ft_core.launch.processes import predecessors
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.api import SubprocessContext
+
+log = logging.getLogger("ft_core.launch")
 
 REAP_S = 10
 """How long a process that was killed may take to be gone; what is not gone then hangs in the kernel."""
@@ -61,8 +64,13 @@ class Dying:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(max(0.0, until - time.monotonic()))
         context, self._context = self._context, None
-        if context is not None:
-            context.close(signal.SIGKILL, 0)  # says so of those that are still there
+        if context is None:
+            return
+        gone = {rank: one for rank, one in context.subprocess_handlers.items() if one.proc.poll() is not None}
+        if left := [one.proc.pid for rank, one in context.subprocess_handlers.items() if rank not in gone]:
+            log.error("processes %s hang in the kernel %d s after SIGKILL, and are left behind", left, REAP_S)
+        context.subprocess_handlers = gone  # torch before 2.13 waits for the others without a limit
+        context.close(signal.SIGKILL, 0)
 
     def _processes(self) -> list[subprocess.Popen[bytes]]:
         return [handler.proc for handler in self._context.subprocess_handlers.values()] if self._context else []

@@ -12,12 +12,14 @@ import os
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch.distributed import ReduceOp
 
-from ft_core.errors import ConfigError
+from ft_core.errors import ConfigError, NotAvailableError
 from ft_core.process_group import reaper as reaping
 from ft_core.process_group.gloo.incarnation import Incarnation
 from ft_core.process_group.gloo.work import GlooWork
+from ft_core.process_group.messages import first_line
 from ft_core.process_group.reformable import DEFAULT_TIMEOUT, ReformableGroup
 
 if TYPE_CHECKING:
@@ -112,6 +114,8 @@ class ProcessGroupGloo(ReformableGroup):
                 raise incarnation.refusal() from error
             if "ProcessGroupGloo::" in str(error):
                 raise  # Gloo's own check of the arguments: the caller's mistake, the group is as good as before
+            if "does not support" in str(error):  # alltoall, before torch 2.12
+                raise NotAvailableError(f"{name}: {first_line(error)} (torch {torch.__version__})") from error
             raise incarnation.failed(name, error) from error
         finally:
             del target  # an error's traceback must not keep the backend alive for the reaper

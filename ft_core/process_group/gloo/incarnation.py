@@ -161,7 +161,7 @@ class Incarnation:
         self._let_go(client, good=True, formed=True)
         self._held = backend
         self.connections.settle()
-        backend.set_timeout(spec.timeout)
+        _set_timeout(backend, spec.timeout)
         with self._lock:
             if not self.aborted:
                 self.backend = backend
@@ -317,7 +317,7 @@ class Incarnation:
         """Set the timeout of collectives launched from now on."""
         backend = self.backend
         if backend is not None:
-            backend.set_timeout(timeout)
+            _set_timeout(backend, timeout)
 
     @property
     def in_flight(self) -> int:
@@ -401,6 +401,11 @@ def _device(kind: str, value: str) -> Any:
         return TorchGloo.create_device(**{kind: value})
     except RuntimeError as error:
         raise ConfigError(f"{kind}={value!r}: Gloo cannot listen there: {first_line(error)}") from error
+
+
+def _set_timeout(backend: Any, timeout: timedelta) -> None:
+    """torch 2.8 has it under its private name only."""
+    (getattr(backend, "set_timeout", None) or backend._set_default_timeout)(timeout)
 
 
 def _fds_of_all() -> list[int]:
