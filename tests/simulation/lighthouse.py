@@ -311,11 +311,12 @@ class Lighthouse:
             self.world.say("lighthouse %d: %s", self.index, text)
 
     def _check_lost(self, replica_id: str) -> None:
-        """R21: nobody whose lease stands holds what the job has committed."""
+        """R21: nobody whose lease stands here holds what the job has committed; of others it need not have heard."""
         members = self.room.current.members if self.room.current else ()
         for group in self.world.active.values():
             conn = group.conn
-            leased = group.alive and not group.done and conn is not None and conn.client_open and conn.server_open
+            here = conn is not None and conn.lighthouse is self and conn.client_open and conn.server_open
+            leased = group.alive and not group.done and here
             held = {rank.machine.held.version for rank in group.ranks}  # several: the group's state is none
             if leased and len(held) == 1 and min(held).step > 0 and group.rid in members:
                 raise Violation("I7", f"{replica_id} is told that all state is lost, but {group.rid} holds it")
