@@ -33,7 +33,7 @@ log = logging.getLogger("ft_core")
 class Bucket:
     """One flat tensor, and how many of its gradients this reduction still lacks."""
 
-    __slots__ = ("_seen", "_streams", "device", "flat", "gradients", "parameters", "pending")
+    __slots__ = ("_streams", "device", "flat", "gradients", "parameters", "pending")
 
     def __init__(
         self, plan: PlannedBucket, device: torch.device, flat: Tensor | None = None,
@@ -41,10 +41,8 @@ class Bucket:
     ) -> None:  # fmt: skip
         self.parameters = [member.parameter for member in plan.members]
         self.device = device_of(device)
-        self._streams: list[Stream] = []
-        """On which gradients were written since the last `join_streams`; empty where everything is immediate."""
-        self._seen: set[int] = set()
-        """Their numbers."""
+        self._streams: dict[int, Stream] = {}
+        """By number, on which gradients were written since the last `join_streams`; none where all is immediate."""
         # A tensor made in inference mode could not be written to outside of it.
         with torch.inference_mode(False):
             self.flat = (
@@ -57,13 +55,12 @@ class Bucket:
         """The hook of a gradient that is written into it: it also says on which stream."""
         if self.device.immediate:
             return hook
-        device, seen, streams, number_of = self.device, self._seen, self._streams, self.device.stream_number
+        device, streams, number_of = self.device, self._streams, self.device.stream_number
 
         def on_gradient(parameter: Tensor) -> None:
             number = number_of()
-            if number not in seen:
-                seen.add(number)
-                streams.append(device.current_stream())
+            if number not in streams:
+                streams[number] = device.current_stream()
             hook(parameter)
 
         return on_gradient
@@ -72,11 +69,10 @@ class Bucket:
         """What is queued on the current stream from now on runs after all that wrote to this bucket."""
         if self._streams:
             current = self.device.current_stream()
-            for stream in self._streams:
+            for stream in self._streams.values():
                 if stream != current:
                     current.wait_stream(stream)
             self._streams.clear()
-            self._seen.clear()
 
 
 class FlatGradients:

@@ -115,7 +115,7 @@ def test_a_stream_is_waited_for_once(device: FakeDevice) -> None:
     for _ in range(2):
         host.attempt = Attempt(device)
         ddp(torch.randn(4, 3)).sum().backward()
-        assert [bucket._streams for bucket in ddp.gradient_reducer._buckets] == [[]]
+        assert [bucket._streams for bucket in ddp.gradient_reducer._buckets] == [{}]
 
 
 def test_in_cpu_memory_no_gradient_asks_for_a_stream() -> None:
