@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import ft_core
-from benchmarks.gpu_step import AGAIN, BASE, BATCHES, ON_CPU, OURS, Times
+from benchmarks.gpu_step import AGAIN, BASE, BATCHES, ON_CPU, OURS, WAITS, Times
 from benchmarks.step_worker import Step, stepper
 from benchmarks.trainer import build
 
@@ -33,6 +33,20 @@ def model_on(device: torch.device) -> tuple[nn.Module, torch.optim.Optimizer]:
     torch.manual_seed(0)
     model = build(WIDTHS).to(device)
     return model, torch.optim.SGD(model.parameters(), lr=1e-3)
+
+
+class Waiting:
+    """An optimizer whose host waits for the device before it launches anything."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        self._inner = inner
+
+    def zero_grad(self) -> None:
+        self._inner.zero_grad()
+
+    def step(self) -> None:
+        torch.cuda.synchronize()
+        self._inner.step()
 
 
 def ours(device: torch.device, rank: int) -> tuple[Step, Callable[[], None]]:
@@ -67,6 +81,9 @@ def main(device: torch.device, rank: int, blocks: int, folder: pathlib.Path) -> 
     for way in (BASE, AGAIN):
         model, inner = model_on(device)
         ways[way] = stepper(nn.parallel.DistributedDataParallel(model), inner)
+    if on_gpu:
+        model, inner = model_on(device)
+        ways[WAITS] = stepper(nn.parallel.DistributedDataParallel(model), Waiting(inner))
     ways[OURS], end = ours(device, rank)
     generator = torch.Generator().manual_seed(rank)
     found: Times = {}

@@ -14,6 +14,7 @@ import time
 import warnings
 from collections.abc import Callable
 from datetime import timedelta
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -31,7 +32,15 @@ Step = Callable[[Tensor], None]
 End = Callable[[], None]
 
 
-def stepper(model: nn.Module, optimizer: Optimizer) -> Step:
+class Steps(Protocol):
+    """What a step needs of an optimizer."""
+
+    def zero_grad(self) -> None: ...
+
+    def step(self) -> None: ...
+
+
+def stepper(model: nn.Module, optimizer: Steps) -> Step:
     """One training step; the same code for all wrappers."""
 
     def step(batch: Tensor) -> None:

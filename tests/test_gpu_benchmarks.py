@@ -98,12 +98,17 @@ def test_the_best_that_works_is_taken_and_the_table_says_why_not_a_better_one() 
 
 
 def test_what_was_promised_is_promised_on_a_gpu_only() -> None:
-    times = {gpu_step.BASE: [1e-3, 2e-3], gpu_step.AGAIN: [1e-3, 2e-3], gpu_step.OURS: [1.05e-3, 2.25e-3]}
+    times = {
+        gpu_step.BASE: [1e-3, 2e-3], gpu_step.AGAIN: [1e-3, 2e-3], gpu_step.WAITS: [1.02e-3, 2.08e-3],
+        gpu_step.OURS: [1.05e-3, 2.25e-3],
+    }  # fmt: skip
     nccl = pairs("cuda", 1, nccl=True)[0]
-    again, ours = gpu_step.rows({"device": times}, nccl, service=True)
+    again, waits, ours, beyond = gpu_step.rows({"device": times}, nccl, service=True)
     assert ours.what.endswith("(nccl, the device is waited for, MPS)")
     assert float(ours.value) == pytest.approx(150.0)
-    assert (ours.met, again.met) == (False, None)
+    assert float(waits.value) == pytest.approx(50.0)
+    assert float(beyond.value) == pytest.approx(100.0)
+    assert [row.met for row in (ours, again, waits, beyond)] == [False, None, None, None]
     p50, p90, same = gpu_kill.rows([100.0, 300.0, 1500.0], {"a"}, nccl)
     assert (p50.value, p50.met, p90.value, p90.met, same.met) == (300.0, True, 1500.0, False, True)
     p50, _, same = gpu_kill.rows([100.0], {"a", "b"}, pairs("cpu", 0, nccl=False)[0])

@@ -7,7 +7,6 @@ import logging
 import os
 from dataclasses import replace
 from datetime import timedelta
-from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -18,20 +17,14 @@ from ft_core.process_group import ProcessGroupAccelerator, ProcessGroupNCCL, Pro
 from ft_core.process_group.accelerator import kind_for
 from ft_core.process_group.nccl import environment
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
 GOOD = TorchBuild("2.13.0", cuda="13.0", nccl=True, cuda_devices=1, nccl_version=(2, 29, 7))
 
 
 @pytest.fixture(autouse=True)
-def _clean_environment(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    for name in (*environment.NEEDED, *environment.FOR_GOOD):
+def _clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in environment.NEEDED:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(environment, "_said", False)
-    yield
-    for name in environment.FOR_GOOD:
-        os.environ.pop(name, None)
 
 
 # --------------------------------------------------------------------------------------------------------- bad input
@@ -107,7 +100,6 @@ def test_torchs_settings_are_there_while_a_backend_is_made_and_put_back_after() 
     with environment.applied():
         assert {name: os.environ.get(name) for name in environment.NEEDED} == environment.NEEDED
     assert not [name for name in environment.NEEDED if name in os.environ]
-    assert os.environ["TORCH_NCCL_NONBLOCKING_TIMEOUT"] == "30"  # torch reads it once per process
     with pytest.raises(ZeroDivisionError), environment.applied():
         _ = 1 // 0
     assert not [name for name in environment.NEEDED if name in os.environ]
@@ -136,21 +128,8 @@ def test_the_settings_are_named_in_the_log_once(caplog: pytest.LogCaptureFixture
     assert "docs/nccl.md" in lines[0]
 
 
-def test_a_limit_that_torch_cannot_read_is_warned_of_once(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    assert not environment.warnings({"TORCH_NCCL_NONBLOCKING_TIMEOUT": "60"})
-    monkeypatch.setenv("TORCH_NCCL_NONBLOCKING_TIMEOUT", "60.0")  # torch would take that for a mistake
-    for _ in range(2):
-        with environment.applied():
-            assert os.environ["TORCH_NCCL_NONBLOCKING_TIMEOUT"] == "60.0"
-    warnings = [record.message for record in caplog.records if record.levelno == logging.WARNING]
-    assert len(warnings) == 1
-    assert "torch reads whole seconds there" in warnings[0]
-
-
 def test_every_setting_says_why_and_is_in_the_documentation() -> None:
     assert set(environment.WHY) == set(environment.NEEDED)
     with open("docs/nccl.md", encoding="utf-8") as file:
         text = file.read()
-    assert not [name for name in (*environment.NEEDED, *environment.FOR_GOOD) if name not in text]
+    assert not [name for name in environment.NEEDED if name not in text]

@@ -16,7 +16,7 @@ from torch._C._distributed_c10d import AllreduceOptions, HashStore
 from torch._C._distributed_c10d import ProcessGroupGloo as TorchGloo
 
 from ft_core.process_group.device.group import one_of_ours
-from ft_core.process_group.device.torch_communicator import TorchCommunicator
+from ft_core.process_group.device.torch_communicator import CONNECTING, TorchCommunicator
 from tests.process_group.ranks import in_threads, wait_until
 
 if TYPE_CHECKING:
@@ -41,8 +41,8 @@ class PretendedStreams:
         def query(self) -> bool:
             return not self.streams.held
 
-    def Stream(self, device: torch.device) -> str:
-        return "side"
+    def Stream(self, device: torch.device) -> PretendedStream:
+        return PretendedStream(self)
 
     def current_stream(self, device: torch.device) -> Any:
         return self
@@ -58,10 +58,26 @@ class PretendedStreams:
         self.told.append(f"on {device}")
         yield
 
-    @contextlib.contextmanager
-    def stream(self, stream: str) -> Iterator[None]:
-        self.told.append(f"in {stream}")
-        yield
+
+class PretendedStream:
+    """As `torch.Stream`: it is current inside of `with`, which does not nest."""
+
+    def __init__(self, streams: PretendedStreams) -> None:
+        self._streams = streams
+        self._inside = False
+
+    def __str__(self) -> str:
+        return "side"
+
+    def __enter__(self) -> PretendedStream:
+        assert not self._inside
+        self._inside = True
+        self._streams.told.append("in side")
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._inside = False
+        self._streams.told.append("out of side")
 
 
 class Backend:
@@ -76,6 +92,8 @@ class Backend:
         self.aborted = False
         self.sync = False
         self.codes: list[int] = []
+        self.waited: Callable[[], object] = lambda: None
+        """Called in each wait for a work, which is a place in the current stream."""
         self.reduced: list[int] = []
         """How many elements each allreduce had."""
 
@@ -89,25 +107,30 @@ class Backend:
         self.reduced.append(tensors[0].numel())
         work = self.gloo.allreduce(tensors, opts)  # type: ignore[attr-defined]  # not in torch's stub
         work.wait()
-        if self.sync:
-            return None
-        return Reporting(work, self.codes) if self.codes else work
+        return None if self.sync else Reporting(work, self.codes, self.waited)
 
     def abort(self) -> None:
         self.aborted = True
 
 
 class Reporting:
-    """A work whose watchdog has found something."""
+    """A work on a device: who waits for it puts the current stream behind it; its watchdog may find something."""
 
-    def __init__(self, inner: Any, codes: list[int]) -> None:
+    def __init__(self, inner: Any, codes: list[int], waited: Callable[[], object]) -> None:
         self._inner = inner
         self._codes = codes
+        self._waited = waited
 
     def wait(self) -> bool:
+        self._waited()
         return True
 
+    def get_future(self) -> Any:
+        return self._inner.get_future()
+
     def get_future_result(self) -> torch.futures.Future[int]:
+        if not self._codes:
+            raise NotImplementedError
         future: torch.futures.Future[int] = torch.futures.Future()
         if self._codes[0] >= 0:
             future.set_result(self._codes[0])
@@ -139,22 +162,23 @@ def made() -> Callable[[int], list[tuple[TorchCommunicator, PretendedStreams, li
     return make
 
 
-def test_init_connects_the_device_and_sends_one_element_round(made: Any) -> None:
+def test_init_connects_the_device_and_sends_a_short_and_a_long_tensor_round(made: Any) -> None:
     for communicator, streams, backends in made(2):
         assert backends[0].connected == [CPU]
-        assert backends[0].reduced == [1]
+        assert backends[0].reduced == list(CONNECTING)
         assert streams.told[0] == "on cpu"
         assert repr(communicator) == "TorchCommunicator(test 1, cpu)"
 
 
 def test_a_launch_records_an_event_behind_it_on_a_stream_of_our_own(made: Any) -> None:
-    ((communicator, streams, _),) = made(1)
+    ((communicator, streams, backends),) = made(1)
+    backends[0].waited = lambda: streams.told.append("behind it")
     streams.told.clear()
     tensor = torch.ones(2)
     launched = communicator.launch("allreduce", [tensor], AllreduceOptions())
-    assert streams.told == ["in side", "record on side"]
+    assert streams.told == ["in side", "behind it", "record on side", "out of side"]
     launched.order()
-    assert streams.told[2:] == ["the current stream waits"]
+    assert streams.told[4:] == ["behind it"]
     assert launched.result()[0] is tensor
     assert launched.future().wait()[0] is tensor
     assert launched.is_done()
@@ -170,6 +194,8 @@ def test_what_torch_ran_on_the_current_stream_has_a_handle_all_the_same(made: An
     launched = communicator.launch("allreduce", [tensor], AllreduceOptions())
     assert streams.told == ["record on current"]
     assert launched.failure() is None
+    launched.order()
+    assert streams.told[1:] == ["the current stream waits"]
 
 
 @pytest.mark.parametrize(
@@ -191,7 +217,7 @@ def test_what_torchs_watchdog_has_found_is_asked_without_waiting(made: Any, code
 def test_a_backend_that_reports_nothing_is_not_asked_again(made: Any) -> None:
     ((communicator, streams, _),) = made(1)
     streams.held = True
-    launched = communicator.launch("allreduce", [torch.ones(1)], AllreduceOptions())  # Gloo's work has no such future
+    launched = communicator.launch("allreduce", [torch.ones(1)], AllreduceOptions())
     assert communicator.query() is None
     assert not launched._asks
 
@@ -200,7 +226,7 @@ def test_a_barrier_is_an_allreduce(made: Any) -> None:
     ranks = made(2)
     launched = in_threads(2, lambda rank: ranks[rank][0].launch("barrier", None))
     assert [one.result()[0].item() for one in launched] == [0.0, 0.0]
-    assert [backends[0].reduced for _, _, backends in ranks] == [[1, 1]] * 2  # one of them from init
+    assert [backends[0].reduced for _, _, backends in ranks] == [[*CONNECTING, 1]] * 2
 
 
 def test_abort_ends_the_backend_and_needs_none(made: Any) -> None:

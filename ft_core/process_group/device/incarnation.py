@@ -293,7 +293,9 @@ class Incarnation:
     def wait_ended(self, checkpoint: Callable[[], None]) -> None:
         """Wait until the communicator's abort has returned, if it is under way.
 
-        Two groups on one device: what the next one allocates may wait for the kernels of this one.
+        Two groups on one device: an abort frees memory, for which the driver waits for all kernels of the device and
+        keeps a lock that other threads' launches need. A collective of the next group, which waits for its peers,
+        would hold up this abort, and with it every launch here.
         """
         before = self._before
         if before is not None:  # given up itself while it waited

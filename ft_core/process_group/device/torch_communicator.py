@@ -1,13 +1,15 @@
 """`TorchCommunicator`: a communicator over one of torch's own backends of devices (NCCL's, XCCL's).
 
-How it works. `init` makes the backend, connects it at once and sends one element round: then all ranks are connected,
-and no later launch has to wait for that. Of the backend only launches, its future and its abort are used. What torch
-would do on its own account (waits that end after a timeout and abort, a watchdog that ends the process) is switched
-off or not called, because it would end kernels behind the back of `errored()`.
+How it works. `init` makes the backend, connects it at once and sends a short and a long tensor round: a library that
+connects when an algorithm is first used has connected then, and no later launch waits for peers. Of the backend only
+launches, waits, its future and its abort are used. What torch would do on its own account (waits that end after a
+timeout and abort, a watchdog that ends the process) is switched off or not called, because it would end kernels behind
+the back of `errored()`.
 
 How the end of a collective is known: an event of our own. After each launch a stream beside the others is put behind
-the collective, and an event recorded there. Asking it is a call of the driver's alone. The work's own `is_completed`
-asks NCCL as well, and waits for a lock that an abort holds.
+the collective, and an event recorded there; that stream is entered by torch's C++ (`with stream`), for a tenth of what
+torch's function in Python costs. Asking the event is a call of the driver's alone. The work's own `is_completed` asks
+NCCL as well, and waits for a lock that an abort holds.
 
 Why it keeps the tensors: being put behind a collective is, for torch's work, the end of its interest in the tensors.
 Ours is not the user's stream, so they are kept here until the event has come.
@@ -42,6 +44,8 @@ if TYPE_CHECKING:
 NEVER = timedelta(days=365)
 """torch's own timeout of a collective, where a backend has to be given one: longer than any job."""
 POLL_S = 0.001
+CONNECTING = 1, 1 << 20
+"""Elements of the tensors that `init` reduces: NCCL takes a tree for short ones, a ring for long ones."""
 MAX_ASKED = 64
 """Of the collectives in flight so many of the oldest ones are asked whether the library has failed them."""
 _ONLY_THROUGH_DISPATCHER = frozenset({"allgather_into_tensor_coalesced", "reduce_scatter_tensor_coalesced"})
@@ -71,6 +75,8 @@ class TorchCommunicator:
         self._backend: Any = None
         self._dispatcher: Any = None
         self._side: Any = None
+        self._options: Any = None
+        """Of a barrier's allreduce."""
         self._zero: torch.Tensor | None = None
         """What a barrier reduces: it stays zero."""
         self._asked: deque[_TorchLaunched] = deque()
@@ -80,17 +86,19 @@ class TorchCommunicator:
         return f"TorchCommunicator({self.kind}, {self._device})"
 
     def init(self, store: Store, rank: int, world_size: int, checkpoint: Callable[[], None]) -> None:
-        """Make the backend, connect it, and reduce one element over all ranks."""
+        """Make the backend, connect it, and reduce zeros over all ranks."""
         with self._streams.device(self._device):
             self._backend = backend = self._make(store, rank, world_size)
             backend.eager_connect_single_device(self._device)
             self._dispatcher = self._new_dispatcher(rank, world_size)
             self._side = self._streams.Stream(self._device)
+            self._options = AllreduceOptions()
             self._zero = torch.zeros(1, device=self._device)
-            first = self.launch("barrier", None)
-            while not first.is_done():
-                checkpoint()
-                time.sleep(POLL_S)
+            for elements in CONNECTING:
+                first = self.launch("allreduce", [torch.zeros(elements, device=self._device)], self._options)
+                while not first.is_done():
+                    checkpoint()
+                    time.sleep(POLL_S)
 
     def _new_dispatcher(self, rank: int, world_size: int) -> Any:
         """Return torch's own C++ group over the backend, for the operations that it lacks in Python."""
@@ -101,7 +109,7 @@ class TorchCommunicator:
     def launch(self, name: str, *arguments: Any) -> _TorchLaunched:
         """Start the collective behind the current stream."""
         if name == "barrier":
-            name, arguments = "allreduce", ([self._zero], AllreduceOptions())
+            name, arguments = "allreduce", ([self._zero], self._options)
         if name == "reduce_scatter":
             name, arguments = _flat(*arguments)
         target = self._dispatcher if name in _ONLY_THROUGH_DISPATCHER else self._backend
@@ -110,7 +118,7 @@ class TorchCommunicator:
         if inner is None:
             event.record(self._streams.current_stream(self._device))
         else:
-            with self._streams.stream(self._side):
+            with self._side:
                 inner.wait()
                 event.record(self._side)
         launched = _TorchLaunched(name, arguments, inner, event, self._streams, self._device)
@@ -158,7 +166,10 @@ class _TorchLaunched:
         self._result: Any = None
 
     def order(self) -> None:
-        self._streams.current_stream(self._device).wait_event(self._event)
+        if self._inner is not None:
+            self._inner.wait()  # without a timeout: it only orders the streams, also after an abort
+        else:
+            self._streams.current_stream(self._device).wait_event(self._event)
 
     def is_done(self) -> bool:
         return bool(self._event.query())

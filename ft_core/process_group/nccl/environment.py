@@ -4,11 +4,10 @@ torch's defaults end the process, or a collective, when it thinks that something
 with a flag that is set before, so that no step is committed whose sum was cut short; nobody else may do it.
 
 How it works. `applied()` sets the variables around the making of one backend, which reads them, and puts back what was
-there: the script's own NCCL groups keep torch's defaults. NONBLOCKING_TIMEOUT is the exception: torch reads it once
-per process, so it is set for good, unless the user has set it. The others are set whatever is there: launchers set
+there: the script's own NCCL groups keep torch's defaults. They are set whatever is there: launchers set
 TORCH_NCCL_ASYNC_ERROR_HANDLING=1 for every worker (torchrun's agent, ftrun's), and no other value can work here.
 
-Invariants: one `applied()` at a time, under a lock; all names are in NEEDED or in FOR_GOOD. Threads: any. Between
+Invariants: one `applied()` at a time, under a lock; all names are in NEEDED. Threads: any. Between
 setting and putting back there is nothing but the backend's constructor; other threads that read the environment in C
 at that very moment may see either value.
 """
@@ -41,8 +40,6 @@ WHY: dict[str, str] = {
     "TORCH_NCCL_PROPAGATE_ERROR": "torch asks the quorum's store for signals after the quorum has ended",
 }
 """What happens with another value than the one in NEEDED."""
-FOR_GOOD: dict[str, str] = {"TORCH_NCCL_NONBLOCKING_TIMEOUT": "30"}
-"""Seconds that connecting may take, and a launch that waits for it; torch's default is 30 minutes."""
 
 _lock = threading.Lock()
 _said = False
@@ -50,17 +47,7 @@ _said = False
 
 def to_set(environment: Mapping[str, str]) -> dict[str, str]:
     """What has to be changed in `environment`. torch reads a new name before its old one. Pure."""
-    needed = {name: value for name, value in NEEDED.items() if environment.get(name) != value}
-    return needed | {name: value for name, value in FOR_GOOD.items() if name not in environment}
-
-
-def warnings(environment: Mapping[str, str]) -> list[str]:
-    """What the user has set that cannot work, one sentence each. Pure."""
-    return [
-        f"{name}={value} is left as it is, but torch reads whole seconds there: unset it"
-        for name in FOR_GOOD
-        if (value := environment.get(name)) is not None and not (value.strip().isdigit() and int(value) > 0)
-    ]
+    return {name: value for name, value in NEEDED.items() if environment.get(name) != value}
 
 
 @contextlib.contextmanager
@@ -69,7 +56,7 @@ def applied() -> Iterator[None]:
     with _lock:
         _say_once()
         added = to_set(os.environ)
-        before = {name: os.environ.get(name) for name in added if name in NEEDED}
+        before = {name: os.environ.get(name) for name in added}
         os.environ.update(added)
         try:
             yield
@@ -86,8 +73,6 @@ def _say_once() -> None:
     if _said:
         return
     _said = True
-    for sentence in warnings(os.environ):
-        logger.warning("%s", sentence)
     settings = " ".join(f"{name}={value}" for name, value in to_set(os.environ).items())
     if settings:
         logger.info("NCCL between the replicas is made with %s (docs/nccl.md)", settings)

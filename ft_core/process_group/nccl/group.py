@@ -1,7 +1,8 @@
 """`ProcessGroupNCCL`: NCCL between the replicas, over torch's own backend (`device/torch_communicator.py`).
 
-How it works: a communicator is made without blocking, connected at once, on a thread that may be left behind; it is
-never destroyed, only aborted. torch's own limits are switched off (`environment.py`), its timeout made longer than
+How it works: a communicator is made and connected on a thread that may be left behind; it is never destroyed, only
+aborted. It is one of NCCL's blocking ones: for each launch on another one NCCL starts a thread and torch waits for it,
+which costs more than the launch. torch's own limits are switched off (`environment.py`), its timeout made longer than
 any job: the group has its own. Why not torch 2.14's reconfigurable backend, and what NCCL is known to hang on:
 docs/nccl.md.
 
@@ -48,7 +49,7 @@ def make_backend(store: Store, rank: int, world_size: int) -> Any:
     from torch._C._distributed_c10d import ProcessGroupNCCL as TorchNCCL  # not in every build of torch
 
     options: Any = TorchNCCL.Options()
-    options.config.blocking = 0
+    options.config.blocking = 1  # also where TORCH_NCCL_USE_COMM_NONBLOCKING says otherwise
     options._timeout = NEVER
     with environment.applied():
         return TorchNCCL(store, rank, world_size, options)
