@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
     from ft_core.process_group.device.communicator import Communicator
+    from ft_core.process_group.spec import Spec
 
 GARBAGE = -777.0
 """What an abort leaves in the tensors of what it cut short."""
@@ -237,7 +238,7 @@ class FakeCommunicator:
 
 
 class FakeNCCL(ProcessGroupNCCL):
-    """ProcessGroupNCCL over the fake: all of it but the driver."""
+    """ProcessGroupNCCL over the fake: all of it but the driver. With one rank there is no fake, as there is no NCCL."""
 
     def __init__(
         self,
@@ -257,6 +258,13 @@ class FakeNCCL(ProcessGroupNCCL):
     def _new_communicator(self) -> Communicator:
         self.communicators.append(FakeCommunicator(self.behaviour))
         return self.communicators[-1]
+
+
+class FakeOfOne(FakeNCCL):
+    """The same over the fake with one rank, too: for a test of what a library does that needs no peer."""
+
+    def _communicator_for(self, spec: Spec) -> Communicator:
+        return self._new_communicator()
 
 
 # --------------------------------------------------------------------------------------------------- what it computes

@@ -293,7 +293,9 @@ class Incarnation:
     def wait_ended(self, checkpoint: Callable[[], None]) -> None:
         """Wait until the communicator's abort has returned, if it is under way.
 
-        Two groups on one device: what the next one allocates may wait for the kernels of this one.
+        Two groups on one device: what the next one allocates may wait for the kernels of this one. One of one rank
+        allocates nothing, and waits as well: a tensor that nobody waited for, and that this one still writes to, would
+        change after the next one's collective has ended well.
         """
         before = self._before
         if before is not None:  # given up itself while it waited
