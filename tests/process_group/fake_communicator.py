@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
     from ft_core.process_group.device.communicator import Communicator
+    from ft_core.process_group.spec import Spec
 
 GARBAGE = -777.0
 """What an abort leaves in the tensors of what it cut short."""
@@ -54,6 +55,8 @@ class Behaviour:
     hang_init: threading.Event | None = None
     hang_launch: threading.Event | None = None
     hang_abort: threading.Event | None = None
+    hang_freeing: threading.Event | None = None
+    """In abort, when its collectives have ended."""
     calls: list[str] = field(default_factory=list)
     """What was called, in this order: a call begins as `name` and ends as `/name`."""
 
@@ -233,11 +236,13 @@ class FakeCommunicator:
                 for launched in self.launched:
                     launched.finish(good=False)
                 self.fabric.changed.notify_all()
+        if self.behaviour.hang_freeing is not None:
+            self.behaviour.hang_freeing.wait(HANG_S)
         self.behaviour.calls.append("/abort")
 
 
 class FakeNCCL(ProcessGroupNCCL):
-    """ProcessGroupNCCL over the fake: all of it but the driver."""
+    """ProcessGroupNCCL over the fake: all of it but the driver. With one rank there is no fake, as there is no NCCL."""
 
     def __init__(
         self,
@@ -257,6 +262,13 @@ class FakeNCCL(ProcessGroupNCCL):
     def _new_communicator(self) -> Communicator:
         self.communicators.append(FakeCommunicator(self.behaviour))
         return self.communicators[-1]
+
+
+class FakeOfOne(FakeNCCL):
+    """The same over the fake with one rank, too: for a test of what a library does that needs no peer."""
+
+    def _communicator_for(self, spec: Spec) -> Communicator:
+        return self._new_communicator()
 
 
 # --------------------------------------------------------------------------------------------------- what it computes

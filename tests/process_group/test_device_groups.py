@@ -16,7 +16,7 @@ from ft_core.process_group import ProcessGroupGloo, ProcessGroupWrapper
 from ft_core.process_group.device import incarnation as incarnations
 from ft_core.process_group.device.host import ProcessHost
 from ft_core.process_group.device.phases import Phase
-from tests.process_group.fake_communicator import GARBAGE, Behaviour, FakeNCCL
+from tests.process_group.fake_communicator import GARBAGE, Behaviour, FakeNCCL, FakeOfOne
 from tests.process_group.ranks import AT_ONCE_S, Store, configure_all, in_threads, nothing_is_left, wait_until
 
 if TYPE_CHECKING:
@@ -86,7 +86,7 @@ def test_tensors_on_another_device_are_refused_before_anything_is_launched(group
         groups[0].allgather([[here, there]], [here])
     assert groups[0].communicators[0].behaviour.calls.count("launch") == 0
     assert groups[0].errored() is None
-    elsewhere = FakeNCCL(TIMEOUT, device="meta")
+    elsewhere = FakeOfOne(TIMEOUT, device="meta")
     elsewhere.configure("", "r", 0, 1)
     with pytest.raises(ConfigError, match="CPU memory need ProcessGroupGloo"):
         elsewhere.allreduce([here])
@@ -186,7 +186,7 @@ def test_a_launch_that_fails_ends_the_group_and_a_mistake_does_not(groups: list[
 
 
 def test_an_init_that_fails_says_so_and_the_next_one_may_succeed(store: Store) -> None:
-    group = FakeNCCL(TIMEOUT, behaviour=Behaviour(init_error=RuntimeError("no route")))
+    group = FakeOfOne(TIMEOUT, behaviour=Behaviour(init_error=RuntimeError("no route")))
     with pytest.raises(CollectiveError, match="did not form: no route"):
         group.configure("", "r", 0, 1)
     assert isinstance(group.errored(), CollectiveError)
@@ -201,7 +201,7 @@ def test_an_init_that_fails_says_so_and_the_next_one_may_succeed(store: Store) -
 def test_an_init_that_hangs_is_left_behind_and_aborted_when_it_returns(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its clock stands until it is inside: a thread that begins late, as on a loaded machine, never goes there."""
     release = threading.Event()
-    group = FakeNCCL(timedelta(milliseconds=50), behaviour=Behaviour(hang_init=release))
+    group = FakeOfOne(timedelta(milliseconds=50), behaviour=Behaviour(hang_init=release))
     start, now, before = ProcessHost.start, ProcessHost.now, time.monotonic()
     inside_at: list[float] = []
 
@@ -265,8 +265,12 @@ def test_the_next_group_waits_for_the_abort_of_the_one_before(groups: list[FakeN
 def test_the_next_but_one_waits_for_it_too(store: Store) -> None:
     """What is given up while it waits hands its waiting on."""
     release = threading.Event()
-    group = FakeNCCL(TIMEOUT, behaviour=Behaviour(hang_abort=release))
+    group = FakeOfOne(TIMEOUT, behaviour=Behaviour(hang_abort=release))
     group.configure("", "r", 0, 1)
+    fabric = group.communicators[0].fabric
+    assert fabric is not None
+    fabric.hold()
+    launch(group)
     errors: list[Exception] = []
 
     def configure() -> None:

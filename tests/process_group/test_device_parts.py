@@ -22,7 +22,7 @@ from ft_core.process_group.device.host import EXIT_STUCK, ProcessHost
 from ft_core.process_group.device.meeting import MAX_KEYS, MeetingStore
 from ft_core.process_group.device.watch import Watch
 from ft_core.process_group.device.work import DeviceWork
-from tests.process_group.fake_communicator import Behaviour, FakeNCCL
+from tests.process_group.fake_communicator import Behaviour, FakeOfOne
 from tests.process_group.ranks import wait_until, workers
 
 if TYPE_CHECKING:
@@ -151,9 +151,9 @@ EXITING = """
 import threading
 from datetime import timedelta
 import torch
-from tests.process_group.fake_communicator import Behaviour, FakeNCCL
+from tests.process_group.fake_communicator import Behaviour, FakeOfOne
 
-group = FakeNCCL(timedelta(seconds=60), abort_s=5.0, behaviour=Behaviour(hang_abort=threading.Event()))
+group = FakeOfOne(timedelta(seconds=60), abort_s=5.0, behaviour=Behaviour(hang_abort=threading.Event()))
 group.configure("", "me", 0, 1)
 group.communicators[0].fabric.hold()
 group.allreduce([torch.ones(1)])
@@ -164,14 +164,14 @@ raise SystemExit(3)
 DROPPING = """
 import threading, time
 from datetime import timedelta
-from tests.process_group.fake_communicator import FakeNCCL
+from tests.process_group.fake_communicator import FakeOfOne
 
 class Slow:
     def __del__(self):
         threading.Event().wait(3)  # torch's watchdog writes down where a failed collective was launched
         print("dropped", flush=True)
 
-group = FakeNCCL(timedelta(seconds=60))
+group = FakeOfOne(timedelta(seconds=60))
 group.configure("", "me", 0, 1)
 group.communicators[0].slow = Slow()
 group.communicators.clear()
@@ -184,7 +184,7 @@ def abort_that_is_stuck(path: str, behaviour: Behaviour) -> None:
     logging.basicConfig(filename=path, level=logging.INFO, format="%(levelname)s %(name)s %(message)s")
     if behaviour.abort_error is None:
         behaviour.hang_abort = threading.Event()
-    group = FakeNCCL(timedelta(seconds=60), abort_s=1.0, behaviour=behaviour)
+    group = FakeOfOne(timedelta(seconds=60), abort_s=1.0, behaviour=behaviour)
     group.configure("", "me", 0, 1)
     fabric = group.communicators[0].fabric
     assert fabric is not None
@@ -219,7 +219,7 @@ def test_a_process_whose_abort_is_stuck_ends_and_says_why(tmp_path: Path, behavi
 
 def abort_while_the_lock_is_kept() -> None:
     """In a worker: abort a group, and let no other thread of Python's run from then on."""
-    group = FakeNCCL(timedelta(seconds=60), abort_s=1.0, behaviour=Behaviour(hang_abort=threading.Event()))
+    group = FakeOfOne(timedelta(seconds=60), abort_s=1.0, behaviour=Behaviour(hang_abort=threading.Event()))
     group.configure("", "me", 0, 1)
     group.abort()
     ctypes.PyDLL(None).sleep(60)

@@ -15,15 +15,31 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
+from torch._C._distributed_c10d import AllgatherOptions, HashStore
+from torch.distributed import ReduceOp
 
 from ft_core.errors import CollectiveError, ConfigError
 from ft_core.process_group import ProcessGroupAccelerator, ProcessGroupBabyNCCL, ProcessGroupNCCL
 from ft_core.process_group.availability import lacks_here
+from tests.process_group.one_rank_cases import (
+    DTYPES,
+    FACTOR,
+    FLOATS,
+    OTHERS,
+    REDUCING,
+    REDUCTIONS,
+    all_of,
+    bits,
+    multiplying,
+    values,
+)
 from tests.process_group.ranks import wait_until
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
+    from ft_core.process_group.device.communicator import Communicator
+    from tests.process_group.one_rank_cases import Arguments, Make
     from tests.process_group.ranks import Store
 
 PROBLEM = lacks_here("nccl")
@@ -36,6 +52,10 @@ pytestmark = [
 START_S = 120.0
 """CUDA's context, NCCL's first communicator, torch's import, of two processes at once."""
 ABORT_S = 10.0
+FORMING_S = 0.05
+"""Of a group of one rank, which needs no NCCL; with NCCL it took 0.5 s."""
+SLEEP_CYCLES = 1_000_000_000
+"""Of the device's clock, which is below 2 GHz: half a second or more."""
 
 MEMBER = """
 import os, sys, time
@@ -165,6 +185,106 @@ def test_one_rank_reduces_aborts_and_is_formed_again() -> None:
         assert time.monotonic() - begin < 1.0
         with pytest.raises(CollectiveError):
             group.allreduce([tensor])
+    group.shutdown()
+
+
+@pytest.fixture(scope="module")
+def nccl_of_one() -> Iterator[Communicator]:
+    """torch's own NCCL with one rank: what no group of ours makes any more, to compare with."""
+    communicator = ProcessGroupNCCL(timedelta(seconds=60))._new_communicator()
+    communicator.init(HashStore(), 0, 1, lambda: None)
+    yield communicator
+    communicator.abort()
+
+
+@pytest.fixture(scope="module")
+def of_one() -> Iterator[ProcessGroupNCCL]:
+    group = ProcessGroupNCCL(timedelta(seconds=60))
+    group.configure("", "r", 0, 1)
+    yield group
+    group.shutdown()
+
+
+def compare(nccl: Communicator, group: ProcessGroupNCCL, name: str, build: Callable[[Make], Arguments]) -> None:
+    """Run a collective over both, and compare all tensors, those that were only read as well."""
+    for dtype in DTYPES:
+        expected, ours = (build(values(dtype, group.device)) for _ in range(2))
+        if dtype is torch.bool and getattr(expected[-1], "reduceOp", None) == ReduceOp.AVG:
+            continue  # refused by both
+        nccl.launch(name, *expected).order()
+        group._launch(name, *ours).wait()
+        torch.cuda.synchronize()
+        assert bits(all_of(ours)) == bits(all_of(expected)), f"{name}, {dtype}"
+    assert group.errored() is None
+
+
+@pytest.mark.parametrize("op", [*REDUCTIONS, "average"])
+@pytest.mark.parametrize("name", REDUCING)
+def test_one_rank_reduces_bit_for_bit_as_nccl_does(
+    nccl_of_one: Communicator, of_one: ProcessGroupNCCL, name: str, op: str
+) -> None:
+    reduction = REDUCTIONS.get(op, ReduceOp.AVG)
+    compare(nccl_of_one, of_one, name, lambda make: REDUCING[name](make, reduction))
+
+
+@pytest.mark.parametrize("case", OTHERS)
+def test_one_rank_copies_bit_for_bit_as_nccl_does(
+    nccl_of_one: Communicator, of_one: ProcessGroupNCCL, case: str
+) -> None:
+    name, build = OTHERS[case]
+    compare(nccl_of_one, of_one, name, build)
+
+
+@pytest.mark.parametrize("by", ["number", "tensor"])
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("name", REDUCING)
+def test_one_rank_multiplies_bit_for_bit_as_nccl_does(
+    nccl_of_one: Communicator, of_one: ProcessGroupNCCL, name: str, dtype: torch.dtype, by: str
+) -> None:
+    factor = FACTOR if by == "number" else torch.full((1,), FACTOR, dtype=dtype, device=of_one.device)
+    expected, ours = (REDUCING[name](values(dtype, of_one.device), multiplying(factor)) for _ in range(2))
+    nccl_of_one.launch(name, *expected).order()
+    of_one._launch(name, *ours).wait()
+    torch.cuda.synchronize()
+    assert bits(all_of(ours)) == bits(all_of(expected))
+
+
+def test_one_rank_copies_memory_in_nccls_order(nccl_of_one: Communicator, of_one: ProcessGroupNCCL) -> None:
+    given = torch.arange(24.0, device=of_one.device).reshape(1, 2, 3, 4).to(memory_format=torch.channels_last)
+    for output in (torch.zeros_like(given), torch.zeros(24, device=of_one.device)):
+        ours = torch.zeros_like(output)
+        nccl_of_one.launch("_allgather_base", output, given, AllgatherOptions()).order()
+        of_one._allgather_base(ours, given).wait()
+        torch.cuda.synchronize()
+        assert torch.equal(ours, output)
+
+
+def test_one_rank_forms_at_once_and_ends_when_its_stream_has_come_so_far() -> None:
+    group = ProcessGroupNCCL(timedelta(seconds=60))
+    tensor = (
+        torch.zeros(4, device=group.device).add_(1.0).mul(2).sub_(1.0)
+    )  # each kernel's first use waits for the device
+    torch.cuda.synchronize()
+    for _ in range(3):
+        begin = time.monotonic()
+        group.configure("", "r", 0, 1)
+        assert time.monotonic() - begin < FORMING_S
+        side = torch.cuda.Stream()
+        with torch.cuda.stream(side):
+            torch.cuda._sleep(SLEEP_CYCLES)
+            tensor.add_(1.0)
+            work = group.allreduce([tensor])
+            done = group.barrier()
+        assert not work.is_completed()
+        begin = time.monotonic()
+        work.wait()
+        doubled = work.get_future().then(lambda future: future.value()[0] * 2)
+        assert time.monotonic() - begin < 0.25  # neither blocks the host
+        done.wait()  # this does
+        assert work.is_success()
+        assert doubled.wait().tolist() == (tensor * 2).tolist()
+        group.abort()
+    assert tensor.tolist() == [4.0] * 4
     group.shutdown()
 
 

@@ -72,6 +72,23 @@ def test_what_is_given_up_while_it_forms_is_aborted_when_its_init_has_returned()
     assert life.phase is Phase.ABORTING
 
 
+def test_the_next_group_has_something_to_wait_for_from_the_abort_on_also_while_a_launch_is_inside() -> None:
+    life = ready()
+    assert not life.ending
+    life.enter()
+    life.abort(REASON, 5.0)
+    assert life.ending
+    life.leave(8.0)
+    assert life.ending
+    life.abort_ended(None, runs=False)
+    assert not life.ending
+    given_up = Lifecycle(ABORT_S)
+    given_up.abort(REASON, 5.0)
+    assert not given_up.ending  # its init may never return
+    given_up.formed(50.0)
+    assert given_up.ending
+
+
 def test_an_init_that_failed_is_aborted_all_the_same() -> None:
     life = Lifecycle(ABORT_S)
     assert life.failed(REASON)

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import AllreduceOptions, HashStore
+from torch._C._distributed_c10d import AllreduceOptions, HashStore, ReduceScatterOptions
 from torch._C._distributed_c10d import ProcessGroupGloo as TorchGloo
 
 from ft_core.process_group.device.group import one_of_ours
-from ft_core.process_group.device.torch_communicator import CONNECTING, TorchCommunicator
+from ft_core.process_group.device.torch_communicator import CONNECTING, TorchCommunicator, _flat
 from tests.process_group.ranks import in_threads, wait_until
 
 if TYPE_CHECKING:
@@ -227,6 +227,18 @@ def test_a_barrier_is_an_allreduce(made: Any) -> None:
     launched = in_threads(2, lambda rank: ranks[rank][0].launch("barrier", None))
     assert [one.result()[0].item() for one in launched] == [0.0, 0.0]
     assert [backends[0].reduced for _, _, backends in ranks] == [[*CONNECTING, 1]] * 2
+
+
+def test_a_reduce_scatter_is_one_of_a_whole_where_the_output_lies_in_the_order_of_its_indices() -> None:
+    def name(output: torch.Tensor, *parts: torch.Tensor) -> str:
+        return _flat([output], [list(parts)], ReduceScatterOptions())[0]
+
+    plain = torch.zeros(2, 3, 4, 5)
+    swapped = plain.to(memory_format=torch.channels_last)
+    assert name(plain, plain, plain) == "_reduce_scatter_base"
+    assert name(plain, swapped, plain) == "_reduce_scatter_base"
+    assert name(swapped, plain, plain) == name(swapped, swapped, swapped) == "reduce_scatter"
+    assert name(plain, plain, torch.zeros(1)) == "reduce_scatter"
 
 
 def test_abort_ends_the_backend_and_needs_none(made: Any) -> None:

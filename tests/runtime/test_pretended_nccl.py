@@ -80,6 +80,17 @@ def test_survivors_of_a_crash_go_on(cluster: Cluster, point: str) -> None:
     assert all(len(replica.vetoes) <= 2 for replica in survivors)
 
 
+def test_the_survivor_of_a_pair_goes_on_without_the_library(cluster: Cluster) -> None:
+    """A group of one needs none: no second communicator is made."""
+    survivor = Replica(0, pg=nccl)
+    cluster.run(survivor, Replica(1, pg=nccl, at={(3, "backward"): crash}))
+    cluster.check(steps=6, survivors=1)
+    cluster.check_numbers()
+    assert isinstance(survivor.pg, FakeNCCL)
+    assert len(survivor.pg.communicators) == 1
+    assert survivor.pg.size() == 0  # shut down, and nothing is left of either
+
+
 def test_a_restarted_replica_heals_and_ends_equal(cluster: Cluster) -> None:
     again = Replica(1, name="r1", seed=77, steps=10, pg=nccl)
     first = Replica(0, steps=10, pg=nccl, at={(5, "boundary"): cluster.joins(again)})

@@ -1,7 +1,8 @@
 """`DeviceProcessGroup`: a process group over a communicator of devices, re-formed and aborted at any time.
 
 How it works: an incarnation is one communicator (`incarnation.py`); the reaper releases it once it has ended. A kind of
-group says which device it is for, whether this machine can, and makes the communicators.
+group says which device it is for, whether this machine can, and makes the communicators; that of a group of one rank is
+the same for all kinds (`one_rank.py`).
 
 Invariants: as of `ReformableGroup`, and `errored()` is set before anything of a group is cut short: whoever sees, in
 this order, that all collectives have ended and that there is no error, has their results.
@@ -19,6 +20,7 @@ import torch
 from ft_core.errors import ConfigError
 from ft_core.process_group import reaper as reaping
 from ft_core.process_group.device.incarnation import Incarnation
+from ft_core.process_group.device.one_rank import OneRankCommunicator
 from ft_core.process_group.device.phases import Phase
 from ft_core.process_group.device.tensors import check_devices
 from ft_core.process_group.reformable import DEFAULT_TIMEOUT, ReformableGroup
@@ -66,13 +68,18 @@ class DeviceProcessGroup(ReformableGroup):
         raise NotImplementedError
 
     def _new_communicator(self) -> Communicator:
-        """Return a communicator that is not initialized."""
+        """Return a communicator of several ranks that is not initialized."""
         raise NotImplementedError
 
     # ------------------------------------------------------------------------------------------------ the life cycle
 
     def _incarnate(self, spec: Spec, before: Incarnation | None) -> Incarnation:
-        return Incarnation(spec, self._new_communicator(), abort_s=self._abort_s, before=before)
+        return Incarnation(spec, self._communicator_for(spec), abort_s=self._abort_s, before=before)
+
+    def _communicator_for(self, spec: Spec) -> Communicator:
+        if spec.world_size == 1:  # the library would take half a second to connect it to nobody
+            return OneRankCommunicator(self.what, self._device)
+        return self._new_communicator()
 
     def _retire(self, incarnation: Incarnation) -> None:
         reaper = getattr(reaping, "device", None)  # None while an ending interpreter takes its modules apart

@@ -49,7 +49,7 @@ MAX_IN_FLIGHT = 8192
 EXIT_WAIT_S = 10.0
 """How long the end of the interpreter waits for what ends. torch's watchdog writes down where a failed collective was
 launched, for which it needs the interpreter and gives itself 8 s: the process crashes where that is gone by then."""
-POLL_S = 0.01
+POLL_S = 0.002
 MISTAKES = (ConfigError, ValueError, TypeError, NotImplementedError)
 """What a communicator raises for arguments that it refused before it began: the group is as good as before."""
 
@@ -142,8 +142,8 @@ class Incarnation:
         try:
             self._checkpoint()
             if self._before is not None:
-                self._before.wait_ended(self._checkpoint)
-                self._before = None
+                self._before.wait_ended(self._checkpoint, kernels=self.spec.world_size == 1)
+                self._before = self._before.unended()
             self._init()
         except Exception as error:  # noqa: BLE001 - form() raises it, or nobody waits any more
             problem = error
@@ -290,18 +290,33 @@ class Incarnation:
         self._settled.set()
         self._perform(actions)
 
-    def wait_ended(self, checkpoint: Callable[[], None]) -> None:
-        """Wait until the communicator's abort has returned, if it is under way.
+    def wait_ended(self, checkpoint: Callable[[], None], *, kernels: bool = False) -> None:
+        """Wait until the communicator's abort has returned, if it is under way, and those of the groups before.
 
         Two groups on one device: an abort frees memory, for which the driver waits for all kernels of the device and
         keeps a lock that other threads' launches need. A collective of the next group, which waits for its peers,
         would hold up this abort, and with it every launch here.
+
+        `kernels`: only until nothing of it runs on the device any more, so that no tensor is written to. Enough for a
+        group of one rank, which waits for nobody: its kernels end by themselves.
         """
         before = self._before
-        if before is not None:  # given up itself while it waited
-            before.wait_ended(checkpoint)
-        while self._life.abort_called and not self._ended.wait(POLL_S):
+        if before is not None:  # given up itself while it waited, or of one rank
+            before.wait_ended(checkpoint, kernels=kernels)
+        while self._life.ending and not (kernels and self._is_quiet) and not self._ended.wait(POLL_S):
             checkpoint()
+
+    @property
+    def _is_quiet(self) -> bool:
+        """Nothing can be launched any more, and what was has ended on the device."""
+        return self._life.abort_called and not self.in_flight
+
+    def unended(self) -> Incarnation | None:
+        """This one, or else the next before it, if the communicator's abort is under way."""
+        if self._life.ending and not self._ended.is_set():
+            return self
+        before = self._before
+        return None if before is None else before.unended()
 
     def _perform(self, actions: tuple[Action, ...]) -> None:
         for action in actions:
@@ -348,7 +363,8 @@ class Incarnation:
             return False
         with self._lock:
             self._works.clear()
-        self._communicator = self._before = None
+        self._communicator = None
+        self._before = None if self._before is None else self._before.unended()
         _live.discard(self)
         return True
 

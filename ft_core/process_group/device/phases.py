@@ -92,6 +92,11 @@ class Lifecycle:
         inside = ", something inside" if self.inside else ""
         return f"Lifecycle({self.phase.value}{inside}, error={self.error!r})"
 
+    @property
+    def ending(self) -> bool:
+        """Its abort is under way, or called for as soon as the launch that is inside has returned."""
+        return self.phase is Phase.ABORTING and not (self.inside and self._is_init)
+
     def formed(self, now: float) -> tuple[Action, ...]:
         """Its init has returned; it is ready, unless it was given up meanwhile."""
         if self.phase is Phase.FORMING:

@@ -145,8 +145,12 @@ class TorchCommunicator:
 
 
 def _flat(outputs: Any, inputs: Any, opts: Any) -> tuple[str, tuple[Any, ...]]:
-    """A reduce-scatter of equal parts as one of a whole. torch would make the same copy, and let it go in `wait`."""
-    if len(outputs) != 1 or any(part.shape != outputs[0].shape for part in inputs[0]):
+    """A reduce-scatter of equal parts as one of a whole. torch would make the same copy, and let it go in `wait`.
+
+    What comes is written in the order in which the output lies in memory, so that has to be the one of its indices.
+    """
+    alike = len(outputs) == 1 and outputs[0].is_contiguous()
+    if not alike or any(part.shape != outputs[0].shape for part in inputs[0]):
         return "reduce_scatter", (outputs, inputs, opts)
     return "_reduce_scatter_base", (outputs[0], torch.stack([*inputs[0]]), opts)
 
