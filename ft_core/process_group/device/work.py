@@ -2,8 +2,9 @@
 
 How it works. `wait()` puts the collective before whatever the current stream runs next, and does not block the host.
 So it cannot know how the collective ends: one that an abort cuts short ends, with garbage, and nothing tells. What it
-raises is what the group knows at that moment. Who has to be sure waits for an event that it records after the last
-work, and then, in this order, reads the group's `errored()`: the error is there before an abort begins to end kernels.
+raises is what the group knows at that moment, without asking the library, which the group's watch does. Who has to be
+sure waits for an event that it records after the last work, and then, in this order, reads the group's `errored()`: the
+error is there before an abort begins to end kernels.
 
 Two waits do block the host, until it is done, the group has failed or the time is up: that with a `timeout` of its own,
 and that of a barrier, whose meaning it is.
@@ -34,8 +35,13 @@ POLL_LAST_S = 0.001
 class WorkOwner(Protocol):
     """What a work needs of the group that it runs on: an `Incarnation`."""
 
+    @property
+    def error(self) -> Exception | None:
+        """The first error of the group that is known."""
+        ...
+
     def first_error(self) -> Exception | None:
-        """Return the first error of the group so far, or None; never blocks."""
+        """Return the first error of the group so far, or None: asks the library, and never blocks."""
         ...
 
     def refusal(self, error: Exception) -> Exception:
@@ -69,7 +75,7 @@ class DeviceWork(Work):
         if timeout or self._blocks:
             self._block_host(timeout)
         self._launched.order()  # also before raising: what the caller does next with the tensors comes after it
-        error = self._owner.first_error()
+        error = self._owner.error
         if error is not None:
             raise self._owner.refusal(error)
         return True
