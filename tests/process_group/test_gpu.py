@@ -236,11 +236,13 @@ def test_one_rank_copies_bit_for_bit_as_nccl_does(
 
 
 @pytest.mark.parametrize("by", ["number", "tensor"])
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
-@pytest.mark.parametrize("name", REDUCING)
+@pytest.mark.parametrize("dtype", [dtype for dtype in FLOATS if dtype is not torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", ["allreduce", "allreduce_coalesced", "reduce"])
 def test_one_rank_multiplies_bit_for_bit_as_nccl_does(
     nccl_of_one: Communicator, of_one: ProcessGroupNCCL, name: str, dtype: torch.dtype, by: str
 ) -> None:
+    """Where NCCL multiplies with what it was told: seen on an H200, torch 2.11 takes a bfloat16 factor for something
+    else, or refuses it, and a reduce-scatter of one rank copies. Ours multiplies there as several ranks do."""
     factor = FACTOR if by == "number" else torch.full((1,), FACTOR, dtype=dtype, device=of_one.device)
     expected, ours = (REDUCING[name](values(dtype, of_one.device), multiplying(factor)) for _ in range(2))
     nccl_of_one.launch(name, *expected).order()
