@@ -265,7 +265,7 @@ def test_the_survivor_of_a_pair_goes_on_without_the_library_and_takes_the_next_p
 def test_a_group_of_one_waits_for_what_runs_of_the_one_before_and_the_next_for_its_abort(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Until then that may write to tensors that nobody waits for; after it, there is memory to free, for half a second."""
+    """Until then that may write to tensors that nobody waits for; then there is memory to free, for half a second."""
     waits: list[tuple[Incarnation, bool]] = []
     wait_ended = Incarnation.wait_ended
 

@@ -3,10 +3,11 @@
 How it works. One rank has nobody to meet and nothing to wait for, but NCCL takes half a second to make a communicator
 for it, and the survivor of a pair waits for that. So a group of one is torch operations on the current stream, which do
 what NCCL does with one rank. A reduction leaves its tensors as they are; so does an average (NCCL multiplies by one,
-which changes nothing but the payload of a NaN); PREMUL_SUM multiplies, also where torch's NCCL of one rank forgets to (at
-reduce-scatters). What has inputs beside its outputs copies them, in the order in which they lie in memory. What NCCL can do with no number of ranks is refused, so that a script learns
-of it before a second replica comes: bitwise reductions, `allgather_coalesced`, messages from any rank. A message to or
-from this rank is refused as well, as torch refuses it.
+which changes nothing but the payload of a NaN); PREMUL_SUM multiplies, also at reduce-scatters, where torch's NCCL of
+one rank does not. What has inputs beside its outputs copies them, in the order in which they lie in memory. What NCCL
+can do with no number of ranks is refused, so that a script learns of it before a second replica comes: bitwise
+reductions, `allgather_coalesced`, messages from any rank. A message to or from this rank is refused as well, as torch
+refuses it.
 
 When a collective has ended: an event of the current stream, recorded behind it, also where there was nothing to do.
 What is reduced is queued on that stream, and not there before the event; a work that said so earlier would be wrong
