@@ -17,11 +17,14 @@ import pytest
 
 from tests.certificates import Authority, environment
 from tests.launch.job import job
-from tests.metrics.prometheus import MONITORING, Prometheus, binary, free_ports, prometheus, promtool
+from tests.metrics.prometheus import MONITORING, Prometheus, binary, prometheus, promtool
 from tests.metrics.reading import read
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    from tests.held_ports import Hold
+
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(180)]
 ROOT = pathlib.Path(__file__).resolve().parents[2]
@@ -45,10 +48,10 @@ def end(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> Callable[[in
 
 
 def test_a_kill_is_seen_in_what_prometheus_knows(
-    end: Callable[[int], None], tmp_path: pathlib.Path, forged_workers: None
+    end: Callable[[int], None], tmp_path: pathlib.Path, forged_workers: None, hold: Hold
 ) -> None:
     binary("prometheus")
-    port = free_ports(5)
+    port = hold(5, in_row=True)[0]
     pages = [f"127.0.0.1:{port + number}" for number in range(4)]
     with prometheus(tmp_path, port + 4, {"ftrun": pages[:1], "ft-replica": pages[1:]}) as found, job(
         ROOT / "tests/chaos/worker.py", "--replicas", "3", "--events", "off", "--metrics", pages[0]
@@ -81,7 +84,11 @@ def test_a_kill_is_seen_in_what_prometheus_knows(
 
 
 def test_what_other_machines_read_takes_the_token_and_the_jobs_certificates(
-    end: Callable[[int], None], tmp_path: pathlib.Path, forged_workers: None, monkeypatch: pytest.MonkeyPatch
+    end: Callable[[int], None],
+    tmp_path: pathlib.Path,
+    forged_workers: None,
+    monkeypatch: pytest.MonkeyPatch,
+    hold: Hold,
 ) -> None:
     """Prometheus as docs/metrics.md configures it, and who has only one of the two."""
     binary("prometheus")
@@ -89,7 +96,7 @@ def test_what_other_machines_read_takes_the_token_and_the_jobs_certificates(
     surroundings = {"FT_TOKEN": "job-secret", **environment(tls)}
     for name, value in surroundings.items():
         monkeypatch.setenv(name, value)
-    port = free_ports(4)
+    port = hold(4, in_row=True)[0]
     pages = [f"127.0.0.1:{port + number}" for number in range(3)]
     (tmp_path / "token").write_text("job-secret\n")
     sends = {

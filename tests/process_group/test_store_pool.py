@@ -22,6 +22,8 @@ from tests.process_group.ranks import Store, gloo_groups, in_threads, wait_until
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from tests.held_ports import Hold
+
 
 @pytest.fixture
 def pool(monkeypatch: pytest.MonkeyPatch) -> Iterator[stores.StorePool]:
@@ -53,9 +55,8 @@ def test_addresses_are_taken_apart() -> None:
     assert stores.parse_store_addr("fdaa::2:3:29521/a/0") == (Endpoint("fdaa::2:3", 29521), "a/0"), "as others write it"
 
 
-def test_nobody_there_is_told_at_once() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
+def test_nobody_there_is_told_at_once(hold: Hold) -> None:
+    (port,) = hold()
     begin = time.monotonic()
     with pytest.raises(PeerError, match=f"no store answers at 127.0.0.1:{port}"):
         create_store_client(f"127.0.0.1:{port}/x", timedelta(seconds=10))
