@@ -161,6 +161,22 @@ def test_a_dead_idle_client_is_not_used(pool: stores.StorePool) -> None:
     assert pool.idle(address) == 0
 
 
+def test_the_connections_to_a_store_that_has_ended_are_closed_with_the_next_one_that_is_given_back(
+    store: Store, pool: stores.StorePool
+) -> None:
+    server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    address = Endpoint("127.0.0.1", server.port)
+    warm_store(f"{address}/x", timedelta(seconds=20), connections=2)
+    warm_store(store.fresh(), timedelta(seconds=20))
+    living = pool.take(address_of(store), 20)
+    del server
+    assert wait_until(lambda: not any(client.is_alive() for client in pool._idle.values()))
+    assert pool.idle(address) == 2
+    pool.give_back(living)
+    assert (pool.idle(address), pool.idle(address_of(store))) == (0, 1)
+    assert not any(socket_table.connections(lambda connection: connection.peer == address))
+
+
 def test_the_pool_is_bounded(store: Store, pool: stores.StorePool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stores, "MAX_IDLE", 2)
     clients = [stores.connect(address_of(store), 20) for _ in range(3)]
