@@ -30,6 +30,7 @@ from __future__ import annotations
 
 import functools
 import warnings
+import weakref
 from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 import torch
@@ -379,6 +380,7 @@ class PureDistributedDataParallel(nn.Module):
 
     Short and slow; use `DistributedDataParallel`. It needs the same gradients in the same order on all replicas, so a
     model with parameters that only some replicas use cannot be trained with it, and there is no `no_sync`.
+    Does not keep its Manager: without one gradients stay as they are.
     """
 
     def __init__(self, manager: AllreduceHost, module: nn.Module) -> None:
@@ -386,6 +388,8 @@ class PureDistributedDataParallel(nn.Module):
         self.module = module
         works: list[PendingWork] = []
         queued_in = [NO_GRAPH_TASK]
+        # Autograd keeps hooks where no garbage collection sees them: one that held the Manager would hold it for good.
+        reference = weakref.ref(manager)
 
         def wait_all() -> None:
             for work in works:
@@ -393,7 +397,8 @@ class PureDistributedDataParallel(nn.Module):
             works.clear()
 
         def reduce(parameter: Tensor) -> None:
-            if parameter.grad is None:
+            manager = reference()
+            if parameter.grad is None or manager is None:
                 return
             works.append(manager.allreduce(parameter.grad))
             graph_task = graph_task_id()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import signal
@@ -13,6 +14,7 @@ import pytest
 from tests import beside, threads
 from tests.forge import Forge
 from tests.hangs import Hangs
+from tests.held_ports import HeldPorts, Hold
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -75,6 +77,17 @@ def forged_workers(forge: Forge) -> Iterator[None]:
     """ftrun's workers come from the forge."""
     with forge.serves_ftrun():
         yield
+
+
+@pytest.fixture
+def hold() -> Iterator[Hold]:
+    """Holds so many ports to the end of the test (`tests.held_ports`)."""
+    with contextlib.ExitStack() as held:
+
+        def hold(count: int = 1, *, in_row: bool = False) -> list[int]:
+            return held.enter_context(HeldPorts(count, in_row=in_row)).numbers
+
+        yield hold
 
 
 @pytest.fixture(autouse=True)

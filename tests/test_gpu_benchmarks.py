@@ -31,6 +31,22 @@ GOOD = GpuReport(
     [Row("gpu_step", "added", 42.0, "us", "<= 100 us", True, "n=2", (40.0, 44.0))], {},
 )  # fmt: skip
 
+# ---------------------------------------------------------------------------------------------- which tests are run
+
+
+def test_all_files_with_tests_of_a_gpu_are_found(request: pytest.FixtureRequest) -> None:
+    """Of this run of pytest's, too: all there are, where it runs everything."""
+    found = {str(pathlib.Path(file).relative_to(ROOT)) for file in gpu.gpu_tests()}
+    assert {
+        "tests/checkpointing/test_devices_gpu.py", "tests/gpu/test_collectives.py", "tests/gpu/test_healing.py",
+        "tests/gpu/test_launched.py", "tests/gpu/test_training.py", "tests/process_group/test_gpu.py",
+        "tests/runtime/test_device_commit.py", "tests/runtime/test_on_gpu.py", "tests/test_device.py",
+        "tests/test_futures.py",
+    } <= found  # fmt: skip
+    marked = {str(item.path.relative_to(ROOT)) for item in request.session.items if item.get_closest_marker("gpu")}
+    assert marked <= found
+
+
 # ---------------------------------------------------------------------------------------------------- the programs
 
 

@@ -110,6 +110,23 @@ def test_tests_do_not_sleep(path: Path) -> None:
     assert calls == [], "wait for the event itself, or name the file and the reason in SLEEPS"
 
 
+def lets_go(node: ast.With) -> bool:
+    """Does it bind a socket, look up which port that is, and close it, with nothing else done meanwhile?"""
+    inside = [part for statement in node.body for part in ast.walk(statement)]
+    calls = {ast.unparse(part.func).rpartition(".")[2] for part in inside if isinstance(part, ast.Call)}
+    waits = any(isinstance(part, ast.Yield) for part in inside)
+    opens = any("socket" in ast.unparse(item.context_expr) for item in node.items)
+    return opens and not waits and "getsockname" in calls and calls <= {"bind", "getsockname", "int", "str"}
+
+
+@pytest.mark.parametrize("path", TESTS, ids=name_of)
+def test_no_port_is_looked_up_and_let_go(path: Path) -> None:
+    """By the time that somebody uses it another process may have it."""
+    found = [node.lineno for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.With)
+             and lets_go(node)]  # fmt: skip
+    assert found == [], "hold it (tests/held_ports.py), or bind port 0 and read the port back"
+
+
 def circles() -> set[frozenset[str]]:
     """The strongly connected parts of the import graph, of two modules and more."""
     graph = grimp.build_graph("ft_core", "ft_lightning", "ft_accelerate", cache_dir=None)

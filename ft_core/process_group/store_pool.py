@@ -10,7 +10,8 @@ at the deadline. Why one user per client: a TCPStore client holds its own lock d
 that configure at once over one client block each other, across ranks even for good.
 
 Invariants: a client in the pool is idle and has one owner, the pool; taken out, its owner is the taker, who gives it
-back only after an exchange that succeeded. At most MAX_IDLE idle clients, the least recently used goes first.
+back only after an exchange that succeeded. At most MAX_IDLE idle clients, the least recently used goes first; those of
+stores that have ended go when the next one is given back.
 `StoreClient.fd` is the client's socket, found as the one new connection to that address while connections to it were
 made one at a time; where that is ambiguous (foreign code connecting at the same moment), another attempt is made,
 then it is None.
@@ -107,14 +108,18 @@ class StorePool:
                 return client
 
     def give_back(self, client: StoreClient) -> None:
-        """Put a client that works, and that nobody uses any more, back."""
+        """Put a client that works, and that nobody uses any more, back; let go of those whose server has ended."""
         if not client.is_alive():
             return
         with self._lock:
             self._count += 1
             self._idle[client.address, self._count] = client
             dropped = self._idle.popitem(last=False) if len(self._idle) > MAX_IDLE else None
-        del dropped  # closes its connection, outside the lock
+            held = list(self._idle.items())
+        ended = [key for key, idle in held if not idle.is_alive()]  # or taken meanwhile: then it is there no more
+        with self._lock:
+            gone = [self._idle.pop(key, None) for key in ended]
+        del dropped, held, gone  # closes their connections, outside the lock
 
     def idle(self, address: Endpoint) -> int:
         """Return the number of idle clients for `address`."""

@@ -243,6 +243,14 @@ class GradientReducer(Protocol):
         """Addresses of the storages that forward may change; a donor has to copy these, and only these."""
         ...
 
+    def remove_hooks(self) -> None:
+        """Let go of the parameters; gradients are no longer reduced. Idempotent.
+
+        Autograd keeps hooks where no garbage collection sees them: as long as they are there, so are this reducer, its
+        host and the model itself.
+        """
+        ...
+
 
 class ReducerHost(Protocol):
     """What a reducer and its wrapper need of the Manager: `Manager.hooks`."""

@@ -11,11 +11,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ft_core.errors import ConfigError, UsageError
+from ft_core.runtime.reduce_operations import name_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     import torch
+    from torch.distributed import ReduceOp
 
     from ft_core.data.interface import DataListener
     from ft_core.device import Device
@@ -73,12 +75,15 @@ class Hooks:
         """The gradients' process group; None: it is chosen with the first model, or the first quorum."""
         return self._steps.shell.communicators.chosen
 
-    def check_tensors(self, name: str, tensors: Sequence[torch.Tensor]) -> None:
-        """See that a collective of the script's can have these tensors, before its first part is launched.
+    def check_allreduce(self, name: str, tensors: Sequence[torch.Tensor], reduce_op: ReduceOp.RedOpType) -> None:
+        """See that an allreduce of the script's can have all of these tensors, before the first is launched.
 
         Raises:
-            ConfigError: one of them is on a device that no process group of this Manager carries.
+            ConfigError: one of them is on a device that no process group of this Manager carries, or the operation has
+                no rule, or is not defined for its dtype.
         """
+        for tensor in tensors:
+            name_of(reduce_op, tensor.dtype)
         if self.process_group is not None:
             self._steps.shell.communicators.check(name, tensors)
 

@@ -170,3 +170,5 @@ class Leaving:
         shell.control.shutdown(EXIT_S)
         shell.transfer.shutdown()
         shell.events.close()
+        for reducer in self._steps.reducers:
+            reducer.remove_hooks()

@@ -11,7 +11,6 @@ import itertools
 import os
 import pathlib
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -19,6 +18,8 @@ import threading
 import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
+
+from tests.held_ports import HeldPorts
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -81,7 +82,7 @@ class Process:
 class Cluster:
     """A lighthouse and its trainers; a context manager that ends them all.
 
-    `host` is where the lighthouse listens.
+    `host` is where the lighthouse listens; `lighthouses`, how many ports are held for it and others like it.
 
     Args:
         forge: starts the trainers.
@@ -89,14 +90,16 @@ class Cluster:
     """
 
     host = "127.0.0.1"
+    lighthouses = 1
 
     def __init__(self, forge: Forge | None = None, **env: object) -> None:
         self.forge = forge
         self.env = {key: str(value) for key, value in env.items()}
         self.processes: list[Process] = []
         self.trainers: dict[str, Process] = {}
-        with socket.create_server(("127.0.0.1", 0)) as probe:
-            self.port = probe.getsockname()[1]
+        self._held = HeldPorts(self.lighthouses + 1)
+        *self.ports, self.proxy_port = self._held.numbers
+        self.port = self.ports[0]
         self.lighthouse: Process | None = None
         self._folder = tempfile.TemporaryDirectory(prefix="ft-chaos-")
         self._end = pathlib.Path(self._folder.name) / "steps"
@@ -106,6 +109,7 @@ class Cluster:
         return self
 
     def __exit__(self, *exc: object) -> None:
+        self._held.close()
         for process in self.processes:
             if process.popen.poll() is None:
                 process.popen.kill()
@@ -160,15 +164,12 @@ class Cluster:
         """The command that starts `command` where the process `name` belongs."""
         return command
 
-    def start_proxy(self, port: int | None = None) -> tuple[Process, int]:
-        """Start a proxy in front of the lighthouse, on a free port or (again) on `port`; returns its port, too."""
-        if port is None:
-            with socket.create_server(("127.0.0.1", 0)) as probe:
-                port = int(probe.getsockname()[1])
-        command = [sys.executable, "-u", PROXY, str(port), f"{self.host}:{self.port}"]
+    def start_proxy(self) -> Process:
+        """Start (or restart) a proxy in front of the lighthouse, on this cluster's `proxy_port`."""
+        command = [sys.executable, "-u", PROXY, str(self.proxy_port), f"{self.host}:{self.port}"]
         proxy = self._start("proxy", command, {}, None)
         proxy.wait_for(lambda: bool(proxy.lines), "said that it listens")
-        return proxy, port
+        return proxy
 
     def kill(self, name: str) -> Process:
         """SIGKILL a trainer."""

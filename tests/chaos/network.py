@@ -123,8 +123,8 @@ class NetworkCluster(Cluster):
 
     def __enter__(self) -> NetworkCluster:
         with contextlib.ExitStack() as stack:
-            stack.enter_context(self.network)
             stack.push(super().__exit__)
+            stack.enter_context(self.network)
             super().__enter__()
             stack.pop_all()
         return self

@@ -6,7 +6,6 @@ import functools
 import itertools
 import os
 import signal
-import socket
 import sys
 import time
 from typing import TYPE_CHECKING
@@ -23,10 +22,8 @@ pytestmark = [pytest.mark.process, pytest.mark.timeout(120)]
 
 def start_group(cluster: Cluster, name: str, **env: object) -> Process:
     """torchrun with two ranks and one restart; its output holds the lines of both. With a forge all come from it."""
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
     command = [sys.executable, "-u", "-m", "torch.distributed.run", "--nproc-per-node", "2", "--max-restarts", "1"]
-    command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}", "--monitor-interval", "0.1"]
+    command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", "--monitor-interval", "0.1"]
     return cluster.start_command(name, [*command, WORKER], PIDS=1, **env)
 
 

@@ -39,8 +39,8 @@ needs_namespaces = pytest.mark.usefixtures("_namespaces")
 def test_a_proxy_before_the_lighthouse_restarts(forge: Forge) -> None:
     """All connections of all members close in the same moment, and who asks meanwhile asks alone."""
     with Cluster(forge, TIMEOUT_S=10, FT_QUORUM_S=120, STEP_MS=10) as cluster:
-        proxy, port = cluster.start_proxy()
-        a, b = (cluster.start(name, FT_LIGHTHOUSE=f"127.0.0.1:{port}") for name in "ab")
+        proxy = cluster.start_proxy()
+        a, b = (cluster.start(name, FT_LIGHTHOUSE=f"127.0.0.1:{cluster.proxy_port}") for name in "ab")
         wait_participants(a, 2)
         a.wait_step(a.step() + STEPS_REPORTED)
         at = time.monotonic()
@@ -50,7 +50,7 @@ def test_a_proxy_before_the_lighthouse_restarts(forge: Forge) -> None:
         a.wait_step(a.step() + 200)  # 10 ms each: longer than the grace, and than a liveness timeout
         assert c.commits() == []
         assert gap_s(a, at) < 2.0
-        cluster.start_proxy(port)
+        cluster.start_proxy()
         wait_participants(c, 3)  # who is late for the end would be told that there is nothing left to do
         assert len(cluster.wait_ends()) == 1
         assert {row[2] for row in a.commits()} <= {1, 2, 3}

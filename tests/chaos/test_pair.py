@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests.chaos.cluster import WAIT_S, Cluster, Process
-from tests.held_ports import HeldPorts
 
 if TYPE_CHECKING:
     from tests.forge import Forge
@@ -19,10 +18,10 @@ pytestmark = [pytest.mark.process, pytest.mark.timeout(150)]
 class Pair(Cluster):
     """A cluster with two lighthouses, each of which knows the other."""
 
+    lighthouses = 2
+
     def __init__(self, forge: Forge, **env: object) -> None:
         super().__init__(forge, **env)
-        self._held = HeldPorts(2)
-        self.ports = self._held.numbers
         self.env["FT_LIGHTHOUSE"] = ",".join(f"{self.host}:{port}" for port in self.ports)
         self.pair: list[Process] = []
 
@@ -30,10 +29,6 @@ class Pair(Cluster):
         self.pair = [self.begin(0), self.begin(1)]
         self.pair[0].wait_for(lambda: self.serving() is not None, "found out who serves")
         return self
-
-    def __exit__(self, *exc: object) -> None:
-        self._held.close()
-        super().__exit__(*exc)
 
     def begin(self, index: int) -> Process:
         """Start one of the two."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
+import itertools
 import json
 import os
 import pathlib
@@ -11,17 +13,21 @@ import signal
 import ssl
 import urllib.error
 import urllib.request
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from ft_core.control.lighthouse.server import LighthouseServer
 from tests.certificates import Authority, environment
 from tests.launch.job import job
-from tests.metrics.prometheus import MONITORING, Prometheus, binary, free_ports, prometheus, promtool
+from tests.metrics.prometheus import MONITORING, Prometheus, binary, prometheus, promtool
 from tests.metrics.reading import read
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    from tests.held_ports import Hold
+
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(180)]
 ROOT = pathlib.Path(__file__).resolve().parents[2]
@@ -45,10 +51,10 @@ def end(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> Callable[[in
 
 
 def test_a_kill_is_seen_in_what_prometheus_knows(
-    end: Callable[[int], None], tmp_path: pathlib.Path, forged_workers: None
+    end: Callable[[int], None], tmp_path: pathlib.Path, forged_workers: None, hold: Hold
 ) -> None:
     binary("prometheus")
-    port = free_ports(5)
+    port = hold(5, in_row=True)[0]
     pages = [f"127.0.0.1:{port + number}" for number in range(4)]
     with prometheus(tmp_path, port + 4, {"ftrun": pages[:1], "ft-replica": pages[1:]}) as found, job(
         ROOT / "tests/chaos/worker.py", "--replicas", "3", "--events", "off", "--metrics", pages[0]
@@ -81,7 +87,11 @@ def test_a_kill_is_seen_in_what_prometheus_knows(
 
 
 def test_what_other_machines_read_takes_the_token_and_the_jobs_certificates(
-    end: Callable[[int], None], tmp_path: pathlib.Path, forged_workers: None, monkeypatch: pytest.MonkeyPatch
+    end: Callable[[int], None],
+    tmp_path: pathlib.Path,
+    forged_workers: None,
+    monkeypatch: pytest.MonkeyPatch,
+    hold: Hold,
 ) -> None:
     """Prometheus as docs/metrics.md configures it, and who has only one of the two."""
     binary("prometheus")
@@ -89,7 +99,7 @@ def test_what_other_machines_read_takes_the_token_and_the_jobs_certificates(
     surroundings = {"FT_TOKEN": "job-secret", **environment(tls)}
     for name, value in surroundings.items():
         monkeypatch.setenv(name, value)
-    port = free_ports(4)
+    port = hold(4, in_row=True)[0]
     pages = [f"127.0.0.1:{port + number}" for number in range(3)]
     (tmp_path / "token").write_text("job-secret\n")
     sends = {
@@ -167,14 +177,50 @@ def check_pages(urls: list[str]) -> None:
         assert promtool("check", "metrics", text=read(url)) == ""
 
 
+def panels(row: str | None = None) -> list[dict[str, Any]]:
+    """Of the dashboard, or of one of its rows."""
+    found: dict[str, list[dict[str, Any]]] = {}
+    title = ""
+    for panel in json.loads((MONITORING / "grafana.json").read_text())["panels"]:
+        title = panel["title"] if panel["type"] == "row" else title
+        found.setdefault(title, []).append(panel)
+    return [*itertools.chain(*found.values())] if row is None else found[row]
+
+
+def without_answer(found: Prometheus, shown: list[dict[str, Any]]) -> list[str]:
+    """Titles of the panels one of whose queries finds nothing. Every query is one."""
+    queries = [(panel["title"], target["expr"]) for panel in shown for target in panel.get("targets", ())]
+    return [
+        title for title, query in queries
+        if not found.query(query.replace("$__rate_interval", "10s").replace("$__range", "1m"))
+    ]  # fmt: skip
+
+
 def check_dashboard(found: Prometheus) -> None:
-    """Every panel's query is one, and those about the job have an answer; so have the rules."""
-    panels = json.loads((MONITORING / "grafana.json").read_text())["panels"]
-    empty = []
-    for panel in panels:
-        for target in panel.get("targets", ()):
-            query = target["expr"].replace("$__rate_interval", "10s").replace("$__range", "1m")
-            if not found.query(query):
-                empty.append(panel["title"])
-    assert empty == []
+    """All panels about a job with one lighthouse have an answer; so have the rules."""
+    assert without_answer(found, panels()) == ["What each lighthouse does", "Stands by"]
     assert [rule["name"] for rule in found.rules() if rule["health"] != "ok"] == []
+
+
+def test_of_two_lighthouses_it_is_seen_who_serves_and_who_took_over(tmp_path: pathlib.Path, hold: Hold) -> None:
+    binary("prometheus")
+    *ports, first, second, port = hold(5)
+    pages = [f"127.0.0.1:{first}", f"127.0.0.1:{second}"]
+    addresses = [f"127.0.0.1:{one}" for one in ports]
+    shown = panels("Two lighthouses")
+    with contextlib.ExitStack() as stack:
+        servers = [
+            LighthouseServer(addresses[mine], peer=addresses[1 - mine], token="", metrics=pages[mine])
+            for mine in range(2)
+        ]
+        for server in servers:
+            stack.callback(server.shutdown)
+        found = stack.enter_context(prometheus(tmp_path, port, {"ft-lighthouse": pages}))
+        found.wait('sum(ft_lighthouse_role{role="active"}) == 1 and on () min(ft_lighthouse_contact) == 1')
+        found.wait("count(rate(ft_lighthouse_takeovers_total[10s])) == 2")
+        assert without_answer(found, shown) == []
+        ((serves, _),) = found.query('ft_lighthouse_role{role="active"} == 1')
+        servers[pages.index(serves["instance"])].shutdown()
+        found.wait("min(ft_lighthouse_contact) == 0")
+        found.wait("sum(changes(ft_lighthouse_takeovers_total[30s])) > 0")
+        assert without_answer(found, shown) == []

@@ -11,7 +11,6 @@ import pytest
 from ft_core.witness import robust_mutex
 from tests.chaos.cluster import WAIT_S, Cluster, Process
 from tests.chaos.test_death_notice import another_thread, check_it_goes_on
-from tests.held_ports import HeldPorts
 from tests.launch.lingering import linger
 
 if TYPE_CHECKING:
@@ -23,20 +22,17 @@ pytestmark = [pytest.mark.process, pytest.mark.timeout(120)]
 class Two(Cluster):
     """A cluster with a second lighthouse, at another port. Both take whoever comes; trainers prefer the first."""
 
+    lighthouses = 2
+
     def __init__(self, forge: Forge, **env: object) -> None:
         super().__init__(forge, **env)
-        self._held = HeldPorts(2)
-        self.port, self.second_port = self._held.numbers
+        self.second_port = self.ports[1]
         self.env["FT_LIGHTHOUSE"] = f"{self.host}:{self.port},{self.host}:{self.second_port}"
 
     def __enter__(self) -> Two:
         super().__enter__()
         self.second = self.lighthouse_at(self.second_port, "second")
         return self
-
-    def __exit__(self, *exc: object) -> None:
-        self._held.close()
-        super().__exit__(*exc)
 
     def fail_over(self, *trainers: Process) -> None:
         """Kill the first lighthouse, and wait until the trainers hold their leases with the second."""

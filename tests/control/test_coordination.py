@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -16,6 +15,9 @@ from tests.control.recorder import Replica, wait_until
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+    from tests.held_ports import Hold
+
 
 SOON = timedelta(seconds=5)
 
@@ -293,11 +295,8 @@ def test_nobody_is_waited_for_at_a_new_address() -> None:
     assert seconds_to_a_quorum("127.0.0.1:0", boot_window_ms=600) > 0.5, "given, it holds"
 
 
-def test_running_groups_are_waited_for_at_an_address_that_may_be_known() -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    assert seconds_to_a_quorum(f"127.0.0.1:{port}") > 0.4
+def test_running_groups_are_waited_for_at_an_address_that_may_be_known(hold: Hold) -> None:
+    assert seconds_to_a_quorum(f"127.0.0.1:{hold()[0]}") > 0.4
 
 
 @pytest.mark.parametrize(

@@ -25,6 +25,8 @@ from tests.control.recorder import BUDGET, Recorder, Replica, wait_until
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from tests.held_ports import Hold
+
 
 def port_of(server: LighthouseServer) -> int:
     return int(server.address().rpartition(":")[2])
@@ -322,21 +324,18 @@ def test_a_restarted_lighthouse_adopts_the_running_quorum(trio: list[Replica], l
         again.shutdown()
 
 
-def test_nobody_there_names_the_setting_and_what_to_do() -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    one = Replica(f"127.0.0.1:{port}", "a:1")
+def test_nobody_there_names_the_setting_and_what_to_do(nobody: str) -> None:
+    one = Replica(nobody, "a:1")
     with pytest.raises(LighthouseError, match=r"FT_LIGHTHOUSE.*127\.0\.0\.1.*refused.*check the address"):
         one.lease.wait_connected(0.3)
     assert "not connected" in repr(one.lease)
     one.close()
 
 
-def test_an_address_that_stays_silent_is_a_warning_and_so_is_its_return(caplog: pytest.LogCaptureFixture) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+def test_an_address_that_stays_silent_is_a_warning_and_so_is_its_return(
+    caplog: pytest.LogCaptureFixture, hold: Hold
+) -> None:
+    (port,) = hold()
     one = Replica(f"127.0.0.1:{port}", "a:1")
     with pytest.raises(LighthouseError):
         one.lease.wait_connected(0.3)

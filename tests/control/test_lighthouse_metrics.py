@@ -16,13 +16,14 @@ from ft_core.lighthouse import main
 from ft_core.metrics import exposition
 from ft_core.metrics import server as metrics_server
 from tests.control.recorder import wait_until
-from tests.metrics.prometheus import free_ports
 from tests.metrics.reading import gauge, read, samples
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from tests.control.recorder import Replica
+    from tests.held_ports import Hold
+
 
 HERE = "127.0.0.1:0"
 
@@ -73,8 +74,8 @@ def test_leases_quorums_and_losses(
     assert 'replica="c"' not in text, "who has gone has no lease, and no age"
 
 
-def test_it_is_served_and_a_port_in_use_names_the_option(capsys: pytest.CaptureFixture[str]) -> None:
-    port = free_ports(1)
+def test_it_is_served_and_a_port_in_use_names_the_option(capsys: pytest.CaptureFixture[str], hold: Hold) -> None:
+    (port,) = hold()
     server = LighthouseServer(HERE, boot_window_ms=20, token="", metrics=f"127.0.0.1:{port}")
     try:
         assert gauge(read(f"http://127.0.0.1:{port}/metrics"), "ft_lighthouse_start_timestamp_seconds") > 1e9
@@ -91,8 +92,8 @@ def test_it_is_served_and_a_port_in_use_names_the_option(capsys: pytest.CaptureF
         socket.create_connection(("127.0.0.1", port))
 
 
-def test_an_address_of_its_own_that_is_taken_leaves_no_metrics_behind(lighthouse: LighthouseServer) -> None:
-    port, taken = free_ports(1), lighthouse.address().removeprefix("http://")
+def test_an_address_of_its_own_that_is_taken_leaves_no_metrics_behind(lighthouse: LighthouseServer, hold: Hold) -> None:
+    port, taken = hold()[0], lighthouse.address().removeprefix("http://")
     with pytest.raises(ConfigError, match="cannot be bound"):
         LighthouseServer(taken, token="", metrics=f"127.0.0.1:{port}")
     with socket.socket() as probe:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -115,6 +116,31 @@ def test_a_wrong_token_is_said(two: Two, caplog: pytest.LogCaptureFixture) -> No
         two.begin(0, token="one")
         two.begin(1, token="other")
         wait_until(lambda: "refuses this one: FT_TOKEN differs" in caplog.text)
+
+
+def test_a_connection_that_ended_while_this_one_was_frozen_is_no_refusal(
+    two: Two, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It writes before it has read that the connection has ended, and gRPC's words for that explain nothing."""
+    first = two.begin(0)
+    two.begin(1)
+    two.settled()
+    frozen, thawed = threading.Event(), threading.Event()
+
+    def freeze() -> None:
+        frozen.set()
+        assert thawed.wait(20)
+        assert first._partner is not None
+        first._partner._report(complete=True)
+
+    caplog.clear()
+    first._server.post(freeze)
+    assert frozen.wait(20)
+    two.end(1)
+    thawed.set()
+    wait_until(lambda: bool(caplog.records))
+    said = f"the other lighthouse, {two.addresses[1]}, cannot be reached: the connection ended while a report"
+    assert caplog.messages[0].startswith(said)
 
 
 @pytest.mark.parametrize("where", ["_report", "_converse", "_act", "_perform"])

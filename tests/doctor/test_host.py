@@ -30,6 +30,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
+    from tests.held_ports import Hold
+
+
 HOME = {"PATH": os.environ["PATH"]}
 
 
@@ -319,9 +322,8 @@ def test_somebody_elses_port(unasked: bytes, asked: bytes, says: str) -> None:
     assert "correct host and port" in found.todo
 
 
-def test_a_port_where_nobody_listens() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = listener.getsockname()[1]
+def test_a_port_where_nobody_listens(hold: Hold) -> None:
+    (port,) = hold()
     found = about(look(FT_LIGHTHOUSE=f"127.0.0.1:{port}"), "lighthouse", Level.PROBLEM)
     assert "Connection refused" in found.text
     assert "start ft-lighthouse" in found.todo

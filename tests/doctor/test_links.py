@@ -15,6 +15,8 @@ from tests.doctor import servers
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from tests.held_ports import Hold
+
 
 @contextlib.contextmanager
 def listening(index: int, nonce: str = "meeting") -> Iterator[HostFacts]:
@@ -53,9 +55,8 @@ def test_something_else_answers_there(unasked: bytes) -> None:
     assert why
 
 
-def test_nobody_answers_there_and_there_is_no_there() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as closed:
-        port = closed.getsockname()[1]
+def test_nobody_answers_there_and_there_is_no_there(hold: Hold) -> None:
+    (port,) = hold()
     assert links.probe(HostFacts(address="127.0.0.1", ports=[port]), 1, "x").error == "Connection refused"
     assert links.probe(HostFacts(address="127.0.0.1"), 1, "x").error
     assert "no address" in links.probe(HostFacts(ports=[port]), 1, "x").error

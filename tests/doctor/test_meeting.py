@@ -19,6 +19,9 @@ from tests.doctor import servers
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    from tests.held_ports import Hold
+
+
 WAIT_S = 20.0
 
 
@@ -162,9 +165,8 @@ def test_a_meeting_that_ends_ends_for_all(monkeypatch: pytest.MonkeyPatch) -> No
             waiting.result(WAIT_S)
 
 
-def test_nobody_holds_it() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = listener.getsockname()[1]
+def test_nobody_holds_it(hold: Hold) -> None:
+    (port,) = hold()
     with pytest.raises(ConfigError, match=f"nobody holds the meeting at 127.0.0.1:{port} .Connection refused."):
         Member("127.0.0.1", port, 0.1).join()
 

@@ -3,25 +3,14 @@
 from __future__ import annotations
 
 import pathlib
-from typing import TYPE_CHECKING
 
 import pytest
 
-from ft_core.control.lighthouse.server import LighthouseServer
 from tests.gpu.pair import MARKS, Child, Pair
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
 pytestmark = MARKS
+MIN_REPLICAS = 1
 JOB = str(pathlib.Path(__file__).with_name("heal_job.py"))
-
-
-@pytest.fixture
-def lighthouse() -> Iterator[str]:
-    server = LighthouseServer(bind="127.0.0.1:0", min_replicas=1, join_timeout_ms=100)
-    yield server.address().removeprefix("http://")
-    server.shutdown()
 
 
 def trained(child: Child, participants: int) -> int:

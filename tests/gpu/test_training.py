@@ -4,26 +4,15 @@ over Gloo, and over NCCL in a child process; and one is killed, and heals from t
 from __future__ import annotations
 
 import pathlib
-from typing import TYPE_CHECKING
 
 import pytest
 
-from ft_core.control.lighthouse.server import LighthouseServer
 from tests.gpu.pair import MARKS, Pair
 from tests.gpu.training_job import STEPS, WAYS
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
 pytestmark = MARKS
+MIN_REPLICAS = 2
 JOB = str(pathlib.Path(__file__).with_name("training_job.py"))
-
-
-@pytest.fixture
-def lighthouse() -> Iterator[str]:
-    server = LighthouseServer(bind="127.0.0.1:0", min_replicas=2, join_timeout_ms=100)
-    yield server.address().removeprefix("http://")
-    server.shutdown()
 
 
 def digests(lighthouse: str, backends: list[str], ways: list[str]) -> dict[tuple[str, str], list[str]]:

@@ -7,7 +7,6 @@ import os
 import pathlib
 import re
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -25,6 +24,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup
+
+    from tests.held_ports import Hold
+
 
 pytestmark = pytest.mark.process
 ROOT = pathlib.Path(__file__).resolve().parents[2]
@@ -244,7 +246,7 @@ def test_one_worker_takes_its_group_along_and_is_named_first(write: Any) -> None
     assert all(gone(pid) for pid in children)
 
 
-def test_a_membership_change_restarts_a_group_that_spans_hosts(write: Any, tmp_path: pathlib.Path) -> None:
+def test_a_membership_change_restarts_a_group_that_spans_hosts(write: Any, tmp_path: pathlib.Path, hold: Hold) -> None:
     """Two ftruns, one group: when one host's workers fail, its rejoining restarts the other host's workers as well."""
     script = write(
         "run = os.environ['TORCHELASTIC_RESTART_COUNT'], os.environ['FT_GROUP_ATTEMPT'], os.environ['GROUP_RANK']\n"
@@ -259,8 +261,7 @@ def test_a_membership_change_restarts_a_group_that_spans_hosts(write: Any, tmp_p
         "while len(list(folder.glob('again*'))) < 2:\n"
         "    (folder / ('again' + os.environ['NODE'])).touch(); time.sleep(0.01)\n"
     )
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        endpoint = f"127.0.0.1:{probe.getsockname()[1]}"
+    endpoint = f"127.0.0.1:{hold()[0]}"
     server = LighthouseServer("127.0.0.1:0")
     processes = []
     try:
@@ -287,7 +288,7 @@ def test_a_membership_change_restarts_a_group_that_spans_hosts(write: Any, tmp_p
 
 
 @pytest.mark.long
-def test_hosts_of_a_group_come_and_go(write: Any, tmp_path: pathlib.Path) -> None:
+def test_hosts_of_a_group_come_and_go(write: Any, tmp_path: pathlib.Path, hold: Hold) -> None:
     """--nnodes 1:2: it trains on one host, on both when the second comes, and on one when that is lost."""
     script = write(
         "import datetime, time, torch, torch.distributed as dist\n"
@@ -307,8 +308,7 @@ def test_hosts_of_a_group_come_and_go(write: Any, tmp_path: pathlib.Path) -> Non
             assert processes[0].poll() is None, logs[0].read_text()
             threading.Event().wait(0.02)
 
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        endpoint = f"127.0.0.1:{probe.getsockname()[1]}"
+    endpoint = f"127.0.0.1:{hold()[0]}"
     logs, processes = [tmp_path / f"node{node}.txt" for node in range(2)], list[subprocess.Popen[str]]()
 
     def start(node: int) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import pathlib
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -32,6 +31,9 @@ if TYPE_CHECKING:
     import re
     from collections.abc import Callable
 
+    from tests.held_ports import Hold
+
+
 pytestmark = pytest.mark.process
 SLOW_END = "import signal, sys, time\nsignal.signal(signal.SIGTERM, lambda *_: (time.sleep(0.5), sys.exit(0)))\n"
 """Takes its time to drain."""
@@ -50,10 +52,9 @@ def write(tmp_path: pathlib.Path) -> Callable[[str], pathlib.Path]:
 
 
 @pytest.fixture
-def endpoint() -> str:
+def endpoint(hold: Hold) -> str:
     """An address where nobody listens."""
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        return f"127.0.0.1:{probe.getsockname()[1]}"
+    return f"127.0.0.1:{hold()[0]}"
 
 
 def terminate(_: re.Match[str]) -> None:

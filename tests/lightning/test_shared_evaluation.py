@@ -5,9 +5,8 @@ from __future__ import annotations
 import pathlib
 import re
 import signal
-import socket
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
 import pytest
@@ -17,6 +16,9 @@ from torch.utils.data import DataLoader, TensorDataset
 from ft_core.errors import ConfigError
 from ft_lightning import FaultTolerantStrategy
 from tests.launch.job import job
+
+if TYPE_CHECKING:
+    from tests.held_ports import Hold
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 JOB = ROOT / "tests/lightning/sharing_job.py"
@@ -159,10 +161,9 @@ class Counting(pl.LightningModule):
 
 @pytest.mark.filterwarnings("ignore")  # Lightning's own, about torch's deprecations
 def test_without_a_lighthouse_everything_is_evaluated_here(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, hold: Hold
 ) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as gone:
-        address = f"127.0.0.1:{gone.getsockname()[1]}"
+    address = f"127.0.0.1:{hold()[0]}"
     for name, value in {"FT_LIGHTHOUSE": address, "FT_REPLICA_GROUP": "0", "FT_NUM_REPLICA_GROUPS": "2"}.items():
         monkeypatch.setenv(name, value)
     impatient = {"connect_timeout": timedelta(seconds=0.5)}

@@ -6,7 +6,6 @@ import contextlib
 import json
 import os
 import shutil
-import socket
 import subprocess
 import threading
 import time
@@ -52,21 +51,6 @@ def promtool(*arguments: str, text: str | None = None, cwd: Path = MONITORING) -
     )
     assert ran.returncode == 0, ran.stdout + ran.stderr
     return ran.stdout + ran.stderr
-
-
-def free_ports(count: int) -> int:
-    """The first of so many ports in a row that nobody uses now."""
-    for first in range(21000 + os.getpid() % 4000, 31000, 37):
-        with contextlib.ExitStack() as stack:
-            try:
-                for port in range(first, first + count):
-                    probe = stack.enter_context(socket.socket())
-                    probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                    probe.bind(("127.0.0.1", port))
-            except OSError:
-                continue
-            return first
-    raise AssertionError("no free ports")
 
 
 @dataclass(frozen=True)

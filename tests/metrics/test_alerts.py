@@ -52,6 +52,16 @@ def test_queries_name_metrics_and_labels_that_there_are() -> None:
             assert not labels[label] or value in labels[label], query
 
 
+def test_all_that_is_known_of_a_pair_is_on_the_dashboard() -> None:
+    of_pairs = {"ft_lighthouse_role", "ft_lighthouse_contact", "ft_lighthouse_takeovers_total"}
+    panels = json.loads((MONITORING / "grafana.json").read_text())["panels"]
+    titles = [panel["title"] for panel in panels if panel["type"] == "row"]
+    begin = next(at for at, panel in enumerate(panels) if panel["title"] == "Two lighthouses")
+    queries = " ".join(target["expr"] for panel in panels[begin:] for target in panel.get("targets", ()))
+    assert titles[-1] == "Two lighthouses"
+    assert set(NAME.findall(queries)) == of_pairs
+
+
 def test_every_alert_says_what_to_do() -> None:
     alerts = [rule for rule in rules() if "alert" in rule]
     assert len(alerts) >= 10

@@ -1,7 +1,6 @@
 """NCCL itself, on a real GPU. Skipped with the reason where there is none; what has run stands in docs/gpu.md.
 
-Two processes share one GPU: NCCL refuses that only where both have the same host, and the host is what NCCL_HOSTID
-says. They then reach each other over sockets. Their kernels have to be resident together, so they are kept small.
+Two processes share one GPU, as tests/gpu/pair.py says.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from torch.distributed import ReduceOp
 
 from ft_core.errors import CollectiveError, ConfigError
 from ft_core.process_group import ProcessGroupAccelerator, ProcessGroupBabyNCCL, ProcessGroupNCCL
-from ft_core.process_group.availability import lacks_here
+from tests.gpu.pair import MARKS, environment_of
 from tests.process_group.one_rank_cases import (
     DTYPES,
     FACTOR,
@@ -42,13 +41,7 @@ if TYPE_CHECKING:
     from tests.process_group.one_rank_cases import Arguments, Make
     from tests.process_group.ranks import Store
 
-PROBLEM = lacks_here("nccl")
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.process,
-    pytest.mark.timeout(240),
-    pytest.mark.skipif(bool(PROBLEM), reason=f"needs a GPU and NCCL: {PROBLEM}"),
-]
+pytestmark = MARKS
 START_S = 120.0
 """CUDA's context, NCCL's first communicator, torch's import, of two processes at once."""
 ABORT_S = 10.0
@@ -105,18 +98,9 @@ class Member:
     """A process with one rank of the group."""
 
     def __init__(self, rank: int, address: str, again: str) -> None:
-        environment = {
-            **os.environ,
-            "PYTHONPATH": os.getcwd(),
-            "OMP_NUM_THREADS": "1",
-            "NCCL_HOSTID": f"host-{rank}",
-            "NCCL_SOCKET_IFNAME": "lo",
-            "NCCL_MAX_CTAS": "1",
-            "NCCL_MAX_NCHANNELS": "1",
-        }
         self.process = subprocess.Popen(
             [sys.executable, "-c", MEMBER, str(rank), address, again],
-            env=environment,
+            env={**os.environ, **environment_of(rank)},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

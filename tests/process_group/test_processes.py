@@ -146,6 +146,68 @@ def test_a_process_can_always_exit(kind: str, states: tuple[str, ...]) -> None:
             process.kill()
 
 
+LATE = """
+import ctypes, sys, threading, time
+from datetime import timedelta
+import torch
+from ft_core import ProcessGroupGloo
+from ft_core.process_group.gloo import incarnation
+from ft_core.process_group.gloo.connections import GroupConnections
+from tests.process_group.ranks import Store, configure_all
+
+GroupConnections.end = lambda self: None  # the work is lost: nothing ends it but its timeout
+incarnation.EXIT_WAIT_S = 0.05
+store = Store()
+groups = [ProcessGroupGloo(timedelta(seconds=20)) for _ in range(2)]
+configure_all(groups, store.fresh())
+kept = groups[1]._incarnation._held  # else it is destroyed, and closes the connection
+groups[0].set_timeout(timedelta(seconds=1.5))
+work = groups[0].allreduce([torch.ones(9)])
+if sys.argv[1] == "future":
+    future = work.get_future()
+else:
+    threading.Thread(target=work.wait, daemon=True).start()
+
+class Slow:
+    def __del__(self, sleep=time.sleep):
+        sleep(3)
+
+if sys.argv[2] == "within":
+    sys.modules["slow"] = Slow()
+else:
+    libc = ctypes.CDLL(None)
+    libc.__cxa_atexit(ctypes.cast(libc.usleep, ctypes.c_void_p), ctypes.c_void_p(3_000_000), None)
+print("ends")
+raise SystemExit(3)
+"""
+
+
+@pytest.mark.parametrize("when", ["within", "after"])
+@pytest.mark.parametrize("what", ["future", "wait"])
+def test_a_collective_that_outlasts_the_interpreter_does_not_end_the_process(what: str, when: str) -> None:
+    """Its future is completed, or the wait for it returns, while the interpreter ends, or when it has ended."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.getcwd()}
+    done = subprocess.run(
+        [sys.executable, "-c", LATE, what, when], env=environment, capture_output=True, text=True, timeout=80
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (3, "ends\n", "")
+
+
+def test_an_interpreter_that_does_not_end_beside_such_threads_is_ended() -> None:
+    """As where the thread that ends it is the one that std::terminate lets sleep."""
+    script = """
+import signal, threading
+from ft_core.process_group.gloo import last_threads
+signal.signal(signal.SIGALRM, signal.SIG_IGN)
+last_threads.LIMIT_S = 1
+last_threads.outlast()
+threading.Event().wait(60)
+"""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.getcwd()}
+    done = subprocess.run([sys.executable, "-c", script], env=environment, timeout=40, check=False)
+    assert done.returncode == -signal.SIGALRM
+
+
 def test_a_group_that_outlives_its_modules_ends_without_a_word(kind: str) -> None:
     """Held by torch itself, it is collected when the ending interpreter has emptied our modules already."""
     script = (

@@ -22,6 +22,8 @@ from tests.process_group.ranks import Store, gloo_groups, in_threads, wait_until
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from tests.held_ports import Hold
+
 
 @pytest.fixture
 def pool(monkeypatch: pytest.MonkeyPatch) -> Iterator[stores.StorePool]:
@@ -53,9 +55,8 @@ def test_addresses_are_taken_apart() -> None:
     assert stores.parse_store_addr("fdaa::2:3:29521/a/0") == (Endpoint("fdaa::2:3", 29521), "a/0"), "as others write it"
 
 
-def test_nobody_there_is_told_at_once() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
+def test_nobody_there_is_told_at_once(hold: Hold) -> None:
+    (port,) = hold()
     begin = time.monotonic()
     with pytest.raises(PeerError, match=f"no store answers at 127.0.0.1:{port}"):
         create_store_client(f"127.0.0.1:{port}/x", timedelta(seconds=10))
@@ -158,6 +159,22 @@ def test_a_dead_idle_client_is_not_used(pool: stores.StorePool) -> None:
     assert fresh.is_alive()
     pool.give_back(idle)
     assert pool.idle(address) == 0
+
+
+def test_the_connections_to_a_store_that_has_ended_are_closed_with_the_next_one_that_is_given_back(
+    store: Store, pool: stores.StorePool
+) -> None:
+    server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    address = Endpoint("127.0.0.1", server.port)
+    warm_store(f"{address}/x", timedelta(seconds=20), connections=2)
+    warm_store(store.fresh(), timedelta(seconds=20))
+    living = pool.take(address_of(store), 20)
+    del server
+    assert wait_until(lambda: not any(client.is_alive() for client in pool._idle.values()))
+    assert pool.idle(address) == 2
+    pool.give_back(living)
+    assert (pool.idle(address), pool.idle(address_of(store))) == (0, 1)
+    assert not any(socket_table.connections(lambda connection: connection.peer == address))
 
 
 def test_the_pool_is_bounded(store: Store, pool: stores.StorePool, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -61,6 +61,14 @@ class Half(Script):
         assert self.room.current is not None
         assert self.room.current.members == names
 
+    def comes(self, basis: Basis, *names: str, **hello: Any) -> list[str]:
+        """They open leases here, and present a quorum that this room did not announce to them."""
+        lines: list[str] = []
+        for name in names:
+            self.quorum[name], self.members[name] = basis.quorum_id, basis.members
+            lines += self.hello(name, **hello)
+        return lines
+
     def dies(self, name: str) -> list[str]:
         """Its connection closes, and a peer has accused it."""
         return self.ends(name)
@@ -70,6 +78,41 @@ class Half(Script):
         fenced = more.get("fenced", True)
         version = Version(5, self.quorum.get(name, 0) if fenced else 3)
         return self.ask(name, failed=True, version=version, **{"cast": True, "fenced": True, **more})
+
+
+def left_alone() -> Half:
+    """a, b and c have trained, known to the lighthouse that stands by; a and b have died."""
+    half = Half()
+    half.trains("a", "b", "c")
+    for name in "abc":
+        half.progress(name, 1)
+    half.dies("a"), half.dies("b")
+    return half
+
+
+def two_go_on(boot: int = 500) -> Half:
+    """a, b and c have trained; c has died, and a and b go on in a quorum of this lighthouse, after `boot`, alone."""
+    half = Half()
+    half.trains("a", "b", "c")
+    half.other(stands_by=False)
+    half.dies("c")
+    half.ids.observe(boot << 32)
+    half.asks_again("a"), half.asks_again("b")
+    half.later(9)
+    assert half.room.current is not None
+    assert half.room.current.members == ("a", "b")
+    return half
+
+
+def with_another_beside() -> Half:
+    """The same, and meanwhile the other lighthouse has formed a quorum of b, who came here before it entered it, and c.
+
+    Its id is the lower one.
+    """
+    half = two_go_on(boot=900)
+    first, apart = half.room.told.bases[0], Basis(600 << 32 | 1, ("b", "c"))
+    half.do(PartnerTold(Told("job", apart.quorum_id, apart.members, bases=(first, apart))))
+    return half
 
 
 def test_without_a_partner_nothing_is_held_up() -> None:
@@ -132,11 +175,7 @@ def test_less_than_half_wait_for_the_other_lighthouse_in_words() -> None:
 
 
 def test_less_than_half_go_on_once_the_other_lighthouse_has_recorded_it() -> None:
-    half = Half()
-    half.trains("a", "b", "c")
-    for name in "abc":
-        half.progress(name, 1)
-    half.dies("a"), half.dies("b")
+    half = left_alone()
     lines = half.asks_again("c") + half.later(9)
     assert "propose c" in lines
     assert any(line.startswith("quorum c ->") for line in half.records(lines))
@@ -153,11 +192,7 @@ def test_of_two_halves_the_one_with_the_first_member_goes_on_alone() -> None:
 
 
 def test_what_a_refused_proposal_was_for_is_not_announced_and_asked_again_later() -> None:
-    half = Half()
-    half.trains("a", "b", "c")
-    for name in "abc":
-        half.progress(name, 1)
-    half.dies("a"), half.dies("b")
+    half = left_alone()
     lines = half.records(half.asks_again("c") + half.later(9), accepted=False)
     assert not any(line.startswith("quorum") for line in lines)
     lines = half.later(1.0)
@@ -166,11 +201,7 @@ def test_what_a_refused_proposal_was_for_is_not_announced_and_asked_again_later(
 
 
 def test_a_record_for_other_asks_is_worth_nothing() -> None:
-    half = Half()
-    half.trains("a", "b", "c")
-    for name in "abc":
-        half.progress(name, 1)
-    half.dies("a"), half.dies("b")
+    half = left_alone()
     lines = half.asks_again("c") + half.later(9)
     proposed = half.room._succession._proposed
     assert proposed is not None
@@ -182,19 +213,16 @@ def test_a_record_for_other_asks_is_worth_nothing() -> None:
 
 def test_a_lighthouse_that_was_started_again_needs_all_of_the_last_quorum() -> None:
     """Before its start it may have formed a quorum of one of them together with the other lighthouse."""
+    last = Basis(500 << 32 | 3, ("a", "b", "c"))
     for who, goes_on, rules in (("ab", False, None), ("abc", True, None), ("ab", True, Rules(r22_informed=False))):
         half = Half(boot=900, rules=rules)
         half.other(stands_by=False, informed=False)
-        for name in who:
-            half.quorum[name], half.members[name] = 500 << 32 | 3, ("a", "b", "c")
-            half.hello(name, version=Version(5, 500 << 32 | 3), fenced=True)
+        half.comes(last, *who, version=Version(5, last.quorum_id), fenced=True)
         lines = [line for name in who for line in half.asks_again(name)] + half.later(60)
         assert any(line.startswith("quorum") for line in lines) is goes_on, (who, half.room.waits.reason)
     half = Half(boot=900)  # the same two, once the other one has told what it knows
     half.other(stands_by=False, informed=True)
-    for name in "ab":
-        half.quorum[name], half.members[name] = 500 << 32 | 3, ("a", "b", "c")
-        half.hello(name, version=Version(5, 500 << 32 | 3), fenced=True)
+    half.comes(last, *"ab", version=Version(5, last.quorum_id), fenced=True)
     lines = half.asks_again("a") + half.asks_again("b") + half.later(60)
     assert any(line.startswith("quorum a, b ->") for line in lines)
 
@@ -218,25 +246,18 @@ def test_what_both_may_have_forgotten_is_not_contradicted() -> None:
 def test_attempts_that_may_have_been_entered_count() -> None:
     """A newer quorum of five was entered by two of three at least, who gave their ballots: two are no longer enough."""
     basis = Basis(500 << 32 | 3, ("a", "b", "c"))
-    five = ("a", "b", "c", "d", "e")
+    five = Basis(500 << 32 | 4, ("a", "b", "c", "d", "e"))
     for cast, goes_on in ((True, False), (False, True)):
         half = Half(boot=900)
         half.other(stands_by=False)
-        for name in "bc":
-            half.quorum[name], half.members[name] = 500 << 32 | 4, five
-            half.hello(name, version=Version(5, basis.quorum_id), cast=cast, after=(basis,))
+        half.comes(five, *"bc", version=Version(5, basis.quorum_id), cast=cast, after=(basis,))
         lines = half.asks_again("b", cast=cast, fenced=False) + half.asks_again("c", cast=cast, fenced=False)
         lines += half.later(30)
         assert any(line.startswith("quorum b, c ->") for line in lines) is goes_on, half.room.waits.reason
 
 
 def test_members_bring_along_what_their_quorum_grew_out_of() -> None:
-    half = Half()
-    half.trains("a", "b", "c")
-    half.other(stands_by=False)
-    half.dies("c")
-    half.asks_again("a"), half.asks_again("b")
-    half.later(9)
+    half = two_go_on()
     last = half.room.last_quorum
     assert last is not None
     assert last.ids == ("a", "b")
@@ -245,18 +266,7 @@ def test_members_bring_along_what_their_quorum_grew_out_of() -> None:
 
 def test_a_quorum_of_the_other_lighthouse_stands_beside_until_one_of_it_asks() -> None:
     """The two were cut off from each other: what the other one formed may go on, though its id is the lower one."""
-    half = Half()
-    half.trains("a", "b", "c")
-    first = half.room.told.bases[0]
-    half.other(stands_by=False)
-    half.dies("c")
-    half.ids.observe(900 << 32)
-    half.asks_again("a"), half.asks_again("b")
-    half.later(9)
-    assert half.room.current is not None
-    assert half.room.current.members == ("a", "b")
-    apart = ("b", "c")  # of which b went here before it entered that
-    half.do(PartnerTold(Told("job", 600 << 32 | 1, apart, bases=(first, Basis(600 << 32 | 1, apart)))))
+    half = with_another_beside()
     lines = half.asks_again("a", fenced=False) + half.later(ORPHAN / 2)
     assert not any(line.startswith("quorum") for line in lines), "b and c may train by themselves"
     lines = half.asks_again("b", fenced=False) + half.later(9)
@@ -268,9 +278,7 @@ def test_an_open_ask_that_visits_this_lighthouse_ends_nothing_that_the_other_one
     first, last = Basis(400 << 32 | 1, tuple("abcde")), Basis(400 << 32 | 2, ("c", "d"))
     half = Half(Told("job", last.quorum_id, last.members, bases=(first, last)))
     half.other(stands_by=False)
-    for name in "abce":
-        half.quorum[name], half.members[name] = first.quorum_id, first.members
-        half.hello(name, fenced=True)
+    half.comes(first, *"abce", fenced=True)
     half.asks_again("c")
     half.ends("c")
     lines = [line for name in "abe" for line in half.asks_again(name)] + half.later(ORPHAN / 2)
@@ -288,16 +296,13 @@ class Opened(Half):
         super().__init__(boot=900)
         self.before, last = Basis(400 << 32 | 1, before), Basis(400 << 32 | 2, ("a", "b"))
         self.other(stands_by=False)
-        for name in last.members:
-            self.quorum[name], self.members[name] = last.quorum_id, last.members
-            self.hello(name, cast=False, after=(self.before,))
+        self.comes(last, *last.members, cast=False, after=(self.before,))
 
 
 def test_a_ballot_that_was_given_after_the_lease_was_opened_counts() -> None:
     """The ask brings it: that attempt may have been entered by all."""
     half = Opened("a", "b", "c")
-    half.quorum["c"], half.members["c"] = half.before.quorum_id, half.before.members
-    half.hello("c", fenced=True)
+    half.comes(half.before, "c", fenced=True)
     half.dies("a")
     lines = half.asks_again("b", fenced=False) + half.asks_again("c") + half.later(30)
     assert not any(line.startswith("quorum") for line in lines), "a may have gone on alone: it is the first of two"
@@ -320,26 +325,13 @@ def test_a_quorum_that_all_its_members_leave_after_a_ballot_was_entered_by_all()
 
 def test_an_open_proposal_is_part_of_what_the_other_lighthouse_is_told() -> None:
     """Else the next report would have it forget what it has just recorded."""
-    half = Half()
-    half.trains("a", "b", "c")
-    for name in "abc":
-        half.progress(name, 1)
-    half.dies("a"), half.dies("b")
+    half = left_alone()
     assert "propose c" in half.asks_again("c") + half.later(9)
     assert half.room.told.bases[-1].members == ("c",)
 
 
 def test_nothing_is_proposed_beside_a_quorum_of_the_other_lighthouse() -> None:
-    half = Half()
-    half.trains("a", "b", "c")
-    first = half.room.told.bases[0]
-    half.other(stands_by=False)
-    half.dies("c")
-    half.ids.observe(900 << 32)
-    half.asks_again("a"), half.asks_again("b")
-    half.later(9)
-    apart = ("b", "c")
-    half.do(PartnerTold(Told("job", 600 << 32 | 1, apart, bases=(first, Basis(600 << 32 | 1, apart)))))
+    half = with_another_beside()
     half.other(stands_by=True, since=0.0)
     half.dies("b")
     lines = half.asks_again("a", fenced=False) + half.later(ORPHAN / 4)
@@ -358,11 +350,7 @@ def test_the_state_is_not_called_lost_while_the_other_lighthouse_may_know_its_ho
 
 def test_a_record_that_was_perhaps_never_announced_frees_nobody() -> None:
     """The proposer may be dead, or live and form alone what has most of the last one: nobody can tell which."""
-    proposer = Half()
-    proposer.trains("a", "b", "c")
-    for name in "abc":
-        proposer.progress(name, 1)
-    proposer.dies("a"), proposer.dies("b")
+    proposer = left_alone()
     assert "propose c" in proposer.asks_again("c") + proposer.later(9)
     told = proposer.room.told
     proposer.other(stands_by=False)  # before the answer
@@ -371,8 +359,7 @@ def test_a_record_that_was_perhaps_never_announced_frees_nobody() -> None:
     assert any(line.startswith("quorum a, b ->") for line in lines + proposer.later(9))
     standby = Half(told, boot=900)  # which has recorded it, and to which c comes with the same ask
     standby.other(stands_by=False)
-    standby.quorum["c"], standby.members["c"] = proposer.quorum["c"], ("a", "b", "c")
-    standby.hello("c", fenced=True)
+    standby.comes(Basis(proposer.quorum["c"], ("a", "b", "c")), "c", fenced=True)
     lines = standby.asks_again("c") + standby.later(2 * ORPHAN)
     assert not any(line.startswith("quorum") for line in lines)
     assert "a, b may train on under it" in standby.room.waits.reason
@@ -385,9 +372,7 @@ def test_that_both_lighthouses_have_forgotten_a_quorum_is_said_once(met: str) ->
     half = Half(boot=900)
     together, apart = Partner(OTHER, True, True, half.now, half.now), Partner(OTHER)
     lines = half.do(PartnerIs(together if met == "before" else apart))
-    for name in "ab":
-        half.quorum[name], half.members[name] = 500 << 32 | 3, ("a", "b")
-        lines += half.hello(name, fenced=True)
+    lines += half.comes(Basis(500 << 32 | 3, ("a", "b")), *"ab", fenced=True)
     assert any("remembers the quorum" in line for line in lines) is (met == "before"), "the other one may know it"
     lines += half.do(PartnerIs(together)) + half.do(PartnerIs(together))
     assert sum("remembers the quorum of a, b: each that knew it was started again" in line for line in lines) == 1
@@ -397,8 +382,8 @@ def test_the_last_quorum_of_a_lighthouse_that_ended_is_not_called_forgotten() ->
     """It had told this one all but that; its members bring it along before it is started again."""
     half = Half(boot=900)
     lines = half.do(PartnerIs(Partner(OTHER, False, True)))
-    half.quorum["a"], half.members["a"] = 500 << 32 | 3, ("a", "b")
-    lines += half.hello("a", fenced=True) + half.do(PartnerIs(Partner(OTHER, True, True, half.now, half.now)))
+    lines += half.comes(Basis(500 << 32 | 3, ("a", "b")), "a", fenced=True)
+    lines += half.do(PartnerIs(Partner(OTHER, True, True, half.now, half.now)))
     assert not any("remembers the quorum" in line for line in lines)
 
 
@@ -406,8 +391,7 @@ def test_a_quorum_that_the_other_lighthouse_knows_is_not_called_forgotten() -> N
     basis = Basis(500 << 32 | 3, ("a", "b"))
     half = Half(boot=900)
     half.other(stands_by=False, informed=False)
-    half.quorum["a"], half.members["a"] = basis.quorum_id, basis.members
-    lines = half.hello("a", fenced=True)
+    lines = half.comes(basis, "a", fenced=True)
     lines += half.do(PartnerTold(Told("job", basis.quorum_id, basis.members, bases=(basis,), entered=basis.quorum_id)))
     lines += half.do(PartnerIs(Partner(OTHER, True, True, half.now, half.now)))
     assert not any("remembers the quorum" in line for line in lines)
@@ -436,13 +420,10 @@ def test_a_newer_attempt_of_the_same_members_takes_no_older_ones_place() -> None
     third = Basis(400 << 32 | 3, ("a", "b", "c"))
     half = Half(Told("job", third.quorum_id, third.members, bases=(first, second, third)))
     half.other(stands_by=False)
-    half.quorum["c"], half.members["c"] = third.quorum_id, third.members
-    half.hello("c", cast=False)
+    half.comes(third, "c", cast=False)
     half.asks_again("c", cast=False, fenced=False)
     half.dies("c")
-    for name in "ad":
-        half.quorum[name], half.members[name] = second.quorum_id, second.members
-        half.hello(name, after=(first,))
+    half.comes(second, *"ad", after=(first,))
     lines = half.asks_again("a", fenced=False) + half.asks_again("d", fenced=False, cast=False) + half.later(30)
     assert not any(line.startswith("quorum") for line in lines), "b and c are more than half of the first one"
 
@@ -452,9 +433,7 @@ def test_an_older_attempt_of_the_same_members_takes_no_newer_ones_place() -> Non
     third = Basis(400 << 32 | 3, ("a", "b", "c"))
     half = Half(Told("job", third.quorum_id, third.members, ended=True, bases=(third,)))
     half.other(stands_by=False)
-    for name in "ad":
-        half.quorum[name], half.members[name] = second.quorum_id, second.members
-        half.hello(name, after=(first,))
+    half.comes(second, *"ad", after=(first,))
     lines = half.asks_again("a") + half.asks_again("d") + half.later(30)
     assert not any(line.startswith("quorum") for line in lines), "b and c are more than half of the third one"
 
@@ -464,9 +443,7 @@ def test_where_none_is_known_to_be_entered_all_attempts_are_to_be_heard_of() -> 
     first, second = Basis(400 << 32 | 1, ("a", "d")), Basis(400 << 32 | 2, ("b", "c"))
     half = Half(Told("job", second.quorum_id, second.members, ended=True, bases=(first, second)))
     half.other(stands_by=True)
-    for name in "ad":
-        half.quorum[name], half.members[name] = first.quorum_id, first.members
-        half.hello(name)
+    half.comes(first, *"ad")
     lines = half.asks_again("a", fenced=False) + half.later(ORPHAN / 2)
     assert not any(line.startswith(("propose", "quorum")) for line in lines)
     assert "propose a" in half.later(ORPHAN)
@@ -479,8 +456,7 @@ def test_what_an_open_ask_that_visits_leaves_is_not_over_where_the_other_one_has
     half = Half(Told("job", last.quorum_id, last.members, bases=(first, last), entered=first.quorum_id))
     half.other(stands_by=False)
     for name in "cabe":
-        half.quorum[name], half.members[name] = first.quorum_id, first.members
-        half.hello(name, fenced=True)
+        half.comes(first, name, fenced=True)
         half.asks_again(name)
         if name == "c":
             half.ends(name)
@@ -503,9 +479,7 @@ def test_a_quorum_that_others_have_taken_the_place_of_may_go_on() -> None:
     told = Told("job", last.quorum_id, last.members, bases=(first, last), entered=first.quorum_id)
     half = Half(told)
     half.other(stands_by=False)
-    for name in "abe":
-        half.quorum[name], half.members[name] = first.quorum_id, first.members
-        half.hello(name, fenced=True)
+    half.comes(first, *"abe", fenced=True)
     assert half.room.current is not None
     assert half.room.current.quorum_id == first.quorum_id
     for name in "abe":
@@ -521,8 +495,7 @@ def test_a_quorum_that_its_member_left_for_a_newer_one_is_over() -> None:
     before, last = Basis(400 << 32 | 1, ("a", "b")), Basis(400 << 32 | 2, ("a", "c"))
     half = Half(Told("job", before.quorum_id, before.members, bases=(before,), entered=before.quorum_id))
     half.other(stands_by=False)
-    half.quorum["a"], half.members["a"] = last.quorum_id, last.members
-    half.hello("a", after=(before,))
+    half.comes(last, "a", after=(before,))
     assert half.room.current is not None
     assert half.room.current.members == last.members
     assert not half.room.told.elsewhere
@@ -534,9 +507,7 @@ def test_what_may_go_on_elsewhere_is_told_and_known_after_a_takeover() -> None:
         Told("job", first.quorum_id, first.members, True, (first, last), entered=400 << 32 | 1, elsewhere=(last,))
     )
     half.other(stands_by=True, since=0.0)
-    for name in "ab":
-        half.quorum[name], half.members[name] = first.quorum_id, first.members
-        half.hello(name, fenced=True)
+    half.comes(first, *"ab", fenced=True)
     lines = half.asks_again("a") + half.asks_again("b") + half.later(ORPHAN / 2)
     assert not any(line.startswith(("quorum", "propose")) for line in lines)
     assert "c, d may train on" in half.room.waits.reason
@@ -593,9 +564,7 @@ def test_many_attempts_are_formed_together_only(stands_by: bool) -> None:
     bases = tuple(Basis(400 << 32 | n, ("a", "b", f"x{n}")) for n in range(1, 8))
     half = Half(Told("job", bases[-1].quorum_id, bases[-1].members, bases=bases))
     half.other(stands_by=stands_by, since=0.0)
-    for name in "ab":
-        half.quorum[name], half.members[name] = bases[-1].quorum_id, bases[-1].members
-        half.hello(name, after=bases[:-1])
+    half.comes(bases[-1], *"ab", after=bases[:-1])
     lines = half.asks_again("a", fenced=False) + half.asks_again("b", fenced=False) + half.later(30)
     assert not any(line.startswith("quorum") for line in lines)
     assert any(line.startswith("propose") for line in lines) is stands_by

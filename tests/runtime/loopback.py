@@ -75,8 +75,10 @@ class Loopback:
             return self.rooms[name]
 
     def stop(self) -> None:
+        """End its threads, and forget all replicas. Idempotent."""
         with self._changed:
             self._stopped = True
+            self.handlers.clear()
             self._changed.notify_all()
         self._pushes.put(None)
         for thread in self._threads:

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
     import pytest
 
+    from tests.held_ports import Hold
+
 
 def quorum(**ports: int) -> Quorum:
     """A quorum whose members have their state servers at these ports."""
@@ -50,15 +52,10 @@ def silence() -> Iterator[int]:
         yield port
 
 
-def free_port() -> int:
-    with listener() as port:
-        return port
-
-
-def test_who_answers_a_handshake_is_reached_and_who_is_silent_is_told_from_who_refuses() -> None:
+def test_who_answers_a_handshake_is_reached_and_who_is_silent_is_told_from_who_refuses(hold: Hold) -> None:
     links = Links()
     with listener() as up, silence() as cut:
-        links.entered(quorum(me=1, up=up, cut=cut, dead=free_port(), nowhere=0), "me", 0)
+        links.entered(quorum(me=1, up=up, cut=cut, dead=hold()[0], nowhere=0), "me", 0)
         started = time.monotonic()
         assert links.probe(0.3) == ("cut",)
         assert time.monotonic() - started < 2.0

@@ -16,12 +16,13 @@ from ft_core.metrics import exposition, server
 from ft_core.metrics.admission import Admission
 from ft_core.runtime import rank_metrics
 from ft_core.runtime.rank_metrics import VARIABLE, open_metrics, process_began
-from tests.metrics.prometheus import free_ports
 from tests.metrics.reading import read, samples
 from tests.runtime.harness import Cluster, Replica
 
 if TYPE_CHECKING:
     from ft_core.metrics.metrics import Metrics
+    from tests.held_ports import Hold
+
 
 IMPORTED_AT = time.time()
 WAIT_S = 20.0
@@ -42,10 +43,10 @@ def value(metrics: Metrics, name: str) -> float | None:
 
 @pytest.mark.timeout(60)
 def test_replicas_that_train_serve_what_they_do_and_a_port_in_use_costs_nothing(
-    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch, hold: Hold
 ) -> None:
     """Two Managers in one process want the same port: one has it; somebody who reads nothing is connected to it."""
-    port = free_ports(1)
+    (port,) = hold()
     monkeypatch.setenv(VARIABLE, f"127.0.0.1:{port}")
     pages: list[str] = []
     silent: list[socket.socket] = []

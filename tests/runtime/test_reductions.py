@@ -183,3 +183,20 @@ def test_a_sum_over_the_managed_group_is_a_sum(cluster: Cluster) -> None:
     assert [r.size_and_rank for r in replicas] == [(2, 0), (2, 1)]
     assert [[t.item() for t in r.results] for r in replicas] == [[30.0, 15.0, 20.0, 3, 11.0, 12.0]] * 2
     assert [r.committed for r in replicas] == [True, True]
+
+
+def test_several_are_checked_before_the_first_is_launched(cluster: Cluster) -> None:
+    """By what is in them, too: the average of the first is defined, that of the second is not."""
+
+    def refused(replica: Replica) -> None:
+        manager, fine, wrong = replica.manager, torch.ones(2), torch.ones(2, dtype=torch.int64)
+        for op, of in ((ReduceOp.AVG, [fine, wrong]), (ReduceOp.BAND, [wrong, fine])):
+            with pytest.raises(ConfigError, match="reduce_op="):
+                ManagedProcessGroup(manager).allreduce_coalesced(of, op)
+        assert (fine.tolist(), wrong.tolist()) == ([1.0, 1.0], [1, 1])
+        assert repr(manager._runtime.shell.works) == "UserWorks(0 collectives, 0 futures)"
+
+    replicas = [Replica(0, at={(2, "forward"): refused}), Replica(1)]
+    cluster.run(*replicas)
+    cluster.check(steps=6)
+    assert [replica.vetoes for replica in replicas] == [[], []]

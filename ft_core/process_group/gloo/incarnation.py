@@ -37,7 +37,7 @@ from ft_core.errors import CollectiveError, ConfigError, FaultToleranceError
 from ft_core.process_group import reaper as reaping
 from ft_core.process_group import rendezvous, store_pool
 from ft_core.process_group.fork_safety import close_in_child
-from ft_core.process_group.gloo import connections
+from ft_core.process_group.gloo import connections, last_threads
 from ft_core.process_group.gloo.connections import GroupConnections
 from ft_core.process_group.gloo.work import GRACE_S, Outcome
 from ft_core.process_group.messages import first_line, wrap
@@ -430,12 +430,13 @@ def _end_all_at_exit() -> None:
     for incarnation in left:
         incarnation.abort(CollectiveError("the process is exiting"))
     reaping.gloo.stop(EXIT_WAIT_S)
-    while left and time.monotonic() < deadline:
+    while (left or last_threads.any_inside()) and time.monotonic() < deadline:
         left = [incarnation for incarnation in left if incarnation in _live and not incarnation.try_destroy()]
-        if left:
-            time.sleep(0.002)
+        time.sleep(0.002)
     for incarnation in left:
         incarnation._become_child()
+    if left or last_threads.any_inside():
+        last_threads.outlast()
 
 
 close_in_child(_fds_of_all)

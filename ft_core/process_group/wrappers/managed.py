@@ -35,8 +35,8 @@ class ManagerHooks(Protocol):
     def process_group(self) -> ProcessGroup | None:
         """Return the group of the gradients; None: it is not chosen yet."""
 
-    def check_tensors(self, name: str, tensors: Sequence[torch.Tensor]) -> None:
-        """Raise ConfigError if one of the tensors is where no group of the Manager's reaches it."""
+    def check_allreduce(self, name: str, tensors: Sequence[torch.Tensor], reduce_op: Any) -> None:
+        """Raise ConfigError if one of the tensors cannot be reduced so: where it is, or what is in it."""
 
 
 class AllreduceManager(Protocol):
@@ -134,8 +134,10 @@ class ManagedProcessGroup(ProcessGroup):
                 f"{name} over the replicas needs a rule for replicas that fail; only allreduce has one"
             )
         tensors, opts = arguments
-        self._manager.hooks.check_tensors(name, tensors)  # of all, before the first is launched
-        return _ManagedWork(tensors, [self._manager.allreduce(tensor, reduce_op=opts.reduceOp) for tensor in tensors])
+        op = opts.reduceOp
+        # All of them before the first is launched: who raises after that leaves the others in a collective.
+        self._manager.hooks.check_allreduce(name, tensors, op)
+        return _ManagedWork(tensors, [self._manager.allreduce(tensor, reduce_op=op) for tensor in tensors])
 
 
 class _ManagedWork(Work):
