@@ -308,6 +308,37 @@ def test_a_group_of_one_waits_for_what_runs_of_the_one_before_and_the_next_for_i
     assert nothing_is_left()
 
 
+def test_a_group_of_one_waits_for_the_whole_abort_where_a_launch_has_failed(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may have queued a kernel before it failed, which has no event: only the abort's return tells of its end."""
+    polled = threading.Event()
+    wait_ended = Incarnation.wait_ended
+
+    def noted(before: Incarnation, checkpoint: Callable[[], None], *, kernels: bool = False) -> None:
+        wait_ended(before, lambda: (polled.set(), checkpoint())[1], kernels=kernels)
+
+    pair = [FakeNCCL(TIMEOUT) for _ in range(2)]
+    configure_all(pair, store.fresh())
+    behaviour, free = pair[0].behaviour, threading.Event()
+    behaviour.launch_error, behaviour.hang_freeing = RuntimeError("NCCL error"), free
+    with pytest.raises(CollectiveError):
+        pair[0].allreduce([torch.ones(2)])
+    assert wait_until(lambda: behaviour.calls[-1] == "abort")
+    monkeypatch.setattr(Incarnation, "wait_ended", noted)
+    alone = threading.Thread(target=pair[0].configure, args=("", "replica0", 0, 1))
+    alone.start()
+    assert polled.wait(10)
+    assert "forming" in repr(pair[0])
+    free.set()
+    alone.join(10)
+    assert behaviour.calls[-1] == "/abort"
+    assert pair[0].allreduce([torch.ones(2)]).wait()
+    for group in pair:
+        group.shutdown()
+    assert nothing_is_left()
+
+
 def test_an_abort_of_one_returns_and_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     group = FakeNCCL(TIMEOUT)
     for _ in range(3):
