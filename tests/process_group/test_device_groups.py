@@ -15,9 +15,8 @@ from ft_core.errors import CollectiveError, ConfigError, UsageError
 from ft_core.process_group import ProcessGroupGloo, ProcessGroupWrapper
 from ft_core.process_group.device import incarnation as incarnations
 from ft_core.process_group.device.host import ProcessHost
-from ft_core.process_group.device.incarnation import Incarnation
 from ft_core.process_group.device.phases import Phase
-from tests.process_group.fake_communicator import GARBAGE, Behaviour, FakeNCCL, FakeOfOne
+from tests.process_group.fake_communicator import GARBAGE, Behaviour, FakeNCCL, FakeOfOne, note_waits
 from tests.process_group.ranks import AT_ONCE_S, Store, configure_all, in_threads, nothing_is_left, wait_until
 
 if TYPE_CHECKING:
@@ -304,13 +303,7 @@ def test_the_abort_of_one_that_was_given_up_in_its_init_is_waited_for_once_it_ha
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The group after it cannot wait for that: its init may never return. The next one finds the abort under way."""
-    waited_for: list[Incarnation] = []
-    wait_ended = Incarnation.wait_ended
-
-    def noted(before: Incarnation, checkpoint: Callable[[], None], *, kernels: bool = False) -> None:
-        wait_ended(before, lambda: (waited_for.append(before), checkpoint())[1], kernels=kernels)
-
-    monkeypatch.setattr(Incarnation, "wait_ended", noted)
+    looks = note_waits(monkeypatch)
     release, free = threading.Event(), threading.Event()
     groups = [FakeNCCL(TIMEOUT) for _ in range(2)]
     stuck = groups[0].behaviour = Behaviour(hang_init=release, hang_freeing=free)
@@ -325,7 +318,7 @@ def test_the_abort_of_one_that_was_given_up_in_its_init_is_waited_for_once_it_ha
     assert wait_until(lambda: stuck.calls == ["init", "/init", "abort"])
     last = threading.Thread(target=configure_all, args=(groups, store.fresh()))
     last.start()
-    assert wait_until(lambda: given_up in waited_for)
+    assert wait_until(lambda: (given_up, False) in looks)
     free.set()
     last.join(10)
     assert stuck.calls == ["init", "/init", "abort", "/abort"]
