@@ -35,6 +35,7 @@ class _Slow:
         self.done = False
         self.error: Exception | None = None
         self.ordered = 0
+        self.asked = 0
 
     def order(self) -> None:
         self.ordered += 1
@@ -51,6 +52,7 @@ class _Slow:
         return future
 
     def first_error(self) -> Exception | None:
+        self.asked += 1
         return self.error
 
     def refusal(self, error: Exception) -> Exception:
@@ -62,6 +64,7 @@ def test_wait_orders_the_stream_and_does_not_block() -> None:
     slow = _Slow()
     work = DeviceWork("allreduce", slow, slow)
     assert work.wait()
+    assert slow.asked == 0  # nor does it ask the library: the group's watch does
     assert (slow.ordered, slow.done, repr(work)) == (1, False, "DeviceWork(allreduce, running)")
     assert work.get_future().wait() == work.result()
     with pytest.raises(CollectiveError, match=r"allreduce was not done within 0\.010 s"):

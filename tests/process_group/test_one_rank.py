@@ -201,7 +201,11 @@ def rooted(kind: Any, root: int) -> Any:
             ([ONE, ONE.double()], AllreduceCoalescedOptions()),
             r"tensors of one type, not of torch\.float32 and torch\.float64",
         ),
-        ("allreduce", ([ONE.to(torch.complex64)], with_op(AllreduceOptions, ReduceOp.MAX)), "complex numbers with .*MAX"),
+        (
+            "allreduce",
+            ([ONE.to(torch.complex64)], with_op(AllreduceOptions, ReduceOp.MAX)),
+            "complex numbers with .*MAX",
+        ),
         ("allreduce", ([ONE.short()], AllreduceOptions()), r"no library carries tensors of torch\.int16"),
         ("broadcast", ([ONE.to(torch.complex64).conj()], BroadcastOptions()), r"call its resolve_conj\(\) first"),
         ("_allgather_base", (TWO[:3], TWO[1:], AllgatherOptions()), "input and output overlap in memory"),
@@ -365,6 +369,22 @@ def test_a_group_of_one_waits_for_a_launch_that_is_inside_when_the_one_before_en
     assert behaviour.calls[2:] == ["launch", "/launch", "abort", "/abort"]
     for group in pair:
         group.shutdown()
+    assert nothing_is_left()
+
+
+def test_groups_that_are_over_are_not_kept_by_those_after_them() -> None:
+    group = FakeNCCL(TIMEOUT)
+    for _ in range(20):
+        group.configure("", "r", 0, 1)
+
+    def kept() -> int:
+        count, one = 0, group._incarnation
+        while one is not None and one._before is not None:
+            count, one = count + 1, one._before
+        return count
+
+    assert wait_until(lambda: kept() <= 1)  # the last one may have been ending when this one formed
+    group.shutdown()
     assert nothing_is_left()
 
 

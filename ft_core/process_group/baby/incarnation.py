@@ -13,7 +13,8 @@ error as well; the child is left, and the connections are ended: what the child 
 Invariants: `error` is the first error, and stays. After an abort nothing is sent, nothing is copied back, and no result
 of the child counts. Memory is reused only when the child is dead or has reported a good end; if it is not dead after
 DEATH_WAIT_S (a driver holds it), its memory is dropped instead. `form` returns when the child of the group before is
-dead, for the same time at most: until then that may write to tensors that nobody waits for. At most MAX_IN_FLIGHT works are pending.
+dead, for the same time at most: until then that may write to tensors that nobody waits for. At most MAX_IN_FLIGHT works
+are pending.
 
 Threads: `form` and `abort` from any; `launch` from one at a time; the reader is "ft-baby-<replica>". `_lock` guards the
 state and is never held across a call that can block.
