@@ -189,6 +189,8 @@ def rooted(kind: Any, root: int) -> Any:
         ("_allgather_base", (ONE.long(), ONE, AllgatherOptions()), "expected as many of the same type"),
         ("allreduce", ([TWO[::2]], AllreduceOptions()), r"shape \(2,\) is not contiguous"),
         ("allreduce", ([ONE.to_sparse()], AllreduceOptions()), "is not contiguous"),
+        ("reduce_scatter", ([ONE], [[ONE.to_sparse()]], ReduceScatterOptions()), "is not contiguous"),
+        ("reduce_scatter", ([ONE.to_sparse()], [[ONE]], ReduceScatterOptions()), "is not contiguous"),
         ("broadcast", ([ONE], rooted(BroadcastOptions, 1)), "rootRank=1"),
         ("gather", ([[ONE]], [ONE], rooted(GatherOptions, 1)), "rootRank=1"),
         ("alltoall_base", (ONE, ONE, [1], [2], AllToAllOptions()), r"splits \[1\], expected \[2\]"),

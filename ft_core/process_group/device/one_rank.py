@@ -212,7 +212,8 @@ def _as_it_lies(tensor: torch.Tensor) -> torch.Tensor:
 
 def _is_by_index(name: str, output: torch.Tensor, given: torch.Tensor) -> bool:
     """Whether it is copied in the order of its indices: `TorchCommunicator` makes one whole of such parts."""
-    return name == "reduce_scatter" and output.is_contiguous() and output.shape == given.shape
+    strided = given.layout == torch.strided and output.is_contiguous()
+    return name == "reduce_scatter" and strided and output.shape == given.shape
 
 
 def _check(name: str, output: torch.Tensor, given: torch.Tensor) -> None:
