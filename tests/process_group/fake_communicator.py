@@ -22,11 +22,13 @@ import torch
 from torch.distributed import ReduceOp
 
 from ft_core.process_group import ProcessGroupNCCL
+from ft_core.process_group.device.incarnation import Incarnation
 from ft_core.process_group.device.tensors import tensors_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    import pytest
     from torch._C._distributed_c10d import Store
 
     from ft_core.process_group.device.communicator import Communicator
@@ -269,6 +271,22 @@ class FakeOfOne(FakeNCCL):
 
     def _communicator_for(self, spec: Spec) -> Communicator:
         return self._new_communicator()
+
+
+def note_waits(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Incarnation, bool]]:
+    """Each look at a group that another one waits for: which it is, and whether for its kernels alone."""
+    looks: list[tuple[Incarnation, bool]] = []
+    wait_ended = Incarnation.wait_ended
+
+    def noted(before: Incarnation, checkpoint: Callable[[], None], *, kernels: bool = False) -> None:
+        def note_and_check() -> None:
+            looks.append((before, kernels))
+            checkpoint()
+
+        wait_ended(before, note_and_check, kernels=kernels)
+
+    monkeypatch.setattr(Incarnation, "wait_ended", noted)
+    return looks
 
 
 # --------------------------------------------------------------------------------------------------- what it computes

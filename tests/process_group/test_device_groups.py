@@ -16,7 +16,7 @@ from ft_core.process_group import ProcessGroupGloo, ProcessGroupWrapper
 from ft_core.process_group.device import incarnation as incarnations
 from ft_core.process_group.device.host import ProcessHost
 from ft_core.process_group.device.phases import Phase
-from tests.process_group.fake_communicator import GARBAGE, Behaviour, FakeNCCL, FakeOfOne
+from tests.process_group.fake_communicator import GARBAGE, Behaviour, FakeNCCL, FakeOfOne, note_waits
 from tests.process_group.ranks import AT_ONCE_S, Store, configure_all, in_threads, nothing_is_left, wait_until
 
 if TYPE_CHECKING:
@@ -37,6 +37,12 @@ def groups(store: Store) -> Iterator[list[FakeNCCL]]:
 
 def launch(group: FakeNCCL) -> Any:
     return group.allreduce([torch.ones(4)])
+
+
+def in_vain(configure: Callable[..., object], *arguments: Any) -> None:
+    """Another configure is going to win."""
+    with pytest.raises(CollectiveError):
+        configure(*arguments)
 
 
 def test_repr_tells_the_state(groups: list[FakeNCCL]) -> None:
@@ -288,6 +294,67 @@ def test_the_next_but_one_waits_for_it_too(store: Store) -> None:
     assert group.behaviour.calls.count("init") == 1
     release.set()
     threads[1].join(5)
+    assert launch(group).wait()
+    group.shutdown()
+    assert nothing_is_left()
+
+
+def test_the_abort_of_one_that_was_given_up_in_its_init_is_waited_for_once_it_has_begun(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The group after it cannot wait for that: its init may never return. The next one finds the abort under way."""
+    looks = note_waits(monkeypatch)
+    release, free = threading.Event(), threading.Event()
+    groups = [FakeNCCL(TIMEOUT) for _ in range(2)]
+    stuck = groups[0].behaviour = Behaviour(hang_init=release, hang_freeing=free)
+    first = threading.Thread(target=in_vain, args=(configure_all, groups, store.fresh()))
+    first.start()
+    assert wait_until(lambda: stuck.calls == ["init"])
+    given_up = groups[0]._incarnation
+    groups[0].behaviour = Behaviour()
+    configure_all(groups, store.fresh())  # it does not wait for what is stuck
+    first.join(10)
+    release.set()
+    assert wait_until(lambda: stuck.calls == ["init", "/init", "abort"])
+    last = threading.Thread(target=configure_all, args=(groups, store.fresh()))
+    last.start()
+    assert wait_until(lambda: (given_up, False) in looks)
+    free.set()
+    last.join(10)
+    assert stuck.calls == ["init", "/init", "abort", "/abort"]
+    in_threads(2, lambda rank: launch(groups[rank]).wait())
+    for group in groups:
+        group.shutdown()
+    assert nothing_is_left()
+
+
+def test_of_two_configures_at_once_the_second_ends_what_the_first_was_about_to_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The first has taken its place, and not come to end it, when the second begins: what runs there is waited for."""
+    group = FakeOfOne(TIMEOUT)
+    group.configure("", "r", 0, 1)
+    fabric, running = group.communicators[0].fabric, group._incarnation
+    assert fabric is not None
+    fabric.hold()
+    launch(group)
+    end, come, go_on = group._end, threading.Event(), threading.Event()
+
+    def late(incarnation: Any, why: str) -> None:
+        if incarnation is running:
+            come.set()
+            go_on.wait(10)
+        end(incarnation, why)
+
+    monkeypatch.setattr(group, "_end", late)
+    first = threading.Thread(target=in_vain, args=(group.configure, "", "r", 0, 1))
+    first.start()
+    assert come.wait(10)
+    group.configure("", "r", 0, 1)
+    calls = group.behaviour.calls
+    assert calls == ["init", "/init", "launch", "/launch", "abort", "/abort", "init", "/init"]
+    go_on.set()
+    first.join(10)
     assert launch(group).wait()
     group.shutdown()
     assert nothing_is_left()

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +23,7 @@ from ft_core.process_group.device.host import EXIT_STUCK, ProcessHost
 from ft_core.process_group.device.meeting import MAX_KEYS, MeetingStore
 from ft_core.process_group.device.watch import Watch
 from ft_core.process_group.device.work import DeviceWork
-from tests.process_group.fake_communicator import Behaviour, FakeOfOne
+from tests.process_group.fake_communicator import HANG_S, Behaviour, FakeOfOne
 from tests.process_group.ranks import wait_until, workers
 
 if TYPE_CHECKING:
@@ -34,6 +35,7 @@ class _Slow:
         self.done = False
         self.error: Exception | None = None
         self.ordered = 0
+        self.asked = 0
 
     def order(self) -> None:
         self.ordered += 1
@@ -50,6 +52,7 @@ class _Slow:
         return future
 
     def first_error(self) -> Exception | None:
+        self.asked += 1
         return self.error
 
     def refusal(self, error: Exception) -> Exception:
@@ -61,6 +64,7 @@ def test_wait_orders_the_stream_and_does_not_block() -> None:
     slow = _Slow()
     work = DeviceWork("allreduce", slow, slow)
     assert work.wait()
+    assert slow.asked == 0  # nor does it ask the library: the group's watch does
     assert (slow.ordered, slow.done, repr(work)) == (1, False, "DeviceWork(allreduce, running)")
     assert work.get_future().wait() == work.result()
     with pytest.raises(CollectiveError, match=r"allreduce was not done within 0\.010 s"):
@@ -158,6 +162,27 @@ group.configure("", "me", 0, 1)
 group.communicators[0].fabric.hold()
 group.allreduce([torch.ones(1)])
 raise SystemExit(3)
+"""
+
+
+STUCK_IN_INIT = """
+import threading
+from datetime import timedelta
+import torch
+from ft_core.errors import CollectiveError
+from ft_core.process_group.device import incarnation
+from tests.process_group.fake_communicator import Behaviour, FakeNCCL, FakeOfOne
+
+incarnation.EXIT_WAIT_S = 1.0
+group = FakeOfOne(timedelta(seconds=0.1), behaviour=Behaviour(hang_init=threading.Event()))
+try:
+    group.configure("", "me", 0, 1)
+except CollectiveError:
+    group._communicator_for = super(FakeOfOne, group)._communicator_for
+    group.set_timeout(timedelta(seconds=60))
+    group.configure("", "me", 0, 1)
+    assert group.allreduce([torch.ones(1)]).wait()
+    raise SystemExit(3)
 """
 
 
@@ -279,6 +304,17 @@ def test_a_process_can_exit_while_an_abort_hangs() -> None:
     done = subprocess.run([sys.executable, "-c", EXITING], env=environment, capture_output=True, timeout=110)
     # By itself, after EXIT_WAIT_S, or by the deadline of the abort, where that is first.
     assert done.returncode in (3, EXIT_STUCK)
+
+
+@pytest.mark.process
+@pytest.mark.timeout(120)
+def test_a_process_can_exit_while_an_init_hangs_that_was_given_up() -> None:
+    """It may never return: the end of the process waits for EXIT_WAIT_S, and goes on without it."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.getcwd()}
+    begin = time.monotonic()
+    done = subprocess.run([sys.executable, "-c", STUCK_IN_INIT], env=environment, capture_output=True, timeout=110)
+    assert (done.returncode, done.stderr) == (3, b"")
+    assert time.monotonic() - begin < HANG_S
 
 
 @pytest.mark.process

@@ -23,9 +23,9 @@ from torch.distributed import ReduceOp
 from ft_core.errors import CollectiveError, ConfigError, NotAvailableError
 from ft_core.process_group import ProcessGroupGloo
 from ft_core.process_group.device import incarnation as incarnations
-from ft_core.process_group.device.incarnation import Incarnation
 from ft_core.process_group.device.one_rank import OneRankCommunicator
-from tests.process_group.fake_communicator import FakeNCCL
+from ft_core.process_group.device.torch_communicator import _flat
+from tests.process_group.fake_communicator import FakeNCCL, note_waits
 from tests.process_group.one_rank_cases import (
     DTYPES,
     FACTOR,
@@ -44,7 +44,7 @@ from tests.process_group.test_collectives import torchs_gloo_has_alltoall
 from tests.process_group.test_torch_communicator import PretendedStreams
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
 
 CPU = torch.device("cpu")
 TIMEOUT = timedelta(seconds=20)
@@ -132,6 +132,22 @@ def test_what_is_copied_is_copied_as_it_lies_in_memory(alone: OneRankCommunicato
     assert part.tolist() == [[0.0] * 3, [1.0] * 3]
 
 
+@pytest.mark.parametrize("op", [ReduceOp.SUM, multiplying(2.0)], ids=["sum", "times 2"])
+def test_a_reduce_scatter_of_parts_keeps_the_order_of_indices_as_one_of_several_ranks_does(
+    alone: OneRankCommunicator, op: Any
+) -> None:
+    """There it is one of a whole, into which the parts were copied: however they lie, with gaps as well."""
+    times = 1.0 if op is ReduceOp.SUM else 2.0
+    opts = with_op(ReduceScatterOptions, op)
+    for given in (torch.arange(6.0).reshape(3, 2).t(), torch.arange(12.0).reshape(2, 6)[:, ::2]):
+        output = torch.zeros(2, 3)
+        name, (whole_output, whole, _) = _flat([torch.zeros(2, 3)], [[given]], opts)
+        assert name == "_reduce_scatter_base"
+        alone.launch(name, whole_output, whole, opts)
+        alone.launch("reduce_scatter", [output], [[given]], opts)
+        assert output.tolist() == whole_output.tolist() == (given * times).tolist()
+
+
 def test_autograd_neither_minds_nor_learns_of_it(alone: OneRankCommunicator) -> None:
     parameter, given = torch.nn.Parameter(torch.zeros(2)), torch.ones(2, requires_grad=True)
     with torch.inference_mode():
@@ -173,18 +189,28 @@ def rooted(kind: Any, root: int) -> Any:
         ("_allgather_base", (ONE.long(), ONE, AllgatherOptions()), "expected as many of the same type"),
         ("allreduce", ([TWO[::2]], AllreduceOptions()), r"shape \(2,\) is not contiguous"),
         ("allreduce", ([ONE.to_sparse()], AllreduceOptions()), "is not contiguous"),
+        ("reduce_scatter", ([ONE], [[ONE.to_sparse()]], ReduceScatterOptions()), "is not contiguous"),
+        ("reduce_scatter", ([ONE.to_sparse()], [[ONE]], ReduceScatterOptions()), "is not contiguous"),
         ("broadcast", ([ONE], rooted(BroadcastOptions, 1)), "rootRank=1"),
         ("gather", ([[ONE]], [ONE], rooted(GatherOptions, 1)), "rootRank=1"),
         ("alltoall_base", (ONE, ONE, [1], [2], AllToAllOptions()), r"splits \[1\], expected \[2\]"),
         ("alltoall_base", (ONE[0], ONE[0], [1], [1], AllToAllOptions()), r"splits \[1\], expected \[\]"),
         ("allreduce", ([ONE.long()], with_op(AllreduceOptions, ReduceOp.BOR)), "NCCL cannot reduce with .*BOR"),
         ("allreduce", ([ONE.bool()], with_op(AllreduceOptions, ReduceOp.AVG)), "no average of booleans"),
-        ("allreduce", ([ONE.long()], with_op(AllreduceOptions, multiplying())), "one floating-point type"),
+        ("allreduce", ([ONE.long()], with_op(AllreduceOptions, multiplying())), "a floating-point type"),
         (
             "allreduce_coalesced",
-            ([ONE, ONE.double()], with_op(AllreduceCoalescedOptions, multiplying())),
-            "one floating-point type",
+            ([ONE, ONE.double()], AllreduceCoalescedOptions()),
+            r"tensors of one type, not of torch\.float32 and torch\.float64",
         ),
+        (
+            "allreduce",
+            ([ONE.to(torch.complex64)], with_op(AllreduceOptions, ReduceOp.MAX)),
+            "complex numbers with .*MAX",
+        ),
+        ("allreduce", ([ONE.short()], AllreduceOptions()), r"no library carries tensors of torch\.int16"),
+        ("broadcast", ([ONE.to(torch.complex64).conj()], BroadcastOptions()), r"call its resolve_conj\(\) first"),
+        ("_allgather_base", (TWO[:3], TWO[1:], AllgatherOptions()), "input and output overlap in memory"),
         (
             "_reduce_scatter_base",
             (ONE, ONE, with_op(ReduceScatterOptions, multiplying(torch.ones(1).double()))),
@@ -266,17 +292,7 @@ def test_a_group_of_one_waits_for_what_runs_of_the_one_before_and_the_next_for_i
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Until then that may write to tensors that nobody waits for; then there is memory to free, for half a second."""
-    waits: list[tuple[Incarnation, bool]] = []
-    wait_ended = Incarnation.wait_ended
-
-    def noted(before: Incarnation, checkpoint: Callable[[], None], *, kernels: bool = False) -> None:
-        def note_and_check() -> None:
-            waits.append((before, kernels))
-            checkpoint()
-
-        wait_ended(before, note_and_check, kernels=kernels)
-
-    monkeypatch.setattr(Incarnation, "wait_ended", noted)
+    waits = note_waits(monkeypatch)
     end, free = threading.Event(), threading.Event()
     pair = [FakeNCCL(TIMEOUT) for _ in range(2)]
     configure_all(pair, store.fresh())
@@ -305,6 +321,72 @@ def test_a_group_of_one_waits_for_what_runs_of_the_one_before_and_the_next_for_i
     assert calls[-4:] == ["abort", "/abort", "init", "/init"]
     for group in pair:
         group.shutdown()
+    assert nothing_is_left()
+
+
+def test_a_group_of_one_waits_for_the_whole_abort_where_a_launch_has_failed(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may have queued a kernel before it failed, which has no event: only the abort's return tells of its end."""
+    pair = [FakeNCCL(TIMEOUT) for _ in range(2)]
+    configure_all(pair, store.fresh())
+    behaviour, free = pair[0].behaviour, threading.Event()
+    behaviour.launch_error, behaviour.hang_freeing = RuntimeError("NCCL error"), free
+    with pytest.raises(CollectiveError):
+        pair[0].allreduce([torch.ones(2)])
+    assert wait_until(lambda: behaviour.calls[-1] == "abort")
+    looks = note_waits(monkeypatch)
+    alone = threading.Thread(target=pair[0].configure, args=("", "replica0", 0, 1))
+    alone.start()
+    assert wait_until(lambda: bool(looks))
+    assert "forming" in repr(pair[0])
+    free.set()
+    alone.join(10)
+    assert behaviour.calls[-1] == "/abort"
+    assert pair[0].allreduce([torch.ones(2)]).wait()
+    for group in pair:
+        group.shutdown()
+    assert nothing_is_left()
+
+
+def test_a_group_of_one_waits_for_a_launch_that_is_inside_when_the_one_before_ends(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is not in flight yet, and will be."""
+    looks = note_waits(monkeypatch)
+    pair = [FakeNCCL(TIMEOUT) for _ in range(2)]
+    configure_all(pair, store.fresh())
+    behaviour, go_on = pair[0].behaviour, threading.Event()
+    behaviour.hang_launch = go_on
+    inside = threading.Thread(target=pair[0].allreduce, args=([torch.ones(2)],))
+    inside.start()
+    assert wait_until(lambda: behaviour.calls[-1] == "launch")
+    alone = threading.Thread(target=pair[0].configure, args=("", "replica0", 0, 1))
+    alone.start()
+    waited = wait_until(lambda: bool(looks))
+    go_on.set()
+    assert waited
+    alone.join(10)
+    inside.join(10)
+    assert behaviour.calls[2:] == ["launch", "/launch", "abort", "/abort"]
+    for group in pair:
+        group.shutdown()
+    assert nothing_is_left()
+
+
+def test_groups_that_are_over_are_not_kept_by_those_after_them() -> None:
+    group = FakeNCCL(TIMEOUT)
+    for _ in range(20):
+        group.configure("", "r", 0, 1)
+
+    def kept() -> int:
+        count, one = 0, group._incarnation
+        while one is not None and one._before is not None:
+            count, one = count + 1, one._before
+        return count
+
+    assert wait_until(lambda: kept() <= 1)  # the last one may have been ending when this one formed
+    group.shutdown()
     assert nothing_is_left()
 
 

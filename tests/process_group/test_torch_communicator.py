@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import AllreduceOptions, HashStore, ReduceScatterOptions
 from torch._C._distributed_c10d import ProcessGroupGloo as TorchGloo
 
+from ft_core.errors import CollectiveError
 from ft_core.process_group.device.group import one_of_ours
 from ft_core.process_group.device.torch_communicator import CONNECTING, TorchCommunicator, _flat
 from tests.process_group.ranks import in_threads, wait_until
@@ -168,6 +169,24 @@ def test_init_connects_the_device_and_sends_a_short_and_a_long_tensor_round(made
         assert backends[0].reduced == list(CONNECTING)
         assert streams.told[0] == "on cpu"
         assert repr(communicator) == "TorchCommunicator(test 1, cpu)"
+
+
+def test_an_init_that_was_given_up_while_it_connected_launches_nothing() -> None:
+    """Its kernels would wait for peers who have given up as well, and so would the driver, in its abort."""
+    backends: list[Backend] = []
+
+    def new(store: Any, rank: int, world_size: int) -> Backend:
+        backends.append(Backend(store, rank, world_size))
+        return backends[0]
+
+    def given_up() -> None:
+        raise CollectiveError("given up")
+
+    communicator = TorchCommunicator("test 1", CPU, dist.ProcessGroup.BackendType.GLOO, new, PretendedStreams())
+    communicator._new_dispatcher = lambda *_: None  # type: ignore[method-assign]
+    with pytest.raises(CollectiveError, match="given up"):
+        communicator.init(HashStore(), 0, 1, given_up)
+    assert (backends[0].connected, backends[0].reduced) == ([CPU], [])
 
 
 def test_a_launch_records_an_event_behind_it_on_a_stream_of_our_own(made: Any) -> None:

@@ -45,8 +45,8 @@ class ProcessGroupBaby(ReformableGroup):
         self._pool = SegmentPool()
         processes.children.prepare()
 
-    def _incarnate(self, spec: Spec, before: Incarnation | None) -> Incarnation:  # noqa: ARG002 - has its own child
-        return Incarnation(spec, Inner(self.inner, self._inner_arguments(), self.on_device), self._pool)
+    def _incarnate(self, spec: Spec, before: Incarnation | None) -> Incarnation:
+        return Incarnation(spec, Inner(self.inner, self._inner_arguments(), self.on_device), self._pool, before)
 
     def _retire(self, incarnation: Incarnation) -> None:
         incarnation.drop()

@@ -12,7 +12,9 @@ error as well; the child is left, and the connections are ended: what the child 
 
 Invariants: `error` is the first error, and stays. After an abort nothing is sent, nothing is copied back, and no result
 of the child counts. Memory is reused only when the child is dead or has reported a good end; if it is not dead after
-DEATH_WAIT_S (a driver holds it), its memory is dropped instead. At most MAX_IN_FLIGHT works are pending.
+DEATH_WAIT_S (a driver holds it), its memory is dropped instead. `form` returns when the child of the group before is
+dead, for the same time at most: until then that may write to tensors that nobody waits for. At most MAX_IN_FLIGHT works
+are pending.
 
 Threads: `form` and `abort` from any; `launch` from one at a time; the reader is "ft-baby-<replica>". `_lock` guards the
 state and is never held across a call that can block.
@@ -65,6 +67,8 @@ GRACE_S = 5.0
 """How long after its timeout a collective may still be reported as failed by the child."""
 DEATH_WAIT_S = 5.0
 """How long a killed child may take to be gone before its works fail all the same."""
+POLL_S = 0.01
+"""How late a group that waits for the child before it may notice that it should end."""
 LOOK_S = 1.0
 """How often the reader looks whether a child that has something to do is silent for too long."""
 MAX_IN_FLIGHT = 4096
@@ -94,11 +98,12 @@ class _Pending:
 
 
 class Incarnation:
-    """One group in one child; see the file's header."""
+    """One group in one child; see the file's header. `before`: the group that it replaces."""
 
-    def __init__(self, spec: Spec, inner: Inner, pool: SegmentPool) -> None:
+    def __init__(self, spec: Spec, inner: Inner, pool: SegmentPool, before: Incarnation | None = None) -> None:
         self.spec = spec
         self._inner = inner
+        self._before = before
         self.error: Exception | None = None
         self.aborted = False
         self.formed = False
@@ -155,6 +160,10 @@ class Incarnation:
         if not self._settled.wait(self._timeout_s + GRACE_S):
             silent = f"its child process {child.pid} does not answer (is it stopped?)"
             self.abort(CollectiveError(f"{self.spec} did not form: {silent}"))
+        while self._before is not None and not self.aborted:
+            self._before.abort(CollectiveError(f"{self._before.spec} has ended: another group takes its place"))
+            if self._before.wait_gone(POLL_S):
+                self._before = None
         if self.aborted:
             raise self.refusal()
 
@@ -257,7 +266,13 @@ class Incarnation:
             child.kill()
 
     def wait_gone(self, timeout_s: float) -> bool:
-        """Wait until the child is dead and everything is given back; whether that came true in time."""
+        """Wait until the child is dead and everything is given back; whether that came true in time.
+
+        And the one before it, if this one was given up while it waited for that.
+        """
+        before = self._before
+        if before is not None and not before.wait_gone(timeout_s):
+            return False
         reader = self._reader
         if reader is None or reader is threading.current_thread():
             return True

@@ -88,6 +88,7 @@ class Incarnation:
         self._settled = threading.Event()  # formed, failed or aborted: wakes form()
         self._ended = threading.Event()  # the communicator's abort has returned
         self._given_up_at: float | None = None
+        self._untracked = False  # a launch failed, and nobody knows what it had queued
         self._take_deadline_back: Callable[[], None] = lambda: None
 
     def __repr__(self) -> str:
@@ -207,6 +208,8 @@ class Incarnation:
                 with self._lock:
                     if work is not None:
                         self._works.append((work, name, self._host.now() + self.timeout_s))
+                    elif not isinstance(problem, MISTAKES):
+                        self._untracked = True
                     actions = self._life.leave(self._host.now())
                 self._perform(actions)
         if work is not None:
@@ -300,6 +303,8 @@ class Incarnation:
         `kernels`: only until nothing of it runs on the device any more, so that no tensor is written to. Enough for a
         group of one rank, which waits for nobody: its kernels end by themselves.
         """
+        # Whoever replaced it does so too, but two calls of configure() at once may come here in either order.
+        self.abort(CollectiveError(f"{self.spec} has ended: another group takes its place"))
         before = self._before
         if before is not None:  # given up itself while it waited, or of one rank
             before.wait_ended(checkpoint, kernels=kernels)
@@ -309,11 +314,14 @@ class Incarnation:
     @property
     def _is_quiet(self) -> bool:
         """Nothing can be launched any more, and what was has ended on the device."""
-        return self._life.abort_called and not self.in_flight
+        return self._life.abort_called and not self._untracked and not self.in_flight
 
     def unended(self) -> Incarnation | None:
-        """This one, or else the next before it, if the communicator's abort is under way."""
-        if self._life.ending and not self._ended.is_set():
+        """This one, or else the next before it, if an abort of its communicator's has yet to return.
+
+        One that is stuck in its init as well: nobody waits for it, but its abort begins when that returns.
+        """
+        if not self._life.over:
             return self
         before = self._before
         return None if before is None else before.unended()

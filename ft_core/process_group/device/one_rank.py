@@ -4,10 +4,11 @@ How it works. One rank has nobody to meet and nothing to wait for, but NCCL take
 for it, and the survivor of a pair waits for that. So a group of one is torch operations on the current stream, which do
 what NCCL does with one rank. A reduction leaves its tensors as they are; so does an average (NCCL multiplies by one,
 which changes nothing but the payload of a NaN); PREMUL_SUM multiplies, also at reduce-scatters, where torch's NCCL of
-one rank does not. What has inputs beside its outputs copies them, in the order in which they lie in memory. What NCCL
-can do with no number of ranks is refused, so that a script learns of it before a second replica comes: bitwise
-reductions, `allgather_coalesced`, messages from any rank. A message to or from this rank is refused as well, as torch
-refuses it.
+one rank does not. What has inputs beside its outputs copies them, in the order in which they lie in memory, but for the
+parts of a reduce-scatter (`_is_by_index`). What NCCL can do with no number of ranks is refused, so that a script learns
+of it before a second replica comes: bitwise reductions, `allgather_coalesced`, messages from any rank, types that it
+does not know, several types at once, extremes and products of complex numbers. A message to or from this rank is
+refused as well, as torch refuses it.
 
 When a collective has ended: an event of the current stream, recorded behind it, also where there was nothing to do.
 What is reduced is queued on that stream, and not there before the event; a work that said so earlier would be wrong
@@ -51,6 +52,10 @@ _OF_SEVERAL = frozenset(
 _KEEPING = (ReduceOp.SUM, ReduceOp.MAX, ReduceOp.MIN, ReduceOp.PRODUCT)
 """Reductions of one tensor that are that tensor, whatever its type."""
 _MULTIPLIED = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
+_OF_REAL_ALONE = (ReduceOp.MAX, ReduceOp.MIN, ReduceOp.PRODUCT)
+"""Reductions that torch refuses for complex numbers, which are sent as two numbers each."""
+_UNKNOWN = frozenset({torch.int16, torch.uint16, torch.uint32, torch.uint64})
+"""Types for which neither NCCL nor XCCL has a name."""
 
 Pairs = list[tuple[torch.Tensor, torch.Tensor]]
 """What is written and what is read, which may be the same."""
@@ -84,7 +89,7 @@ class OneRankCommunicator:
         stream = self._streams.current_stream(self._device)
         for output, given in pairs:
             if factor is not None or output.data_ptr() != given.data_ptr():
-                self._write(output, given, factor, stream)
+                self._write(output, given, factor, stream, by_index=_is_by_index(name, output, given))
         event = self._streams.Event()
         event.record(stream)
         return OneRankLaunched(arguments, event, self._streams, self._device)
@@ -118,6 +123,8 @@ class OneRankCommunicator:
         pairs = list(zip(outputs, inputs, strict=True))
         for output, given in pairs:
             _check(name, output, given)
+        if len({given.dtype for given in inputs}) > 1:
+            raise ConfigError(f"{name}: {self._what} takes several tensors of one type, not of {_types(inputs)}")
         if name == "alltoall_base":
             _check_splits(*pairs[0], *arguments[2:4])
         return pairs
@@ -125,6 +132,8 @@ class OneRankCommunicator:
     def _factor(self, name: str, opts: Any, pairs: Pairs) -> torch.Tensor | None:
         """What a reduction multiplies its tensors with, as NCCL does: in their own precision. None: with nothing."""
         op = getattr(opts, "reduceOp", None)
+        if any(given.is_complex() for _, given in pairs) and any(op == refused for refused in _OF_REAL_ALONE):
+            raise ConfigError(f"{name}: {self._what} cannot reduce complex numbers with {getattr(op, 'op', op)}")
         if op is None or any(op == keeping for keeping in _KEEPING):
             return None
         if op == ReduceOp.AVG:
@@ -133,10 +142,9 @@ class OneRankCommunicator:
             return None
         if op != ReduceOp.PREMUL_SUM:
             raise ConfigError(f"{name}: {self._what} cannot reduce with {getattr(op, 'op', op)}")
-        dtypes = {given.dtype.to_real() for _, given in pairs}
-        dtype = dtypes.pop()
-        if dtypes or dtype not in _MULTIPLIED:
-            raise ConfigError(f"{name}: PREMUL_SUM takes tensors of one floating-point type, not {dtype}")
+        dtype = pairs[0][1].dtype.to_real()
+        if dtype not in _MULTIPLIED:
+            raise ConfigError(f"{name}: PREMUL_SUM takes tensors of a floating-point type, not {dtype}")
         factor = op.__getstate__()[1]
         if not isinstance(factor, torch.Tensor):
             return torch.tensor(factor, dtype=dtype)
@@ -145,16 +153,20 @@ class OneRankCommunicator:
             raise ConfigError(f"{name}: PREMUL_SUM's factor is {there}, its tensors are {dtype} on {self._device}")
         return factor.reshape(-1)[:1]
 
-    def _write(self, output: torch.Tensor, given: torch.Tensor, factor: torch.Tensor | None, stream: Any) -> None:
+    def _write(
+        self, output: torch.Tensor, given: torch.Tensor, factor: torch.Tensor | None, stream: Any, *, by_index: bool
+    ) -> None:
         # As a library would: whatever autograd thinks of these tensors, and without telling it.
         with torch.inference_mode():
-            target, source = _as_it_lies(output), _as_it_lies(given)
+            target, source = _real(output), _real(given)
+            if not by_index:
+                target, source = _as_it_lies(target), _as_it_lies(source)
             if factor is None:
                 target.copy_(source)
             else:
                 torch.mul(source, factor, out=target)
-        if self._device.type != "cpu":  # whose memory has no streams
-            for tensor in (output, given):
+        for tensor in (output, given, factor):
+            if tensor is not None and tensor.device.type != "cpu":  # whose memory has no streams
                 tensor.record_stream(stream)
 
 
@@ -188,19 +200,53 @@ class OneRankLaunched:
         return future
 
 
+def _real(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory, without a history; a complex number is two."""
+    return (torch.view_as_real(tensor) if tensor.is_complex() else tensor).data
+
+
 def _as_it_lies(tensor: torch.Tensor) -> torch.Tensor:
-    """Its elements as they follow each other in memory; a complex number is two."""
-    real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-    return real.data.as_strided((real.numel(),), (1,))
+    """Its elements as they follow each other in memory."""
+    return tensor.as_strided((tensor.numel(),), (1,))
+
+
+def _is_by_index(name: str, output: torch.Tensor, given: torch.Tensor) -> bool:
+    """Whether it is copied in the order of its indices: `TorchCommunicator` makes one whole of such parts."""
+    strided = given.layout == torch.strided and output.is_contiguous()
+    return name == "reduce_scatter" and strided and output.shape == given.shape
 
 
 def _check(name: str, output: torch.Tensor, given: torch.Tensor) -> None:
     if given.dtype != output.dtype or given.numel() != output.numel():
         sizes = f"{given.numel()} elements of {given.dtype} in, {output.numel()} of {output.dtype} out"
         raise ConfigError(f"{name}: {sizes}; expected as many of the same type")
+    if given.dtype in _UNKNOWN:
+        raise ConfigError(f"{name}: no library carries tensors of {given.dtype}")
     for tensor in (output, given):
-        if not _is_dense(tensor):
+        if not (_is_dense(tensor) or (tensor is given and _is_by_index(name, output, given))):
             raise ConfigError(f"{name}: a tensor of shape {tuple(tensor.shape)} is not contiguous in memory")
+        if tensor.is_conj():
+            raise ConfigError(f"{name}: a tensor is not conjugated yet: call its resolve_conj() first")
+    if _overlap(output, given):
+        raise ConfigError(f"{name}: input and output overlap in memory; expected the same memory, or none in common")
+
+
+def _overlap(output: torch.Tensor, given: torch.Tensor) -> bool:
+    """Whether they share a part of their memory. All of it is in place, which is well."""
+    first, second = output.data_ptr(), given.data_ptr()
+    return first != second and first < second + _span(given) and second < first + _span(output)
+
+
+def _span(tensor: torch.Tensor) -> int:
+    """How many bytes of memory its elements lie in."""
+    if tensor.numel() == 0:
+        return 0
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return (last + 1) * tensor.element_size()
+
+
+def _types(tensors: list[torch.Tensor]) -> str:
+    return " and ".join(sorted({str(tensor.dtype) for tensor in tensors}))
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:

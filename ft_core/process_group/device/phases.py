@@ -7,8 +7,8 @@ and closes the way in at once, and the communicator's own abort (`CallAbort`) is
 more: immediately, or by the `leave` of what was.
 
 The abort has `abort_s` from the moment it was wanted; after that nobody can say what its kernels still write to, and
-the process has to end (`EndProcess`). What is given up while it forms has no such limit: no kernel of it runs, its
-thread is left behind, and its abort is called for when init has returned.
+the process has to end (`EndProcess`). What is given up while it forms has no such limit: no kernel of it writes to
+anybody's tensors, its thread is left behind, and its abort is called for when init has returned.
 
 Invariants: the error is the first one and stays, and is there before `CallAbort` is returned: whoever saw a collective
 end that the abort has cut short finds it. `CallAbort` is returned at most once, never while something is inside;
@@ -96,6 +96,11 @@ class Lifecycle:
     def ending(self) -> bool:
         """Its abort is under way, or called for as soon as the launch that is inside has returned."""
         return self.phase is Phase.ABORTING and not (self.inside and self._is_init)
+
+    @property
+    def over(self) -> bool:
+        """Nothing is going to be called on it any more."""
+        return self.phase in (Phase.ABORTED, Phase.STUCK)
 
     def formed(self, now: float) -> tuple[Action, ...]:
         """Its init has returned; it is ready, unless it was given up meanwhile."""

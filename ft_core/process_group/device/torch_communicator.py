@@ -90,6 +90,7 @@ class TorchCommunicator:
         with self._streams.device(self._device):
             self._backend = backend = self._make(store, rank, world_size)
             backend.eager_connect_single_device(self._device)
+            checkpoint()  # nothing could end that call; what is launched now would wait for peers who have given up
             self._dispatcher = self._new_dispatcher(rank, world_size)
             self._side = self._streams.Stream(self._device)
             self._options = AllreduceOptions()

@@ -236,6 +236,38 @@ def test_what_is_worked_on_in_place_fails_when_the_child_is_dead(groups: Groups)
         os.close(pidfd)
 
 
+def test_the_next_group_waits_until_the_child_before_is_dead(
+    groups: Groups, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Until then it may write to a tensor that nobody waits for. A group that is given up meanwhile hands it on."""
+    first, pid = groups[0]._incarnation, pid_of(groups[0])
+    assert first is not None
+    monkeypatch.setattr(first.child, "kill", lambda: None)  # as where a driver holds it
+    errors: list[Exception] = []
+
+    def configure() -> None:
+        try:
+            groups[0].configure(store.fresh(), "replica0", 0, 1)
+        except CollectiveError as error:
+            errors.append(error)
+
+    given_up, waits = (threading.Thread(target=configure, daemon=True) for _ in range(2))
+    given_up.start()
+    assert wait_until(lambda: groups[0]._incarnation is not first and "ready" in repr(groups[0]))
+    assert given_up.is_alive()
+    groups[0].abort()
+    given_up.join(10)
+    assert len(errors) == 1
+    waits.start()
+    assert wait_until(lambda: "ready" in repr(groups[0]))
+    assert waits.is_alive()
+    os.kill(pid, signal.SIGKILL)
+    waits.join(10)
+    assert not waits.is_alive()
+    assert len(errors) == 1
+    groups[0].allreduce([torch.ones(2)]).wait()
+
+
 def test_after_an_abort_nothing_is_written_to_the_tensor(groups: Groups, store: Store) -> None:
     for turn in range(10):
         tensors = [torch.ones(200_000) for _ in groups]
