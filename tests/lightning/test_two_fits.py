@@ -45,7 +45,7 @@ def test_a_kill_in_the_second_fit_or_in_the_first(
     assert set(re.findall(r"begins 1 (\w+)", running.text)) == {trained}, running.text
     assert sorted(group for group, _, _ in second) == ["0", "1"], running.text
     assert len({digest for _, digest, _ in second}) == 1
-    assert {steps for _, _, steps in second} == {"400"}
+    assert {steps for _, _, steps in second} == {"100"}
     assert running.count("passed over") == 1
 
 
