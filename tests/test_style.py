@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 import subprocess
 from pathlib import Path
@@ -34,6 +35,12 @@ def python_files(*roots: str) -> list[Path]:
     ).stdout.split("\n")
     paths = [ROOT / name for name in listed if name.endswith(".py") and "_pb2" not in name]
     return [path for path in paths if path.exists()]
+
+
+@functools.cache
+def tree_of(path: Path) -> ast.Module:
+    """The file, parsed."""
+    return ast.parse(path.read_text())
 
 
 def name_of(path: Path) -> str:
@@ -72,7 +79,7 @@ def functions(path: Path) -> dict[str, int]:
                 found[key] = max(lines, found.get(key, 0))  # a property and its setter have one name
             walk(inner, names)
 
-    walk(ast.parse(path.read_text()), ())
+    walk(tree_of(path), ())
     return found
 
 
@@ -83,7 +90,7 @@ def test_functions_stay_short() -> None:
 
 @pytest.mark.parametrize("path", SOURCES + TESTS, ids=name_of)
 def test_every_module_says_what_it_is(path: Path) -> None:
-    assert ast.get_docstring(ast.parse(path.read_text())), "the module has no docstring"
+    assert ast.get_docstring(tree_of(path)), "the module has no docstring"
 
 
 def swallows(handler: ast.ExceptHandler) -> bool:
@@ -96,7 +103,7 @@ def swallows(handler: ast.ExceptHandler) -> bool:
 
 @pytest.mark.parametrize("path", SOURCES, ids=name_of)
 def test_no_error_is_swallowed_whole(path: Path) -> None:
-    handlers = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ExceptHandler)]
+    handlers = [node for node in ast.walk(tree_of(path)) if isinstance(node, ast.ExceptHandler)]
     assert [handler.lineno for handler in handlers if swallows(handler)] == []
 
 
@@ -104,7 +111,7 @@ def test_no_error_is_swallowed_whole(path: Path) -> None:
 def test_tests_do_not_sleep(path: Path) -> None:
     calls = [
         node.lineno
-        for node in ast.walk(ast.parse(path.read_text()))
+        for node in ast.walk(tree_of(path))
         if isinstance(node, ast.Call) and ast.unparse(node.func) in ("time.sleep", "sleep")
     ]
     assert calls == [], "wait for the event itself, or name the file and the reason in SLEEPS"
@@ -136,7 +143,7 @@ def writes(path: Path, owner: str) -> int:
         and not isinstance(node.ctx, ast.Load)
         and isinstance(node.value, ast.Attribute if isinstance(node, ast.Subscript) else ast.expr)
         and re.search(rf"\b({owner})\b(?!\()", ast.unparse(node.value)) is not None
-        for node in ast.walk(ast.parse(path.read_text()))
+        for node in ast.walk(tree_of(path))
     )
 
 
@@ -150,7 +157,7 @@ def test_one_backend_is_as_good_as_another() -> None:
     found = [
         f"{name_of(path)}:{node.lineno}"
         for path in SOURCES if not name_of(path).startswith(apart)
-        for node in ast.walk(ast.parse(path.read_text()))
+        for node in ast.walk(tree_of(path))
         if isinstance(node, ast.Name | ast.Attribute | ast.alias)
         and "gloo" in name_in(node).lower().replace("trainingloop", "")
     ]  # fmt: skip
