@@ -1,6 +1,6 @@
 """Thousands of seeded runs of the whole protocol, and each rule of DESIGN 3.9 shown to be necessary.
 
-`FT_SIM_SEEDS` (default 200; scripts/check-long draws 10,000) and `FT_SIM_START` (default 0) choose the seeds. A
+`FT_SIM_SEEDS` (default 100; scripts/check-long draws 10,000) and `FT_SIM_START` (default 0) choose the seeds. A
 failure prints how to see it again:
 `python -m tests.simulation --seed N --trace`.
 
@@ -63,7 +63,7 @@ from tests.simulation.world import Result, simulate
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-SEEDS = int(os.environ.get("FT_SIM_SEEDS", "200"))
+SEEDS = int(os.environ.get("FT_SIM_SEEDS", "100"))
 START = int(os.environ.get("FT_SIM_START", "0"))
 CHUNK = 50
 THOROUGH = 5000
