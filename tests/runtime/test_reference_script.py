@@ -184,9 +184,7 @@ def test_only_the_imports_change(tmp_path: pathlib.Path) -> None:
 def test_the_example_in_which_a_group_goes_in_the_middle_of_a_step(tmp_path: pathlib.Path, forge: Forge) -> None:
     first, second = run(PROACTIVE, tmp_path, forge, NUM_REPLICA_GROUPS="2")
     assert first.splitlines()[-1] == "left at 3"
-    assert [line for line in first.splitlines() if line.startswith("at")] == [
-        f"at {n} size 2 rank 0" for n in range(3)
-    ]
+    assert [line for line in first.splitlines() if line.startswith("at")] == [f"at {n} size 2 rank 0" for n in range(3)]
     steps = [line for line in second.splitlines() if line.startswith("at")]
     assert steps[:3] == [f"at {n} size 2 rank 1" for n in range(3)]
     assert steps[-7:] == [f"at {n} size 1 rank 0" for n in range(3, 10)]
