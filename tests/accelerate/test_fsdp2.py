@@ -162,6 +162,7 @@ class TestAccelerate:
             models.append(load_file(saved / "final/model.safetensors"))
         torch.testing.assert_close(*models, rtol=1e-5, atol=1e-6)
 
+    @pytest.mark.long
     def test_offloaded_and_of_a_parallelism_config(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """On CPUs, so that scripts can be tried: the same bits as without."""
         set_environment(monkeypatch, ACCELERATE_USE_CPU="true", STEPS="3")
