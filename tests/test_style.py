@@ -7,8 +7,13 @@ import functools
 import re
 import subprocess
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import grimp
+import pytest
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 ROOT = Path(__file__).resolve().parent.parent
 MAX_LINES = 450
@@ -40,6 +45,13 @@ def python_files(*roots: str) -> list[Path]:
 def tree_of(path: Path) -> ast.Module:
     """The file, parsed."""
     return ast.parse(path.read_text())
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _no_tree_stays() -> Iterator[None]:
+    """They are millions of objects, which each later collection of garbage would look at."""
+    yield
+    tree_of.cache_clear()
 
 
 def name_of(path: Path) -> str:
