@@ -20,7 +20,7 @@ class Bare(Cluster):
 def test_a_line_of_another_process_ends_a_wait() -> None:
     with Bare() as cluster:
         silent = cluster.start_command("silent", ["sleep", "60"])
-        other = cluster.start_command("other", ["sh", "-c", "sleep 0.3; echo said; sleep 60"])
+        other = cluster.start_command("other", ["sh", "-c", "sleep 0.3; echo said; exec sleep 60"])
         began = time.monotonic()
         silent.wait_for(lambda: any(line == "said" for _, line in other.lines), "was told")
         assert time.monotonic() - began < WAIT_S / 2
