@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Under scripts/test: two runs side by side."""
+    """Under scripts/test: several runs side by side."""
     beside.configure(config)
     config.pluginmanager.register(Hangs())
 
