@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from collections.abc import Generator
 
 PR_SET_PDEATHSIG = 1
-WAIT_S = 300.0
-"""For what is left when the first one is through; it has begun long before."""
+WAIT_S = 600.0
+"""For what is left when the first one is through: as long as a whole part may take."""
 
 
 class Writes:

@@ -7,6 +7,7 @@ import pytest
 from benchmarks.common import Job, Options
 
 
+@pytest.mark.long  # of the benchmarks alone: what a recovery is, the tests of tests/chaos show
 @pytest.mark.process
 def test_the_trainer_notes_every_stage_of_a_recovery() -> None:
     with Job("test", Options(runs=1, kills=1, keep=False)) as job:

@@ -52,9 +52,16 @@ def test_all_files_with_tests_of_a_gpu_are_found(request: pytest.FixtureRequest)
 
 @pytest.mark.process
 @pytest.mark.timeout(180)
-def test_two_processes_reach_each_other_and_the_step_is_measured_over_gloo() -> None:
+def test_two_processes_reach_each_other_over_gloo() -> None:
     pair, worse = gpu_pair.find("cpu", 0, Options(), nccl=False)
     assert (pair.backend, worse) == ("gloo", "")
+
+
+@pytest.mark.long
+@pytest.mark.process
+@pytest.mark.timeout(180)
+def test_the_step_is_measured_over_gloo() -> None:
+    pair = pairs("cpu", 0, nccl=False)[0]
     again, ours = gpu_step.measure(Options(runs=1), pair)
     assert ours.what == "ft_core: added to a step of torch DDP (gloo, the host is waited for)"
     assert (len(ours.samples), ours.met, again.met) == (1, None, None)

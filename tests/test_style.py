@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 import subprocess
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import grimp
 import pytest
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 ROOT = Path(__file__).resolve().parent.parent
 MAX_LINES = 450
@@ -36,6 +41,19 @@ def python_files(*roots: str) -> list[Path]:
     return [path for path in paths if path.exists()]
 
 
+@functools.cache
+def tree_of(path: Path) -> ast.Module:
+    """The file, parsed."""
+    return ast.parse(path.read_text())
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _no_tree_stays() -> Iterator[None]:
+    """They are millions of objects, which each later collection of garbage would look at."""
+    yield
+    tree_of.cache_clear()
+
+
 def name_of(path: Path) -> str:
     return str(path.relative_to(ROOT))
 
@@ -49,10 +67,9 @@ def test_the_list_above_names_existing_files() -> None:
     assert [name for name in SLEEPS if not (ROOT / name).exists()] == []
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=name_of)
-def test_files_stay_short(path: Path) -> None:
-    lines = len(path.read_text().splitlines())
-    assert lines <= MAX_LINES, f"{lines} lines, at most {MAX_LINES}: split it by noun"
+def test_files_stay_short() -> None:
+    lines = {name_of(path): len(path.read_text().splitlines()) for path in SOURCES}
+    assert {name: count for name, count in lines.items() if count > MAX_LINES} == {}, "split it by noun"
 
 
 def functions(path: Path) -> dict[str, int]:
@@ -72,7 +89,7 @@ def functions(path: Path) -> dict[str, int]:
                 found[key] = max(lines, found.get(key, 0))  # a property and its setter have one name
             walk(inner, names)
 
-    walk(ast.parse(path.read_text()), ())
+    walk(tree_of(path), ())
     return found
 
 
@@ -81,9 +98,8 @@ def test_functions_stay_short() -> None:
     assert {name: lines for name, lines in found.items() if lines > MAX_FUNCTION_LINES} == {}, "split it"
 
 
-@pytest.mark.parametrize("path", SOURCES + TESTS, ids=name_of)
-def test_every_module_says_what_it_is(path: Path) -> None:
-    assert ast.get_docstring(ast.parse(path.read_text())), "the module has no docstring"
+def test_every_module_says_what_it_is() -> None:
+    assert [name_of(path) for path in SOURCES + TESTS if not ast.get_docstring(tree_of(path))] == []
 
 
 def swallows(handler: ast.ExceptHandler) -> bool:
@@ -94,19 +110,29 @@ def swallows(handler: ast.ExceptHandler) -> bool:
     return catches_all and all(isinstance(statement, ast.Pass) for statement in handler.body)
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=name_of)
-def test_no_error_is_swallowed_whole(path: Path) -> None:
-    handlers = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ExceptHandler)]
-    assert [handler.lineno for handler in handlers if swallows(handler)] == []
-
-
-@pytest.mark.parametrize("path", [path for path in TESTS if name_of(path) not in SLEEPS], ids=name_of)
-def test_tests_do_not_sleep(path: Path) -> None:
-    calls = [
-        node.lineno
-        for node in ast.walk(ast.parse(path.read_text()))
-        if isinstance(node, ast.Call) and ast.unparse(node.func) in ("time.sleep", "sleep")
+def test_no_error_is_swallowed_whole() -> None:
+    found = [
+        f"{name_of(path)}:{node.lineno}"
+        for path in SOURCES
+        for node in ast.walk(tree_of(path))
+        if isinstance(node, ast.ExceptHandler) and swallows(node)
     ]
+    assert found == []
+
+
+def is_sleep(called: ast.expr) -> bool:
+    """`sleep(...)` or `time.sleep(...)`."""
+    names = ("sleep", "time.sleep")
+    return isinstance(called, ast.Name | ast.Attribute) and ast.unparse(called) in names
+
+
+def test_tests_do_not_sleep() -> None:
+    calls = [
+        f"{name_of(path)}:{node.lineno}"
+        for path in TESTS if name_of(path) not in SLEEPS
+        for node in ast.walk(tree_of(path))
+        if isinstance(node, ast.Call) and is_sleep(node.func)
+    ]  # fmt: skip
     assert calls == [], "wait for the event itself, or name the file and the reason in SLEEPS"
 
 
@@ -153,7 +179,7 @@ def writes(path: Path, owner: str) -> int:
         and not isinstance(node.ctx, ast.Load)
         and isinstance(node.value, ast.Attribute if isinstance(node, ast.Subscript) else ast.expr)
         and re.search(rf"\b({owner})\b(?!\()", ast.unparse(node.value)) is not None
-        for node in ast.walk(ast.parse(path.read_text()))
+        for node in ast.walk(tree_of(path))
     )
 
 
@@ -167,7 +193,7 @@ def test_one_backend_is_as_good_as_another() -> None:
     found = [
         f"{name_of(path)}:{node.lineno}"
         for path in SOURCES if not name_of(path).startswith(apart)
-        for node in ast.walk(ast.parse(path.read_text()))
+        for node in ast.walk(tree_of(path))
         if isinstance(node, ast.Name | ast.Attribute | ast.alias)
         and "gloo" in name_in(node).lower().replace("trainingloop", "")
     ]  # fmt: skip

@@ -65,9 +65,9 @@ def main() -> None:
     torch.set_num_threads(1)
     torch.manual_seed(5)
     arguments = TrainingArguments(
-        output_dir=str(a.folder / "out"), max_steps=a.steps, per_device_train_batch_size=2, logging_steps=5,
-        gradient_accumulation_steps=2, learning_rate=1e-2, warmup_steps=2, save_strategy="steps", save_steps=5,
-        eval_strategy="steps", eval_steps=5, use_cpu=True, report_to=[], seed=5, disable_tqdm=True, max_grad_norm=0.5,
+        output_dir=str(a.folder / "out"), max_steps=a.steps, per_device_train_batch_size=2, logging_steps=3,
+        gradient_accumulation_steps=2, learning_rate=1e-2, warmup_steps=2, save_strategy="steps", save_steps=3,
+        eval_strategy="steps", eval_steps=3, use_cpu=True, report_to=[], seed=5, disable_tqdm=True, max_grad_norm=0.5,
         save_total_limit=2, dataloader_pin_memory=False, fsdp="full_shard auto_wrap",
         fsdp_config={"fsdp_version": 2, "transformer_layer_cls_to_wrap": ["GPT2Block"]},
     )  # fmt: skip

@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader, TensorDataset  # noqa: E402
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-EPOCHS, BATCH, SAMPLES = 2, 4, 150
+EPOCHS, BATCH, SAMPLES = 2, 4, 86
 
 
 def net(seed: int) -> nn.Module:
@@ -200,9 +200,9 @@ MODES: dict[str, Callable[..., Result]] = {
     "scaler": lambda make: loop(make, "", scale=True, accumulate=2),
     "split": lambda make: loop(make, "norm", dataloader_config=data_config(split_batches=True)),
     # The last batches of an epoch are filled up differently: there are none to fill up.
-    "dispatch": lambda make: loop(make, "norm", samples=144, dataloader_config=data_config(dispatch_batches=True)),
+    "dispatch": lambda make: loop(make, "norm", samples=80, dataloader_config=data_config(dispatch_batches=True)),
     "dispatch_split": lambda make: loop(
-        make, samples=144, dataloader_config=data_config(dispatch_batches=True, split_batches=True)
+        make, samples=80, dataloader_config=data_config(dispatch_batches=True, split_batches=True)
     ),
     "no_sync": no_sync,
     "gan": gan,

@@ -156,7 +156,7 @@ def two_runs(folder: Path, address: str, ends: bool) -> None:
     accelerator.end_training()
 
 
-@pytest.mark.parametrize("ends", [True, False])
+@pytest.mark.parametrize("ends", [True, pytest.param(False, marks=pytest.mark.long)])
 def test_a_second_run_begins_with_the_model_that_was_trained_longer(tmp_path: Path, ends: bool) -> None:
     with lighthouse() as address:
         ft_debug_launcher(two_runs, (tmp_path, address, ends))

@@ -117,16 +117,16 @@ class TestAccelerate:
         """With accumulation, clipping and checkpoints; the killed one is of the group that writes these."""
         end = tmp_path / "end"
         set_environment(
-            monkeypatch, ACCELERATE_USE_CPU="true", END_FILE=str(end), PACE_S="0.02", SAVE=str(tmp_path / "saved")
+            monkeypatch, ACCELERATE_USE_CPU="true", END_FILE=str(end), PACE_S="0.06", SAVE=str(tmp_path / "saved")
         )
 
         def finish(found: re.Match[str]) -> None:
-            end.with_suffix(".tmp").write_text(str(int(found[1]) + 12))
+            end.with_suffix(".tmp").write_text(str(int(found[1]) + 6))
             end.with_suffix(".tmp").rename(end)
 
         with job(SCRIPT, *GROUPS) as running:
-            running.when(r"commit 7 0 1 2 ", lambda _: kill(running, 0, 1))
-            running.when(r"0/1\] commit (\d+) 0 1 2 ", finish, after=["commit 7 0 1 2 ", r"\[replica-0\] started"])
+            running.when(r"commit 5 0 1 2 ", lambda _: kill(running, 0, 1))
+            running.when(r"0/1\] commit (\d+) 0 1 2 ", finish, after=["commit 5 0 1 2 ", r"\[replica-0\] started"])
             assert running.run() == 0, running.text
         assert running.count(r"\[replica-0\] started") == 2
         assert running.count(r"\[replica-1\] started") == 1
@@ -162,6 +162,7 @@ class TestAccelerate:
             models.append(load_file(saved / "final/model.safetensors"))
         torch.testing.assert_close(*models, rtol=1e-5, atol=1e-6)
 
+    @pytest.mark.long
     def test_offloaded_and_of_a_parallelism_config(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """On CPUs, so that scripts can be tried: the same bits as without."""
         set_environment(monkeypatch, ACCELERATE_USE_CPU="true", STEPS="3")
@@ -220,17 +221,17 @@ class TestTrainer:
     ) -> None:
         """The model has tied embeddings; each group evaluates by itself."""
         set_environment(monkeypatch)
-        with job(f"{TRAINER} {tmp_path} 20", *GROUPS) as running:
-            running.when(r"step 6 1 1 2 ", lambda _: kill(running, 1, 1))
+        with job(f"{TRAINER} {tmp_path} 9", *GROUPS) as running:
+            running.when(r"step 4 1 1 2 ", lambda _: kill(running, 1, 1))
             assert running.run() == 0, running.text
         first = running.text
         assert running.count(r"\[replica-1\] started") == 2
         assert running.count(r"step \d+ 0 0 1 ")  # the other group went on alone
-        assert sorted(os.listdir(tmp_path / "out")) == ["checkpoint-15", "checkpoint-20"]
-        with job(f"{TRAINER} {tmp_path} 23 --resume", *GROUPS) as running:
+        assert sorted(os.listdir(tmp_path / "out")) == ["checkpoint-6", "checkpoint-9"]
+        with job(f"{TRAINER} {tmp_path} 11 --resume", *GROUPS) as running:
             assert running.run() == 0, running.text
-        assert digests(running.text, "begin")[20] == digests(first, "step")[20]
-        assert set(digests(running.text, "step")) == {21, 22, 23}
+        assert digests(running.text, "begin")[9] == digests(first, "step")[9]
+        assert set(digests(running.text, "step")) == {10, 11}
         for text in (first, running.text):
             check_alike(text, "step")
             assert len(ends(text)) == 4

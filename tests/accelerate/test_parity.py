@@ -74,6 +74,7 @@ def test_two_groups_equal_two_processes(forge: Forge, tmp_path: pathlib.Path) ->
         assert len(ours[mode]) == 2
 
 
+@pytest.mark.long  # Lightning's test of the same sums runs each time (test_modes.py), and FSDP2's in groups of two
 def test_two_groups_of_two_equal_four_processes(forge: Forge, tmp_path: pathlib.Path) -> None:
     """In another order of summation: within rounding, and equal among themselves digit for digit."""
     modes = ("norm", "dispatch", "gan", "pair", "no_sync")

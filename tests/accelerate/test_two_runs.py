@@ -25,5 +25,5 @@ def test_a_kill_in_the_second_training(monkeypatch: pytest.MonkeyPatch) -> None:
     first, second = (re.findall(rf"\] run {run}: (\d+) (\w+)", running.text) for run in range(2))
     assert [end for end in first if end[0] != "0"] == [first[0]] * 2, running.text
     assert second == [second[0]] * 2, running.text
-    planned = 12 * 256 // 4 // 2
+    planned = 12 * 96 // 4 // 2
     assert planned - 1 <= int(second[0][0]) <= planned, "a plain script does not repeat the batch of a vetoed step"

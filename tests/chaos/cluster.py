@@ -43,9 +43,10 @@ class Process:
     popen: subprocess.Popen[bytes] | Forged
     pipes: tuple[IO[str], IO[str]]
     """Its output and its errors."""
+    changed: threading.Condition
+    """One of all processes of a cluster: what is waited for may be what another one prints."""
     lines: list[tuple[float, str]] = field(default_factory=list)
     errors: list[str] = field(default_factory=list)
-    changed: threading.Condition = field(default_factory=threading.Condition)
     readers: list[threading.Thread] = field(default_factory=list)
 
     def commits(self) -> list[tuple[float, int, int, str]]:
@@ -59,7 +60,7 @@ class Process:
         return commits[-1][1] if commits else 0
 
     def wait_for(self, what: Callable[[], bool], why: str) -> None:
-        """Wait until `what()` holds, looked at whenever the process prints a line."""
+        """Wait until `what()` holds, looked at whenever a process of the cluster prints a line."""
         with self.changed:
             if not self.changed.wait_for(lambda: what() or self.popen.poll() is not None, WAIT_S) or not what():
                 tail = "\n".join([*self.errors[-12:], *(line for _, line in self.lines[-5:])])
@@ -96,6 +97,7 @@ class Cluster:
         self.forge = forge
         self.env = {key: str(value) for key, value in env.items()}
         self.processes: list[Process] = []
+        self.changed = threading.Condition()
         self.trainers: dict[str, Process] = {}
         self._held = HeldPorts(self.lighthouses + 1)
         *self.ports, self.proxy_port = self._held.numbers
@@ -228,7 +230,7 @@ class Cluster:
         finally:
             os.close(to_out)
             os.close(to_err)
-        process = Process(name, popen, (open(out), open(err)))  # noqa: SIM115 - closed by __exit__
+        process = Process(name, popen, (open(out), open(err)), self.changed)  # noqa: SIM115 - closed by __exit__
         self.processes.append(process)
         process.readers = [
             threading.Thread(target=read, args=(process,), daemon=True) for read in (_read, _read_errors)

@@ -33,7 +33,7 @@ def vetoes(trainer: Process) -> int:
 def test_a_killed_trainer_is_lost_at_once_and_taken_back(forge: Forge) -> None:
     with Cluster(forge, FT_NUM_REPLICA_GROUPS=2, GROUP="ProcessGroupBabyGloo") as cluster:
         a, b = cluster.start("a"), cluster.start("b")
-        a.wait_step(30)
+        a.wait_step(10)
         child, at = child_of(b), time.monotonic()
         cluster.kill("b")
         a.wait_step(a.step() + 20)
@@ -49,7 +49,7 @@ def test_a_killed_trainer_is_lost_at_once_and_taken_back(forge: Forge) -> None:
 def test_a_killed_child_costs_one_step_at_most(forge: Forge) -> None:
     with Cluster(forge, FT_NUM_REPLICA_GROUPS=2, GROUP="ProcessGroupBabyGloo") as cluster:
         a, b = cluster.start("a"), cluster.start("b")
-        b.wait_step(30)
+        b.wait_step(10)
         child, at = child_of(b), time.monotonic()
         os.kill(child, signal.SIGKILL)
         b.wait_for(lambda: child_of(b) != child, "went on in another child")

@@ -60,7 +60,7 @@ class Pair(Cluster):
 def test_the_standby_takes_over_and_a_member_is_lost_and_comes_back(forge: Forge) -> None:
     with Pair(forge, FT_NUM_REPLICA_GROUPS=3, LOG=1) as pair:
         a, b, _ = (pair.start(name) for name in "abc")
-        a.wait_step(30)
+        a.wait_step(10)
         killed = pair.kill_serving()
         other = pair.pair[1 - killed]
         other.wait_for(lambda: any("adopted the running quorum" in line for line in other.errors), "took over")
@@ -84,7 +84,7 @@ def test_half_of_the_last_quorum_goes_on_while_both_lighthouses_live(forge: Forg
     """Two of three die at once: the other lighthouse has to record what is left, and does."""
     with Pair(forge, FT_NUM_REPLICA_GROUPS=3, LOG=1) as pair:
         a, _, _ = (pair.start(name) for name in "abc")
-        a.wait_step(30)
+        a.wait_step(10)
         pair.kill("b")
         pair.kill("c")
         a.wait_step(a.step() + 60)
@@ -96,7 +96,7 @@ def test_what_may_train_on_elsewhere_is_waited_for_in_words(forge: Forge) -> Non
     """The serving lighthouse and two of three replicas die at once: the third may not know whether they live."""
     with Pair(forge, FT_NUM_REPLICA_GROUPS=3, LOG=1) as pair:
         a, _, c = (pair.start(name) for name in "abc")
-        a.wait_step(30)
+        a.wait_step(10)
         killed = pair.kill_serving()
         pair.kill("a")
         pair.kill("b")

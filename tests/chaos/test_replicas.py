@@ -21,7 +21,7 @@ NAMES = ("a", "b", "c")
 def test_a_killed_replica_is_lost_and_taken_back(forge: Forge) -> None:
     with Cluster(forge, FT_NUM_REPLICA_GROUPS=3, BN=1) as cluster:
         a, b, _ = (cluster.start(name) for name in NAMES)
-        a.wait_step(30)
+        a.wait_step(10)
         cluster.kill("c")
         before = a.step()
         a.wait_step(before + 20)
@@ -36,7 +36,7 @@ def test_a_killed_replica_is_lost_and_taken_back(forge: Forge) -> None:
 def test_a_replica_that_is_asked_to_end_costs_the_others_nothing(forge: Forge) -> None:
     with Cluster(forge, FT_NUM_REPLICA_GROUPS=3) as cluster:
         a, b, c = (cluster.start(name) for name in NAMES)
-        a.wait_step(30)
+        a.wait_step(10)
         cluster.drain("c")
         assert any("drained at step" in line for line in c.errors)
         a.wait_step(c.step() + 30)
@@ -51,7 +51,7 @@ def test_a_replica_that_is_asked_to_end_costs_the_others_nothing(forge: Forge) -
 def test_a_death_hidden_by_a_forked_child_is_found_at_once(forge: Forge) -> None:
     with Cluster(forge, FT_NUM_REPLICA_GROUPS=3) as cluster:
         a, _b, _c = (cluster.start(name, **({"FORK": 1} if name == "c" else {})) for name in NAMES)
-        a.wait_step(30)
+        a.wait_step(10)
         at = time.monotonic()
         cluster.kill("c")
         assert len(cluster.wait_ends()) == 1
@@ -61,7 +61,7 @@ def test_a_death_hidden_by_a_forked_child_is_found_at_once(forge: Forge) -> None
 def test_a_frozen_replica_is_left_out_and_heals_when_it_thaws(forge: Forge) -> None:
     with Cluster(forge, FT_NUM_REPLICA_GROUPS=3) as cluster:
         a, _b, c = (cluster.start(name) for name in NAMES)
-        a.wait_step(30)
+        a.wait_step(10)
         at = time.monotonic()
         c.signal(signal.SIGSTOP)
         a.wait_step(a.step() + 60)
@@ -76,7 +76,7 @@ def test_a_frozen_replica_is_left_out_and_heals_when_it_thaws(forge: Forge) -> N
 def test_the_lighthouse_may_die(forge: Forge) -> None:
     with Cluster(forge, FT_NUM_REPLICA_GROUPS=3) as cluster:
         a, _b, _c = (cluster.start(name) for name in NAMES)
-        a.wait_step(30)
+        a.wait_step(10)
         assert cluster.lighthouse is not None
         cluster.lighthouse.signal(signal.SIGKILL)
         cluster.lighthouse.popen.wait()
@@ -106,6 +106,6 @@ def test_a_death_during_a_collective_of_the_users_own(forge: Forge) -> None:
         c.wait_for(lambda: any(line == "silent" for _, line in c.lines), "fell silent")
         at = time.monotonic()
         cluster.kill("c")
-        a.wait_step(30)
+        a.wait_step(10)
         assert gap_s(a, at) < 3.0
         assert len(cluster.wait_ends()) == 1

@@ -50,7 +50,7 @@ def command_lines() -> list[str]:
 
 
 def says(process: Process, words: str) -> bool:
-    """Whether it has written them to its errors; `Process.wait_for` looks whenever it commits."""
+    """Whether it has written them to its errors; `Process.wait_for` looks whenever anybody prints."""
     return any(words in line for line in list(process.errors))
 
 

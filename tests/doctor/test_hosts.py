@@ -239,8 +239,8 @@ def test_storage_that_is_not_shared(network: Network, tmp_path: Path) -> None:
     ("mount", "says"),
     [
         ("mount --bind {path} {path} && mount -o remount,bind,ro {path}", "Read-only file system"),
-        ("mount -t tmpfs -o size=4k none {path}", "No space left on device"),
-        ("mount -t tmpfs none {path}/..", "No such file or directory"),
+        pytest.param("mount -t tmpfs -o size=4k none {path}", "No space left on device", marks=pytest.mark.long),
+        pytest.param("mount -t tmpfs none {path}/..", "No such file or directory", marks=pytest.mark.long),
     ],
 )
 def test_storage_that_one_host_cannot_write(mount: str, says: str, network: Network, tmp_path: Path) -> None:

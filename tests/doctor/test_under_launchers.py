@@ -61,9 +61,13 @@ def lighthouse(network: Network, on: str, token: str) -> Iterator[str]:
             process.terminate()
 
 
-def test_two_groups_of_one_host(network: Network) -> None:
-    (status, out, err) = run(network, {"a": [*FTRUN, "--replicas", "2", *DOCTOR]})["a"]
-    assert status == 0, (out, err)
+def test_two_groups_of_one_host_and_a_problem(network: Network) -> None:
+    """It ends the run of ftrun with a status."""
+    options = [*DOCTOR, "--storage", "/nowhere"]
+    (status, out, err) = run(network, {"a": [*FTRUN, "--replicas", "2", *options]})["a"]
+    assert status == 1, (out, err)
+    assert "/nowhere cannot be written: No such file or directory" in out
+    assert not Path("/nowhere").exists()
     assert "2 have come, on 1 machine" in out
     assert out.count("each reaches each other one") == 1, "printed once"
     assert "what was found is printed once for all hosts" in err
@@ -99,14 +103,6 @@ def test_a_host_without_the_token_is_told_by_itself_and_missed_by_the_other(netw
         )
     assert found["a"].about("hosts", "PROBLEM")["text"] == "1 of 2 have come: a/0"
     assert "FT_TOKEN differs" in found["b"].about("token", "PROBLEM")["text"]
-
-
-def test_a_problem_ends_the_run_of_ftrun_with_a_status(network: Network) -> None:
-    options = [*DOCTOR, "--storage", "/nowhere"]
-    (status, out, err) = run(network, {"a": [*FTRUN, "--replicas", "2", *options]})["a"]
-    assert status == 1, (out, err)
-    assert "/nowhere cannot be written: No such file or directory" in out
-    assert not Path("/nowhere").exists()
 
 
 def test_torchrun_on_two_hosts(network: Network) -> None:

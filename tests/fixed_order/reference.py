@@ -84,7 +84,7 @@ def _adamw(model: nn.Module) -> torch.optim.Optimizer:
 
 
 PROCESSES = Job(
-    _with_dropout, _adamw, length=1205, epochs=2, batch_size=4, global_batch_size=22, max_norm=0.5, noise=0.3,
+    _with_dropout, _adamw, length=605, epochs=2, batch_size=4, global_batch_size=22, max_norm=0.5, noise=0.3,
     decay=0.999,
 )  # fmt: skip
 """What the processes train."""

@@ -1,7 +1,7 @@
 """A training loop of one's own over an FSDP2 model, in groups of RANKS; digests after every commit.
 
-SAVE: a folder; a checkpoint of the job every 20 batches, and the newest is loaded at the start. ASYNC=1: while it
-trains on, and twice. NO_ROOM: from 5 batches before this one to 10 after it files cannot be written. FULL=1: the
+SAVE: a folder; a checkpoint of the job every SAVE_EVERY batches, and the newest is loaded at the start. ASYNC=1: while
+it trains on, and twice. NO_ROOM: from 2 batches before this one to 4 after it files cannot be written. FULL=1: the
 model's state is gathered, which is refused. ODD: a group that shards on a mesh of another name. LATE: "GROUP RANK PLACE
 SECONDS", who comes later than its siblings; PLACE is `start` (of the process), `loop` or `open` (of the first step).
 FREEZE: "GROUP RANK BATCH", who stops itself between forward and backward, where the others of its group wait for it;
@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 BATCHES = int(os.environ.get("BATCHES", "300"))
 PACE_S = float(os.environ.get("PACE_S", "0.03"))
 SAVE = os.environ.get("SAVE", "")
+SAVE_EVERY = 8
 END = pathlib.Path(os.environ["END"]) if "END" in os.environ else None
 NO_ROOM = int(os.environ.get("NO_ROOM", "0"))
 ASYNC = bool(os.environ.get("ASYNC"))
@@ -160,7 +161,7 @@ def main() -> None:
     while (batch := loop.open(progress.batch)) is not None and batch < batches():
         progress.batch = batch
         if NO_ROOM:
-            size = 1000 if NO_ROOM - 5 <= batch < NO_ROOM + 10 else resource.RLIM_INFINITY
+            size = 1000 if NO_ROOM - 2 <= batch < NO_ROOM + 4 else resource.RLIM_INFINITY
             resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
         optimizer.zero_grad()
         backward(MODE, net, roots, batch, RANKS * loop.group + rank)
@@ -172,7 +173,7 @@ def main() -> None:
         optimizer.step()
         progress.batch += 1
         say("commit", progress.batch, loop.group, rank, digest(net, optimizer))
-        if SAVE and progress.batch % 20 == 0:
+        if SAVE and progress.batch % SAVE_EVERY == 0:
             say("saving", loop.group, progress.batch, whole(net, optimizer))
             if ASYNC:
                 loop.save_distributed(f"{SAVE}/once_{progress.batch}", asynchronous=True)

@@ -6,7 +6,7 @@ import os
 import pathlib
 import re
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -14,7 +14,9 @@ import torch
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from ft_core.loop import latest
+from tests.fsdp.loop_job import SAVE_EVERY
 from tests.fsdp.modes import MODES, Net
+from tests.fsdp.test_faults import end_soon
 from tests.launch.job import Job, job
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(120), pytest.mark.usefixtures("forged_workers")]
@@ -33,9 +35,12 @@ def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> pathlib.P
 
 @pytest.fixture
 def train(monkeypatch: pytest.MonkeyPatch, folder: pathlib.Path) -> Trains:
-    """Trains up to a batch. `kill`: a line at which a rank of the leading group is killed."""
+    """Trains up to a batch. `kill`: a line at which a rank of the leading group is killed.
 
-    def train(batches: int, *options: str, kill: str = "") -> Job:
+    `until`: when lines that match have come, TOGETHER batches more are trained.
+    """
+
+    def train(batches: int, *options: str, kill: str = "", until: Sequence[str] = ()) -> Job:
         monkeypatch.setenv("BATCHES", str(batches))
         monkeypatch.setenv("SAVE", str(folder))
         with job(ROOT / "tests/fsdp/loop_job.py", *options) as running:
@@ -45,6 +50,9 @@ def train(monkeypatch: pytest.MonkeyPatch, folder: pathlib.Path) -> Trains:
                     os.kill(int(re.findall(r"\] pid 0 1 (\d+)", running.text)[-1]), signal.SIGKILL)
 
                 running.when(kill, act)
+            if until:
+                monkeypatch.setenv("END", str(folder.parent / "end"))
+                running.when(r"\] commit (\d+) 0 1 ", end_soon(folder.parent / "end"), after=until)
             assert running.run() == 0, running.text
         return running
 
@@ -65,46 +73,51 @@ def test_any_number_of_ranks_goes_on_from_what_two_have_written(
     """The leading group loses a rank just after a commit that is saved: the other one has made sure of it."""
     monkeypatch.setenv("ASYNC", asynchronous)
     two = ("--nproc-per-replica", "2")
-    saved = digests(train(60, "--replicas", "2", *two, kill=r"\] saving 0 20 "), "saving")
-    assert {batch: len(found) for batch, found in saved.items()} == {20: 1, 40: 1, 60: 1}
+    saved = digests(train(24, "--replicas", "2", *two, kill=r"\] saving 0 8 "), "saving")
+    assert {batch: len(found) for batch, found in saved.items()} == {8: 1, 16: 1, 24: 1}
     kinds = ("batch", "once") if asynchronous else ("batch",)
     names = {f"{kind}_{batch}" for kind in kinds for batch in saved} | {"latest"}
     there = {path.name for path in folder.iterdir()}
-    assert names - there <= ({"batch_20", "once_20"} if asynchronous else set()), (
+    assert names - there <= ({"batch_8", "once_8"} if asynchronous else set()), (
         "an asynchronous write ends with its leader"
     )
     assert there <= names, "nothing is left of what was not finished"
-    assert latest(folder) == str(folder / "batch_60")
-    for ranks, batches in ((3, 80), (1, 100)):
+    assert latest(folder) == str(folder / "batch_24")
+    for ranks, batches in ((3, 32), (1, 40)):
         running = train(batches, "--replicas", "1", "--nproc-per-replica", str(ranks))
         before, saved = saved, digests(running, "saving")
         loaded = digests(running, "loaded")
-        assert loaded == {batches - 20: before[batches - 20]}, running.text
+        assert loaded == {batches - SAVE_EVERY: before[batches - SAVE_EVERY]}, running.text
     whole = folder.parent / "whole.pt"
     # What three have written plain torch reads, too.
-    dcp_to_torch_save(folder / "batch_100", whole)
+    dcp_to_torch_save(folder / "batch_40", whole)
     state = torch.load(whole)
     net = Net(MODES["clip"])
     net.load_state_dict(state["model"])
-    assert state["progress"] == {"batch": 100}
+    assert state["progress"] == {"batch": 40}
     assert set(state["optimizer"]["state"]) == {name for name, _ in net.named_parameters()}
 
 
 def test_a_disk_without_room(monkeypatch: pytest.MonkeyPatch, folder: pathlib.Path, train: Trains) -> None:
     """The leading group ends, and its successor trains on; nothing is left of what could not be written."""
-    monkeypatch.setenv("NO_ROOM", "20")
-    running = train(60, "--replicas", "2", "--nproc-per-replica", "2")
+    monkeypatch.setenv("NO_ROOM", str(SAVE_EVERY))
+    monkeypatch.setenv("PACE_S", "0.1")
+    back = ("back: ", r"replica-0:\w+: healed to step")
+    running = train(100_000, "--replicas", "2", "--nproc-per-replica", "2", until=back)
     assert running.count(r"CheckpointException ranks") > 0, running.text
     assert running.count("back: ") == 1, running.text
-    assert {path.name for path in folder.iterdir()} == {"batch_40", "batch_60", "latest"}
-    assert running.count(r"\] done \d \d 60 ") == 4
+    (end,) = {int(batch) for batch in re.findall(r"\] done \d \d (\d+) ", running.text)}
+    saved = {f"batch_{batch}" for batch in range(2 * SAVE_EVERY, end + 1, SAVE_EVERY)}
+    assert saved
+    assert {path.name for path in folder.iterdir()} == {*saved, "latest"}
+    assert running.count(rf"\] done \d \d {end} ") == 4
 
 
 def test_a_job_that_is_lost_as_a_whole_goes_on_from_its_newest_checkpoint(
     monkeypatch: pytest.MonkeyPatch, folder: pathlib.Path
 ) -> None:
     """Nobody has the state any more, and the lighthouse knows of steps that were committed."""
-    monkeypatch.setenv("BATCHES", "40")
+    monkeypatch.setenv("BATCHES", "14")
     monkeypatch.setenv("SAVE", str(folder))
     with job(ROOT / "tests/fsdp/loop_job.py", "--replicas", "2", "--nproc-per-replica", "2") as running:
 
@@ -112,9 +125,9 @@ def test_a_job_that_is_lost_as_a_whole_goes_on_from_its_newest_checkpoint(
             for pid in re.findall(r"\] pid \d \d (\d+)", running.text):
                 os.kill(int(pid), signal.SIGKILL)
 
-        running.when(r"\] commit 25 0 0 ", kill)
+        running.when(r"\] commit 11 0 0 ", kill)
         assert running.run() == 0, running.text
-    assert running.count(r"\] loaded \d 20 ") == 4, running.text
-    ends = re.findall(r"\] done \d (\d) 40 (\w+)", running.text)
+    assert running.count(r"\] loaded \d 8 ") == 4, running.text
+    ends = re.findall(r"\] done \d (\d) 14 (\w+)", running.text)
     assert len(ends) == 4, running.text
     assert len(set(ends)) == 2

@@ -21,7 +21,7 @@ ROOT = pathlib.Path(__file__).resolve().parents[2]
 LIVENESS_S = 1.0
 SLACK_S = 3.0
 """For two cores that are both busy."""
-TOGETHER = 20
+TOGETHER = 8
 """Batches that both groups train after one of them is back."""
 
 
@@ -51,12 +51,12 @@ def digests(running: Job) -> dict[tuple[int, int], list[str]]:
 def test_a_rank_freezes_and_another_is_killed(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
     """Each time its group ends as a whole, is started again, and heals shard to shard."""
     end = tmp_path / "end"
-    settings = {"FT_LIVENESS_S": str(LIVENESS_S), "BATCHES": "100000", "END": str(end), "FREEZE": "1 0 20"}
-    for name, value in {"PYTHONPATH": str(ROOT), **settings}.items():
+    settings = {"FT_LIVENESS_S": str(LIVENESS_S), "BATCHES": "100000", "FREEZE": "1 0 5", "PACE_S": "0.1"}
+    for name, value in {"PYTHONPATH": str(ROOT), "END": str(end), **settings}.items():
         monkeypatch.setenv(name, value)
     at: list[float] = []
     with job(ROOT / "tests/fsdp/loop_job.py", "--replicas", "2", "--nproc-per-replica", "2") as running:
-        running.when(r"\] freezes 1 0 20", lambda _: at.append(time.monotonic()))
+        running.when(r"\] freezes 1 0 5", lambda _: at.append(time.monotonic()))
         running.when(r"replica-1\] rank \d \(pid \d+\) was ended by SIGKILL", lambda _: at.append(time.monotonic()))
         healed = [r"back: replica-1 ", r"replica-1:\w+: healed to step"]
         running.when(r"\] commit \d+ 1 1 ", lambda _: send(running, "0 1", signal.SIGKILL), after=healed)
@@ -81,12 +81,12 @@ def test_the_leader_freezes_while_another_rank_waits_for_its_vote(
 ) -> None:
     """That rank concludes it from the leader's silence, not after connect_s (20 s here): its group ends as a whole."""
     end = tmp_path / "end"
-    settings = {"FT_LIVENESS_S": str(LIVENESS_S), "BATCHES": "100000", "FREEZE": "1 0 20", "STOPS": "vote"}
-    for name, value in {"PYTHONPATH": str(ROOT), "END": str(end), **settings}.items():
+    settings = {"FT_LIVENESS_S": str(LIVENESS_S), "BATCHES": "100000", "FREEZE": "1 0 5", "STOPS": "vote"}
+    for name, value in {"PYTHONPATH": str(ROOT), "END": str(end), "PACE_S": "0.1", **settings}.items():
         monkeypatch.setenv(name, value)
     at: list[float] = []
     with job(ROOT / "tests/fsdp/loop_job.py", "--replicas", "2", "--nproc-per-replica", "2") as running:
-        running.when(r"\] freezes 1 0 20", lambda _: at.append(time.monotonic()))
+        running.when(r"\] freezes 1 0 5", lambda _: at.append(time.monotonic()))
         running.when(r"replica-1\] rank \d \(pid \d+\) was ended by SIGKILL", lambda _: at.append(time.monotonic()))
         running.when(
             r"\] commit (\d+) 1 1 ", end_soon(end), after=[r"back: replica-1 ", r"replica-1:\w+: healed to step"]
@@ -102,15 +102,15 @@ def test_the_leader_freezes_while_another_rank_waits_for_its_vote(
 
 def test_a_step_that_a_death_finds_open_goes_on(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
     """The other group is in its forward pass: it launches its gradients in the next quorum, and repeats nothing."""
-    settings = {"BATCHES": "60", "DIES": "1 1 20", "HERE": str(tmp_path)}
+    settings = {"BATCHES": "12", "DIES": "1 1 5", "HERE": str(tmp_path)}
     for name, value in {"PYTHONPATH": str(ROOT), **settings}.items():
         monkeypatch.setenv(name, value)
     options = ("--replicas", "2", "--nproc-per-replica", "2", "--max-restarts", "0", "--min-replicas", "1")
     with job(ROOT / "tests/fsdp/loop_job.py", *options) as running:
         running.run()
-    assert running.count(r"\] commit 21 0 ") == 2, running.text
-    assert running.count(r"\] veto 20") == 0, running.text
-    assert running.count(r"\] done 0 \d 60 ") == 2, running.text
+    assert running.count(r"\] commit 6 0 ") == 2, running.text
+    assert running.count(r"\] veto 5") == 0, running.text
+    assert running.count(r"\] done 0 \d 12 ") == 2, running.text
 
 
 def test_a_state_function_that_gathers_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -134,7 +134,7 @@ def test_a_group_that_is_sharded_otherwise_does_not_stop_the_others(
 
     def over(_: object) -> None:
         committed = [int(number) for number in re.findall(r"\] commit (\d+) ", running.text)]
-        end.with_suffix(".new").write_text(str(max(committed, default=0) + 20))
+        end.with_suffix(".new").write_text(str(max(committed, default=0) + TOGETHER))
         end.with_suffix(".new").rename(end)
 
     with job(ROOT / "tests/fsdp/loop_job.py", *options) as running:

@@ -51,14 +51,14 @@ def ends(running: Job) -> list[str]:
 
 
 def test_models_that_are_trained_in_turns(mode: Callable[..., None]) -> None:
-    mode("turns", STEPS="60")
+    mode("turns", STEPS="40")
     with job(PROGRAM, "--replicas", "3", "--max-restarts", "2") as running:
         running.when(r"replica-1/0\] step \d+ 3 (\d+)", kill)
         assert running.run() == 0, running.text
     assert running.count(r"replica-1\] started") == 2
     assert len(ends(running)) == 3
     assert len(set(ends(running))) == 1, running.text
-    assert {line.split()[0] for line in ends(running)} == {"60"}
+    assert {line.split()[0] for line in ends(running)} == {"40"}
 
 
 def test_all_stop_together(mode: Callable[..., None]) -> None:
@@ -89,15 +89,15 @@ def test_a_leader_that_dies_while_it_saves(mode: Callable[..., None], tmp_path: 
 
 def test_each_run_of_a_process_has_a_room_of_its_own(mode: Callable[..., None]) -> None:
     """One that is killed in the second run passes over the first, and ends the second one like the others."""
-    mode("runs", STEPS="15 400")
+    mode("runs", STEPS="15 100")
     with job(PROGRAM, "--replicas", "2", "--max-restarts", "2") as running:
         running.when(r"replica-1/0\] step 7 2 (\d+)", kill, after=[r"replica-1/0\] done 15"])
         assert running.run() == 0, running.text
     assert running.count("this training run is passed over, as the others are in a later one") == 1, running.text
-    first, second = (re.findall(rf"\] done {steps} (\w+) (\d+)", running.text) for steps in (15, 400))
+    first, second = (re.findall(rf"\] done {steps} (\w+) (\d+)", running.text) for steps in (15, 100))
     assert first == [first[0]] * 2, running.text
     assert second == [second[0]] * 2, running.text
-    assert second[0][1] == "415"
+    assert second[0][1] == "115"
 
 
 def test_the_others_wait_for_one_that_validates(mode: Callable[..., None]) -> None:
@@ -109,7 +109,7 @@ def test_the_others_wait_for_one_that_validates(mode: Callable[..., None]) -> No
 
 
 def test_a_loop_that_counts_its_batches_goes_on_at_the_furthest_one(mode: Callable[..., None]) -> None:
-    mode("places", STEPS="60")
+    mode("places", STEPS="40")
     with job(PROGRAM, "--replicas", "3", "--max-restarts", "2") as running:
         running.when(r"replica-1/0\] step \d+ 3 (\d+)", kill)
         assert running.run() == 0, running.text

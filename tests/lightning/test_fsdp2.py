@@ -29,7 +29,7 @@ pytestmark = [pytest.mark.process, pytest.mark.timeout(150), pytest.mark.usefixt
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "tests/lightning/fsdp2_job.py"
 GROUPS = RANKS = 2
-STEPS_LEFT = 20
+STEPS_LEFT = 8
 """After a killed group is back; enough for all to read of it before."""
 OPTIONS = ("--replicas", str(GROUPS), "--nproc-per-replica", str(RANKS), "--timeout", "20")
 

@@ -165,6 +165,9 @@ def test_what_cannot_be_repeated(started: Callable[..., None], monkeypatch: pyte
     started("-c")
     with pytest.raises(ConfigError, match="from python -c: start it with a launcher"):
         launcher.own_command()
+    started("-")
+    with pytest.raises(ConfigError, match=r"from standard input.*start it with a launcher .ftrun --replicas 3"):
+        launcher.own_command()
     started("app.zip", name="__main__", file="app.zip/__main__.py")
     with pytest.raises(ConfigError, match="an archive"):
         launcher.own_command()

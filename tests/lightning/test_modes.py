@@ -34,6 +34,13 @@ FAULTY: tuple[str, ...] = (
 )  # fmt: skip
 if importlib.util.find_spec("lightning.pytorch.callbacks.weight_averaging") is None:  # Lightning 2.5
     MODES, FAULTY = (tuple(name for name in names if not name.startswith("ema")) for names in (MODES, FAULTY))
+LONG = {
+    "plateau", "scheduled", "bf16", "two-fp16", "gan", "automatic-vetoed", "manual-vetoed", "gan-vetoed", "two-broken",
+    "alternating-broken", "none-fp16",
+}  # fmt: skip
+"""What is looked at by scripts/check-long only: the parts of each are in others."""
+QUICK_MODES, QUICK_FAULTY = ([name for name in names if name not in LONG] for names in (MODES, FAULTY))
+LONG_MODES, LONG_FAULTY = ([name for name in names if name in LONG] for names in (MODES, FAULTY))
 IN_GROUPS = ("automatic", "accumulate", "manual", "gan")
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(240)]
@@ -99,18 +106,26 @@ def wait(processes: Sequence[Forged], folder: pathlib.Path) -> None:
         raise AssertionError(f"{[process.returncode for process in processes]}\n{logs}")
 
 
-@pytest.fixture(scope="module")
-def folder(forge: Forge, tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
-    """Two groups of one process and two processes of DDP have trained all modes."""
-    folder = tmp_path_factory.mktemp("modes")
-    plain, _stores = met(list(MODES))
-    with lighthouses((*MODES, *FAULTY)) as words:
+def trained(forge: Forge, folder: pathlib.Path, modes: Sequence[str], faulty: Sequence[str]) -> pathlib.Path:
+    """Two groups of one process and two processes of DDP have trained these modes."""
+    plain, _stores = met(modes)
+    with lighthouses((*modes, *faulty)) as words:
         wait(
             [start(forge, "ddp", 2, folder, rank, plain, elastic(rank, 2)) for rank in range(2)]
             + [start(forge, "fault_tolerant", 1, folder, group, words, in_group(group)) for group in range(2)],
             folder,
         )
     return folder
+
+
+@pytest.fixture(scope="module")
+def folder(forge: Forge, tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+    return trained(forge, tmp_path_factory.mktemp("modes"), QUICK_MODES, QUICK_FAULTY)
+
+
+@pytest.fixture(scope="module")
+def long_folder(forge: Forge, tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+    return trained(forge, tmp_path_factory.mktemp("long-modes"), LONG_MODES, LONG_FAULTY)
 
 
 def result(folder: pathlib.Path, mode: str, name: str, rank: int) -> dict[str, Any]:
@@ -138,8 +153,18 @@ def assert_same(a: Any, b: Any, where: str = "", rtol: float = 0.0, skip: Sequen
 COUNTS = ("committed", "vetoed")
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", QUICK_MODES)
 def test_two_groups_equal_plain_ddp_digit_for_digit(folder: pathlib.Path, mode: str) -> None:
+    check_equal(folder, mode)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("mode", LONG_MODES)
+def test_two_groups_equal_plain_ddp_in_more_modes(long_folder: pathlib.Path, mode: str) -> None:
+    check_equal(long_folder, mode)
+
+
+def check_equal(folder: pathlib.Path, mode: str) -> None:
     ddp, mine, other = result(folder, mode, "ddp", 0), *(result(folder, mode, "fault_tolerant", g) for g in range(2))
     assert_same(mine, ddp, mode, skip=COUNTS)
     assert_same(mine, other, mode)
@@ -147,8 +172,18 @@ def test_two_groups_equal_plain_ddp_digit_for_digit(folder: pathlib.Path, mode: 
     assert mine["committed"] == mine["global_step"] > 0
 
 
-@pytest.mark.parametrize("mode", FAULTY)
+@pytest.mark.parametrize("mode", QUICK_FAULTY)
 def test_replicas_stay_equal_and_count_commits_only(folder: pathlib.Path, mode: str) -> None:
+    check_commits(folder, mode)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("mode", LONG_FAULTY)
+def test_replicas_stay_equal_in_more_modes(long_folder: pathlib.Path, mode: str) -> None:
+    check_commits(long_folder, mode)
+
+
+def check_commits(folder: pathlib.Path, mode: str) -> None:
     mine, other = (result(folder, mode, "fault_tolerant", group) for group in range(2))
     assert_same(mine, other, mode)
     assert mine["committed"] == mine["global_step"] > 0

@@ -59,6 +59,7 @@ fabric.launch()
 """
 
 
+@pytest.mark.long  # the finder below, and Fabric's launcher (test_launcher.py), are tested each time
 @pytest.mark.process
 def test_importing_the_package_is_enough_where_torch_runs_no_entry_points(tmp_path: pathlib.Path) -> None:
     """And a program from standard input, which cannot be started again in each group, is told what to do."""

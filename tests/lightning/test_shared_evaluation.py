@@ -84,7 +84,7 @@ class TestJobs:
             "loaders=2",
             pytest.param("workers=2 limit=7", marks=long),
             pytest.param("accumulate=4 every=3", marks=long),
-            "reshuffle=1 limit=7",
+            pytest.param("reshuffle=1 limit=7", marks=long),
         ],
     )
     def test_each_group_does_its_part_and_knows_everything(

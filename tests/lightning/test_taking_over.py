@@ -33,7 +33,7 @@ SAMPLES, BATCH, ACCUMULATE = 336, 4, 2
 
 @pytest.fixture
 def end(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> Callable[[Job], None]:
-    """Lets all workers end after the third epoch from here."""
+    """Lets all workers end after the second epoch from here."""
     path = tmp_path / "end"
     monkeypatch.setenv("END_FILE", str(path))
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
@@ -42,7 +42,7 @@ def end(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> Callable[[Jo
     def end(running: Job) -> None:
         newest = max(int(e) for e in re.findall(r"\] on \d (\d+) ", running.text))
         partial = path.with_suffix(".tmp")
-        partial.write_text(str(newest + 3))
+        partial.write_text(str(newest + 2))
         partial.rename(path)
 
     return end

@@ -32,7 +32,7 @@ def test_a_kill_in_the_second_fit_or_in_the_first(
     """
     options = {"FOLDER": str(tmp_path), "KILL": kill, "GAP_S": str(gap_s), "SIGNAL": by}
     options |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    for name, value in options.items():
+    for name, value in (options | {"FT_LIVENESS_S": "1", "FT_JOIN_S": "3"}).items():
         monkeypatch.setenv(name, value)
     with job(ROOT / "tests/lightning/two_fits_job.py", "--replicas", "2", "--timeout", "20") as running:
         assert running.run() == 0, running.text
@@ -45,7 +45,7 @@ def test_a_kill_in_the_second_fit_or_in_the_first(
     assert set(re.findall(r"begins 1 (\w+)", running.text)) == {trained}, running.text
     assert sorted(group for group, _, _ in second) == ["0", "1"], running.text
     assert len({digest for _, digest, _ in second}) == 1
-    assert {steps for _, _, steps in second} == {"400"}
+    assert {steps for _, _, steps in second} == {"100"}
     assert running.count("passed over") == 1
 
 

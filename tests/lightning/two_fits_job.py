@@ -49,7 +49,7 @@ class Model(pl.LightningModule):
         if self.fits == 1 and batch_idx == 2 and os.environ.get("FAIL"):
             raise ValueError("a mistake in the second fit")
         if self.fits == 1 and batch_idx > 4:  # a newcomer gets in between two steps
-            clock.wait(0.02 if strategy.manager.num_participants() < 2 else 0)
+            clock.wait(0.1 if strategy.manager.num_participants() < 2 else 0)
         loss: torch.Tensor = (self.net(batch[0]) ** 2).mean()
         return loss
 
@@ -66,13 +66,13 @@ def main() -> None:
     torch.set_num_threads(1)
     torch.manual_seed(GROUP)
     model = Model()
-    for n, steps in enumerate((4, 400)):
+    for n, steps in enumerate((4, 100)):
         Model.fits = n
         trainer = pl.Trainer(
             strategy="fault_tolerant", accelerator="cpu", devices=1, max_steps=steps, logger=False,
             enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
         )  # fmt: skip
-        trainer.fit(model, DataLoader(TensorDataset(torch.arange(2400.0).view(800, 3) / 100), 1))
+        trainer.fit(model, DataLoader(TensorDataset(torch.arange(600.0).view(200, 3) / 100), 1))
         print("fit", n, digest(model), trainer.global_step, flush=True)
         clock.wait(float(os.environ["GAP_S"]) if n == 0 else 0)
 

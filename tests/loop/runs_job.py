@@ -2,7 +2,7 @@
 
 FATAL: where a group is killed, "group:batch" of the second training, at its first start. FUSE: a file; who finds it
 while it writes a checkpoint takes it away and dies half-way. VALIDATE_S: how long group 0 validates, alone, after five
-batches of the first training.
+batches of the first training. PACE_S: how long a batch takes at least.
 """
 
 from __future__ import annotations
@@ -20,12 +20,13 @@ from torch import nn
 
 from ft_core.loop import TrainingLoop
 
-BATCHES = 60
+BATCHES, EVERY = 24, 4
 RUNS = 2
 FATAL = {int(word.split(":")[0]): int(word.split(":")[1]) for word in os.environ.get("FATAL", "").split()}
 FIRST = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
 FOLDER = pathlib.Path(os.environ["FOLDER"])
 FUSE = pathlib.Path(os.environ.get("FUSE", "/nowhere"))
+PACE_S = float(os.environ.get("PACE_S", "0.02"))
 VALIDATE_S = float(os.environ.get("VALIDATE_S", "0"))
 RANKS, RANK = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
 
@@ -69,7 +70,7 @@ def train(run: int) -> None:
         optimizer.zero_grad()
         share = torch.Generator().manual_seed((batch * loop.groups + loop.group) * RANKS + RANK)
         ddp(torch.randn(8, 4, generator=share)).square().mean().backward()
-        time.sleep(0.02)
+        time.sleep(PACE_S)
         if not loop.vote():
             print("veto", progress.batch, flush=True)
         else:
@@ -77,7 +78,7 @@ def train(run: int) -> None:
             progress.batch += 1
             if run == RUNS - 1 and FIRST and FATAL.get(loop.group) == progress.batch:
                 os.kill(os.getpid(), signal.SIGKILL)
-            if progress.batch % 10 == 0:
+            if progress.batch % EVERY == 0:
                 saved = {"batch": progress.batch, "model": model.state_dict(), "own": torch.rand(50_000 * (RANK + 1))}
                 loop.save(FOLDER / f"run_{run}" / f"{progress.batch}.pt", partial(write, saved))
             if VALIDATE_S and (run, progress.batch, loop.group) == (0, 5, 0):

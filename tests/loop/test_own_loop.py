@@ -69,7 +69,7 @@ def check_files(folder: pathlib.Path) -> None:
     """All checkpoints of both trainings are whole, and nothing else is left."""
     for run in range(2):
         found = {path.name: torch.load(path)["batch"] for path in (folder / f"run_{run}").iterdir()}
-        assert found == {f"{n}.pt": n for n in range(10, 61, 10)}
+        assert found == {f"{n}.pt": n for n in range(4, 25, 4)}
 
 
 @pytest.mark.process
@@ -79,11 +79,12 @@ def test_a_replica_that_comes_back_joins_the_run_that_the_others_are_in(
 ) -> None:
     """It passes over the first of two trainings, which is finished, and ends the second one like the others."""
     monkeypatch.setenv("FATAL", "1:5")
+    monkeypatch.setenv("PACE_S", "0.1")
     with job(JOB, "--replicas", "2") as running:
         assert running.run() == 0, running.text
     ends = re.findall(r"\] (run 1: .*)", running.text)
     assert ends == [ends[0]] * 2, running.text
-    assert ends[0].startswith("run 1: 60 batches, 60 steps")
+    assert ends[0].startswith("run 1: 24 batches, 24 steps")
     assert running.count("this training run is passed over, as the others are in a later one") == 1
     check_files(job_folder)
 
@@ -96,6 +97,7 @@ def test_a_later_run_that_is_lost_with_all_who_were_in_it_is_an_error(
 ) -> None:
     """They died within a moment: who comes back finds the first training finished, and nobody in the second."""
     monkeypatch.setenv("FATAL", "0:5 1:5")
+    monkeypatch.setenv("PACE_S", "0.1")
     with job(JOB, "--replicas", "2", "--max-restarts", "1") as running:
         assert running.run() == 1, running.text
     assert running.count("RunLostError: every replica has died in a later training run than this one") >= 1
@@ -123,6 +125,7 @@ def test_the_leader_dies_while_it_saves_in_groups_of_two_ranks(
     """Its group is started again; every checkpoint is whole, and nothing of the half-written one is left."""
     fuse = job_folder / "fuse"
     monkeypatch.setenv("FUSE", str(fuse))
+    monkeypatch.setenv("PACE_S", "0.1")
     with job(JOB, "--replicas", "2", "--nproc-per-replica", "2", "--max-restarts", "2") as running:
         fuse.touch()
         assert running.run() == 0, running.text

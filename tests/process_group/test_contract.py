@@ -83,7 +83,7 @@ def test_a_failure_shows_in_the_future(kind: Kind, store: Store) -> None:
         assert wait_until(lambda: isinstance(groups[0].errored(), CollectiveError))
 
 
-@pytest.mark.parametrize("by", ["wait", "future"])
+@pytest.mark.parametrize("by", ["wait", pytest.param("future", marks=pytest.mark.long)])
 def test_an_abort_ends_work_also_where_gloo_loses_a_send(kind: Kind, store: Store, by: str) -> None:
     """Gloo's thread writing to the connection in the moment it breaks; without help one of ten waits its timeout."""
 

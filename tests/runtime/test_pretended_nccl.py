@@ -12,11 +12,17 @@ from torch.distributed import ReduceOp
 from ft_core.errors import ConfigError
 from ft_core.process_group import ManagedProcessGroup
 from tests.process_group.fake_communicator import FakeNCCL
-from tests.process_group.ranks import nothing_is_left
+from tests.process_group.ranks import nothing_is_left, set_aside_lost_groups
 from tests.runtime.harness import Cluster, Replica, crash
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _groups_that_earlier_files_broke_are_set_aside() -> None:
+    """Gloo ends some of them at their timeout only."""
+    set_aside_lost_groups()
 
 
 @pytest.fixture(autouse=True)

@@ -14,6 +14,8 @@ from tests.chaos.cluster import Cluster
 if TYPE_CHECKING:
     import pathlib
 
+    from tests.forge import Forge, Forged
+
 pytestmark = [pytest.mark.process, pytest.mark.timeout(90)]
 
 SCRIPT = """
@@ -144,41 +146,45 @@ if __name__ == "__main__":
 """
 
 
-def run(script: str, tmp_path: pathlib.Path, **variables: str) -> list[tuple[str, str]]:
-    """(stdout, stderr) of two groups, started as torchx's component of the reference implementation starts them."""
+def run(script: str, tmp_path: pathlib.Path, forge: Forge | None = None, **variables: str) -> list[str]:
+    """What two groups print, started as torchx's component of the reference implementation starts them.
+
+    `forge`: starts them; else each is a new interpreter.
+    """
     path = tmp_path / "train.py"
     path.write_text(script)
+    texts = [[tmp_path / f"{name}-{group}" for name in ("out", "err")] for group in range(2)]
     with Cluster() as cluster:
         base = {k: v for k, v in os.environ.items() if not k.startswith("FT_")}
         base |= {"TORCHFT_LIGHTHOUSE": f"http://127.0.0.1:{cluster.port}", "OMP_NUM_THREADS": "1"} | variables
-        runs = [
-            subprocess.Popen(
-                [sys.executable, str(path)], env=base | {"REPLICA_GROUP_ID": str(group)}, text=True,
-                stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-            )
-            for group in range(2)
-        ]  # fmt: skip
+        runs: list[subprocess.Popen[bytes] | Forged] = []
         try:
-            outputs = [run.communicate(timeout=60) for run in runs]
+            for group, (out, err) in enumerate(texts):
+                command, env = [sys.executable, "-u", str(path)], base | {"REPLICA_GROUP_ID": str(group)}
+                with out.open("wb") as to_out, err.open("wb") as to_err:
+                    if forge is None:
+                        runs.append(subprocess.Popen(command, env=env, stdout=to_out, stderr=to_err))
+                    else:
+                        runs.append(forge.start(command, env, to_out.fileno(), to_err.fileno()))
+            ends = [run.wait(60) for run in runs]
         finally:
             for run in runs:
                 run.kill()
-        assert [run.returncode for run in runs] == [0, 0], "\n".join(err[-2000:] for _, err in outputs)
-    return outputs
+                run.wait()
+        assert ends == [0, 0], "\n".join(err.read_text()[-2000:] for _, err in texts)
+    return [out.read_text() for out, _ in texts]
 
 
 def test_only_the_imports_change(tmp_path: pathlib.Path) -> None:
     outputs = run(SCRIPT, tmp_path)
-    sums = {line for out, _ in outputs for line in out.splitlines() if line.startswith("sum")}
+    sums = {line for out in outputs for line in out.splitlines() if line.startswith("sum")}
     assert len(sums) == 1, sums
 
 
-def test_the_example_in_which_a_group_goes_in_the_middle_of_a_step(tmp_path: pathlib.Path) -> None:
-    first, second = run(PROACTIVE, tmp_path, NUM_REPLICA_GROUPS="2")
-    assert first[0].splitlines()[-1] == "left at 3"
-    assert [line for line in first[0].splitlines() if line.startswith("at")] == [
-        f"at {n} size 2 rank 0" for n in range(3)
-    ]
-    steps = [line for line in second[0].splitlines() if line.startswith("at")]
+def test_the_example_in_which_a_group_goes_in_the_middle_of_a_step(tmp_path: pathlib.Path, forge: Forge) -> None:
+    first, second = run(PROACTIVE, tmp_path, forge, NUM_REPLICA_GROUPS="2")
+    assert first.splitlines()[-1] == "left at 3"
+    assert [line for line in first.splitlines() if line.startswith("at")] == [f"at {n} size 2 rank 0" for n in range(3)]
+    steps = [line for line in second.splitlines() if line.startswith("at")]
     assert steps[:3] == [f"at {n} size 2 rank 1" for n in range(3)]
     assert steps[-7:] == [f"at {n} size 1 rank 0" for n in range(3, 10)]

@@ -24,7 +24,7 @@ NOT_HERE = "203.0.113.7"
     ("broken", "complaint"),
     [
         ({"FT_HOSTNAME": NOT_HERE}, f"Gloo cannot listen there: Cannot resolve {NOT_HERE}"),
-        ({"FILES": 0}, "Too many open files"),
+        pytest.param({"FILES": 0}, "Too many open files", marks=pytest.mark.long),
     ],
     ids=["host name", "open files"],
 )
