@@ -229,9 +229,12 @@ class ReplicaTable:
 
     # ------------------------------------------------------------ time
 
-    def age(self, members: Collection[str], now: float, rules: Rules) -> tuple[list[Effect], list[float]]:
+    def age(
+        self, members: Collection[str], now: float, rules: Rules, *, alone: bool
+    ) -> tuple[list[Effect], list[float]]:
         """Draw what follows from leases that are closed, unknown or silent for long enough.
 
+        `alone`: there is no other lighthouse, which may put into a quorum who has left this one untrained (R22).
         Returns what to do about it, and instants at which more may follow.
         """
         out: list[Effect] = []
@@ -246,7 +249,7 @@ class ReplicaTable:
                     out.append(same_name(earlier, record.hello))
                     continue
                 looks.append(record.same_name_until)
-            harmless = replica_id not in members and record.stable <= UNTRAINED
+            harmless = (alone or not rules.r22_gone) and replica_id not in members and record.stable <= UNTRAINED
             around = Circumstances(harmless, 2 * closed > len(members), self.boot_until, rules)
             life, at = self._absences.look(record, now, around)
             looks += at
