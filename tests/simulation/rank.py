@@ -291,7 +291,8 @@ class Rank:
     def _configure(self, action: do.Configure) -> None:
         world, injected, plan = self.world, self.group.injected, action.plan
         if self.group.number == world.config.unbuilt_group:
-            world.at(world.between(0.001, 0.05), self, self._unbuilt, plan, "no such address", True)
+            why, knows = "no such address", world.config.unbuilt_knows
+            world.at(world.between(0.001, 0.05), self, self._unbuilt, plan, why, knows)
         elif "configure" in injected:
             injected.discard("configure")
             world.at(world.between(0.01, 0.5), self, self._unbuilt, plan, "injected", True)
