@@ -86,7 +86,7 @@ class CollectiveLimits:
         """It has waited for too long. Returns when to look again, because somebody has announced a pause."""
         if self._for_works and self._works.all_ended():
             return None
-        limit_s = self._given_s or self.patience_s
+        limit_s, quorum_id = self._given_s or self.patience_s, self._communicators.quorum_id
         with self._lock:
             later = self._rank.overdue(limit_s, time.monotonic())
         if later is not None:
@@ -95,7 +95,8 @@ class CollectiveLimits:
         limit = f"{limit_s:g} s (should_commit's timeout)" if self._given_s else f"timeout={limit_s:g} s"
         self._end(
             f"a peer did not take part in a collective within {limit} "
-            "(if it legitimately takes long, wrap that part in manager.pause(reason, max_s))"
+            "(if it legitimately takes long, wrap that part in manager.pause(reason, max_s))",
+            quorum_id,
         )
         return None
 
@@ -105,11 +106,13 @@ class CollectiveLimits:
             return  # nothing that could be given up any more
         if self._for_works and self._works.all_ended():
             return
+        quorum_id = self._communicators.quorum_id
         unreachable = self.probe()
         if unreachable:
-            self._end(f"{', '.join(unreachable)} cannot be reached over the network")
+            self._end(f"{', '.join(unreachable)} cannot be reached over the network", quorum_id)
 
-    def _end(self, reason: str) -> None:
-        quorum_id = self._communicators.quorum_id
-        self._dispatch(on.CollectiveFailed(CollectiveError(reason)))  # first: who waits is told this, not of an abort
+    def _end(self, reason: str, quorum_id: int) -> None:
+        """End what waits in that quorum. A look at the network takes seconds, in which the next one may have formed."""
+        failed = on.CollectiveFailed(CollectiveError(reason), quorum_id)
+        self._dispatch(failed)  # first: who waits is told this, not of an abort
         self._communicators.abort(quorum_id)  # also if this rank is broken already: whatever waits must end

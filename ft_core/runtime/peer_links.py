@@ -7,7 +7,7 @@ answers it, so "unreachable" is about the network. A member that refuses counts 
 knows whether it lives, and believes the word only of one that does (`reachability`).
 
 Invariants: a probe takes at most its timeout, looks at the members of one quorum, and leaves no socket open. What was
-found is about the members of the quorum entered last. Any thread; one probe at a time.
+found is about members of the quorum entered last, at the addresses they have there. Any thread; one probe at a time.
 """
 
 from __future__ import annotations
@@ -69,11 +69,13 @@ class Links:
         with self._lock:
             peers = self._peers
             found = _connect_all(peers, timeout_s)
-            if found is None or peers is not self._peers:
+            if found is None:
                 return ()
+            # Who was reached at once has broken off the quorum meanwhile, and all may be in the next one.
+            same = {i for i, where in self._peers.items() if peers.get(i) == where}
             reached, refused = found
-            self._said = (tuple(sorted(set(peers) - reached)), tuple(sorted(reached)))
-            return tuple(sorted(set(peers) - reached - refused))
+            self._said = (tuple(sorted(same - reached)), tuple(sorted(same & reached)))
+            return tuple(sorted(same - reached - refused))
 
     def look_again(self, seen: Callable[[], None]) -> None:
         """Probe on a thread of its own, unless one is under way, and call `seen` there: the caller must not wait."""

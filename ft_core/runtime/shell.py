@@ -19,7 +19,7 @@ import time
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from ft_core.errors import CollectiveError, ConfigError, HealError, StateRefusedError, ThisMachineError
+from ft_core.errors import CollectiveError, ConfigError, HealError, StateRefusedError
 from ft_core.process_group import socket_table
 from ft_core.process_group.peer_ends import PeerEnds
 from ft_core.protocol.pushes import Order, Welcome
@@ -28,7 +28,7 @@ from ft_core.protocol.rank import events as on
 from ft_core.protocol.rank.phases import Heal, Phase
 from ft_core.protocol.rank.state import MYSELF
 from ft_core.protocol.types import Outcome
-from ft_core.runtime import notices
+from ft_core.runtime import notices, unbuilt
 from ft_core.runtime.collective_limits import CollectiveLimits
 from ft_core.runtime.peer_links import Links
 from ft_core.runtime.push_events import event_of
@@ -262,11 +262,11 @@ class RankShell:
             self.communicators.configure(prefix, self._name, plan.replica_rank, plan.size, rides=rides)
         except Exception as error:  # noqa: BLE001 - a peer died, a store is gone, an abort came: ask again
             self.limits.disarm()
-            here = isinstance(error, ConfigError | ThisMachineError)
+            why, here = unbuilt.explain(self._name, error)
             if not here and self._forms(plan):
                 self.limits.probe()  # nobody says that a peer is lost: is it the network?
             self.communicators.abort(plan.quorum_id)
-            self.dispatch(on.GroupsFailed(plan.quorum_id, str(error), here))
+            self.dispatch(on.GroupsFailed(plan.quorum_id, why, here))
         else:
             self.limits.disarm()
             self.dispatch(on.GroupsUp(plan.quorum_id))

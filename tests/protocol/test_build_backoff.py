@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from ft_core.protocol.lighthouse.build_backoff import DELAY_MAX_S, FREE, MAX_NAMES, BuildLog
+from ft_core.protocol.lighthouse.build_backoff import DELAY_MAX_S, FREE, FREE_UNSURE, MAX_NAMES, BuildLog
 from ft_core.protocol.lighthouse.events import Ended, Hello
 from ft_core.protocol.lighthouse.record import Record
 from ft_core.protocol.lighthouse.rules import Rules
@@ -49,7 +49,7 @@ def test_a_newcomer_that_cannot_build_its_group_is_held_back_longer_and_longer()
     out = round_of(script, bad="new", others="ab", step=4)
     words = (
         "new (10.9.8.7:1) could not build its process group and is held back for 1 s, the others go on: "
-        f"{NO_SUCH_ADDRESS}; look at FT_HOSTNAME, FT_INTERFACE and the limit of open files there"
+        f"{NO_SUCH_ADDRESS}; look at its log, FT_HOSTNAME, FT_INTERFACE and the limit of open files there"
     )
     assert f"# {words}" in out
     assert any(text.startswith("quorum a, b -> ") for text in out)
@@ -146,6 +146,24 @@ def test_members_that_could_not_connect_are_not_to_blame() -> None:
         script.ask("a", version=Version(4, EARLIER), failed=True, unbuilt="timed out")
         out = asks(script, "b", 4, failed=True)
     assert out[0].startswith("quorum a, b")
+
+
+@pytest.mark.parametrize(
+    ("reached", "others_failed", "held"),
+    [(("b", "c"), False, True), (("b",), False, False), (("b", "c"), True, False)],
+    ids=["all reached", "one not looked at", "another failed as well"],
+)
+def test_a_member_that_alone_fails_again_and_again_is_held_back_if_the_network_is_well(
+    reached: tuple[str, ...], others_failed: bool, held: bool
+) -> None:
+    script = Script()
+    trains(script, "a", "b", "c")
+    for attempt in range(FREE_UNSURE + 1):
+        assert "a" not in script.room.waits.held, attempt
+        script.ask("a", version=Version(4, EARLIER), failed=True, unbuilt="no usable device", reached=reached)
+        asks(script, "b", 4, failed=True, unbuilt="timed out" if others_failed else "")
+        asks(script, "c", 4, failed=True)
+    assert ("a" in script.room.waits.held) is held
 
 
 def test_without_the_rule_it_is_in_every_quorum() -> None:

@@ -270,6 +270,14 @@ def test_a_quorum_that_ends_while_it_forms_is_nobodys_fault_here(event: on.Event
     assert (ask.failed, ask.reason, ask.unbuilt) == (True, why, "")
 
 
+def test_a_collective_of_an_earlier_quorum_ends_nothing() -> None:
+    """The thread that found it looked at the network for seconds (R15)."""
+    rank = forming()
+    assert rank.handle(on.CollectiveFailed(CollectiveError("a peer did not take part"), 6), 1.0) == ()
+    assert rank.phase is Phase.FORMING
+    assert rank.handle(on.CollectiveFailed(CollectiveError("a peer did not take part"), 7), 1.0) != ()
+
+
 def test_the_limit_is_one_for_all_quorums_of_a_wait() -> None:
     rank = forming()
     rank.handle(on.GroupsFailed(7, "b refuses", here=False), QUORUM_S)

@@ -1180,6 +1180,28 @@ def test_two_live_processes_of_one_name_are_told_apart_from_a_restart() -> None:
             assert "FT_REPLICA_ID" in refused[0].reason
 
 
+@pytest.mark.parametrize("successor_first", [True, False])
+def test_of_two_live_processes_of_one_name_the_one_in_the_running_quorum_stays(successor_first: bool) -> None:
+    """The lighthouse was started again; a:1, which was frozen and replaced meanwhile, holds what was trained."""
+    script, running = Script(boot_window_s=1.0), ("a:1", "b:1")
+    script.quorum["a:1"], script.members["a:1"] = 400 << 32 | 1, running
+    trained = Version(9, 400 << 32 | 1)
+
+    def comes(name: str) -> list[str]:
+        incarnation = int(name[-1])
+        if name == "a:1":
+            return script.hello(name, incarnation=incarnation, version=trained, stable=trained)
+        return script.hello(name, incarnation=incarnation) + script.ask(name)
+
+    for name in ("a:2", "a:1") if successor_first else ("a:1", "a:2"):
+        comes(name)
+    lines = script.later(2 * LIVENESS)
+    assert [text for text in lines if text.startswith("refuse")] == [
+        "refuse a:2: a:1 and a:2 are both alive and both called 'a': give every replica group its own FT_REPLICA_ID "
+        "(replica_id)"
+    ]
+
+
 def m_room() -> Room:
     return Room("default", LighthouseSettings(boot_window_s=0.0), QuorumIds(boot=1, noise=2), boot_at=0.0)
 

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ft_core.protocol.lighthouse.events import PartnerIs, PartnerTold, Propose, Recorded
+from ft_core.protocol.lighthouse.events import Ended, PartnerIs, PartnerTold, Propose, Recorded
 from ft_core.protocol.lighthouse.pair import accepts
 from ft_core.protocol.lighthouse.partner import Partner, Proposal, Told, most_of
 from ft_core.protocol.lighthouse.room import Room
@@ -346,6 +346,51 @@ def test_the_state_is_not_called_lost_while_the_other_lighthouse_may_know_its_ho
     lines = half.ask("a") + half.later(2 * ORPHAN)
     assert not any(line.startswith("refuse") for line in lines)
     assert OTHER in half.room.waits.reason
+
+
+@pytest.mark.parametrize("seen", [True, False])
+@pytest.mark.parametrize("rule", [True, False])
+def test_who_may_have_had_a_lease_at_the_other_lighthouse_is_waited_for_once_they_have_met(
+    rule: bool, seen: bool
+) -> None:
+    """x went silent here longer than orphan_s ago, or was never here, and holds what it has trained with y there."""
+    last = Basis(900 << 32 | 1, ("x", "y"))
+    half = Half(rules=Rules(r22_met=rule))
+    half.trains(*("w", "x")[: 1 + seen])
+    for name in half.room.told.members:
+        half.ends(name, silence_s=10.0)
+    half.do(Ended("w"))
+    half.hello("a")
+    half.ask("a")
+    half.other(stands_by=False)
+    half.later(2 * ORPHAN)
+    told = Told("job", last.quorum_id, last.members, ended=True, bases=(last,), furthest=7, entered=last.quorum_id)
+    half.do(PartnerTold(told))
+    lines = half.do(PartnerIs(Partner(OTHER, stands_by=True, informed=True, met_at=half.now)))
+    assert ("x may hold step 7, those who ask hold none" in half.room.waits.reason) is rule
+    lines += half.later(ORPHAN - 1)
+    assert any(line.startswith("refuse a (lost)") for line in lines) is not rule
+    assert not any(line.startswith("propose") for line in lines)
+    assert not rule or any(line.startswith("refuse a (lost)") for line in half.later(2)), "nobody has come"
+
+
+@pytest.mark.parametrize("rule", [True, False])
+def test_who_left_one_lighthouse_untrained_may_train_under_the_other(rule: bool) -> None:
+    """The quorum of a and c, which the other lighthouse has formed, is not over because c has left this one."""
+    half = Half(rules=Rules(r22_gone=rule))
+    half.trains("a", "b")
+    half.progress("b", 1)
+    half.other(stands_by=False)
+    half.hello("c")
+    half.ends("c")
+    half.dies("a")
+    half.asks_again("b")
+    half.later(2)
+    last = Basis(900 << 32 | 1, ("a", "c"))
+    half.do(PartnerTold(Told("job", last.quorum_id, last.members, bases=(last,), furthest=9, entered=last.quorum_id)))
+    half.other(stands_by=True, since=0.0)
+    assert ("propose b" in half.later(ORPHAN - 1)) is not rule
+    assert "propose b" in half.later(2), "nobody trains out of reach for longer than orphan_s"
 
 
 def test_a_record_that_was_perhaps_never_announced_frees_nobody() -> None:

@@ -7,9 +7,13 @@ import resource
 import socket
 import threading
 import time
-from typing import TYPE_CHECKING
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
 
+from ft_core.protocol.rank import events as on
 from ft_core.protocol.types import Member, Quorum, Version
+from ft_core.runtime import peer_links
+from ft_core.runtime.collective_limits import CollectiveLimits
 from ft_core.runtime.collective_timeout import Watchdog
 from ft_core.runtime.peer_links import Links
 
@@ -81,6 +85,41 @@ def test_a_new_quorum_begins_with_nothing_known_but_who_was_cut_off_is_looked_at
         assert repr(links) == "Links(2 peers, unreachable: none)"
         links.probe(0.2)
         assert links.statement == (("cut",), ("up",))
+
+
+def test_what_is_found_while_the_next_quorum_forms_is_told_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who reaches everybody has looked at once, breaks the quorum, and all are in the next one before others know."""
+    links = Links()
+    look = peer_links._connect_all
+
+    def forms_meanwhile(peers: dict[str, tuple[str, int]], timeout_s: float) -> Any:
+        found = look(peers, timeout_s)
+        links.entered(quorum(me=1, cut=cut, up=up, moved=cut), "me", 0)
+        return found
+
+    monkeypatch.setattr(peer_links, "_connect_all", forms_meanwhile)
+    with silence() as cut, listener() as up, listener() as moved:
+        links.entered(quorum(me=1, cut=cut, up=up, moved=moved), "me", 0)
+        assert links.probe(0.2) == ("cut",)
+        assert links.statement == (("cut",), ("up",))
+
+
+def test_a_wait_that_has_ended_while_the_network_was_looked_at_ends_no_later_quorum() -> None:
+    said: list[on.Event] = []
+    place: Any = SimpleNamespace(quorum_id=7, aborted=0)
+
+    def enters_the_next(_: float) -> tuple[str, ...]:
+        place.quorum_id = 8
+        return ()
+
+    place.abort = lambda quorum_id: vars(place).update(aborted=quorum_id)
+    rank: Any = SimpleNamespace(overdue=lambda *_: None, settings=SimpleNamespace(replica_id="a"))
+    links: Any = SimpleNamespace(probe=enters_the_next, statement=((), ()))
+    works: Any = SimpleNamespace(all_ended=lambda: False)
+    limits = CollectiveLimits(rank, threading.RLock(), place, works, links, said.append, 6.0)
+    assert limits._overdue() is None
+    assert [event.quorum_id for event in said if isinstance(event, on.CollectiveFailed)] == [7]
+    assert place.aborted == 7
 
 
 def test_the_watchdog_looks_into_a_long_wait_before_its_deadline(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -82,7 +82,11 @@ class Config:
     look_s: float = 1.0
     """How often who is left out because of a link looks whether it is whole again."""
     unbuilt_group: int = -1
-    """A group that can never build a process group; it comes later than the others."""
+    """A group that can never build a process group."""
+    unbuilt_late: bool = True
+    """It comes later than the others."""
+    unbuilt_knows: bool = True
+    """It knows that the reason is its own machine."""
     odd_group: int = -1
     """A group that is configured differently; it comes later than the others."""
     odd: str = ""

@@ -311,14 +311,18 @@ class Lighthouse:
             self.world.say("lighthouse %d: %s", self.index, text)
 
     def _check_lost(self, replica_id: str) -> None:
-        """R21: nobody whose lease stands here holds what the job has committed; of others it need not have heard."""
-        members = self.room.current.members if self.room.current else ()
+        """R21: no living member holds what the job has committed, unless no lighthouse had its lease for orphan_s.
+
+        One whose lease is being opened had it, too, where it comes from the other lighthouse of a pair.
+        """
+        members = {*(self.room.current.members if self.room.current else ())}
+        if self.pair is not None:
+            members.update(*(basis.members for basis in self.room.told.bases))
         for group in self.world.active.values():
-            conn = group.conn
-            here = conn is not None and conn.lighthouse is self and conn.client_open and conn.server_open
-            leased = group.alive and not group.done and here
+            away = self.world.now - (self.world.now if group.unleased_since is None else group.unleased_since)
             held = {rank.machine.held.version for rank in group.ranks}  # several: the group's state is none
-            if leased and len(held) == 1 and min(held).step > 0 and group.rid in members:
+            holds = group.alive and not group.done and len(held) == 1 and min(held).step > 0
+            if holds and away < self.world.config.orphan_s - 1e-9 and group.rid in members:
                 raise Violation("I7", f"{replica_id} is told that all state is lost, but {group.rid} holds it")
 
     def _push_all(self, to: tuple[str, ...], push: Push) -> None:

@@ -291,7 +291,8 @@ class Rank:
     def _configure(self, action: do.Configure) -> None:
         world, injected, plan = self.world, self.group.injected, action.plan
         if self.group.number == world.config.unbuilt_group:
-            world.at(world.between(0.001, 0.05), self, self._unbuilt, plan, "no such address", True)
+            why, knows = "no such address", world.config.unbuilt_knows
+            world.at(world.between(0.001, 0.05), self, self._unbuilt, plan, why, knows)
         elif "configure" in injected:
             injected.discard("configure")
             world.at(world.between(0.01, 0.5), self, self._unbuilt, plan, "injected", True)
@@ -735,8 +736,9 @@ class Rank:
         if not was_broken and not machine.broken:
             world.history.settled(self, verdict)
             world.history.lapsed(self, verdict)
-            if world.config.rounds and verdict.exhausted:
-                world.say("%s: the data pass ended at %s", self.name, machine.data.ended_at)
+            if world.config.rounds:  # who trains alone and lost an attempt as it had no lease has not finished
+                if verdict.exhausted:
+                    world.say("%s: the data pass ended at %s", self.name, machine.data.ended_at)
             elif verdict.exhausted or (machine.data.exhausted and machine.plan is not None and machine.plan.size == 1):
                 group.goodbye("out of data", agreed=True, finished=True)
                 return

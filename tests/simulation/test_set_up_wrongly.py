@@ -1,7 +1,7 @@
 """One group that is set up wrongly: the others train on, with each of the rules that see to it; without it they do not.
 
-The group comes when the others train: with a larger min_replica_size, with another world_size_mode, with a process
-group that it can never build, or as one more than a quorum holds.
+The group comes when the others train, or with them: with a larger min_replica_size, with another world_size_mode, with
+a process group that it can never build, or as one more than a quorum holds.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ FAULTY: dict[str, dict[str, Any]] = {
     "mode, lighthouse": {"groups": 3, "odd_group": 0, "odd": "mode", "faults": ("lighthouse",)},
     "unbuilt": {"groups": 3, "unbuilt_group": 2, "faults": ()},
     "unbuilt, first": {"groups": 3, "unbuilt_group": 0, "faults": ()},
+    "unbuilt, unsure": {"groups": 3, "unbuilt_group": 2, "unbuilt_late": False, "unbuilt_knows": False, "faults": ()},
     "unbuilt, faults": {"groups": 4, "unbuilt_group": 1, "faults": ("kill", "lighthouse", "late")},
 }  # fmt: skip
 WITHOUT: dict[str, tuple[str, str, dict[str, Any]]] = {

@@ -215,7 +215,7 @@ class Player:
     def _part(self, name: str, value: object) -> str:
         if isinstance(value, Quorum | Plan):
             return self._quorum(value.quorum_id)
-        if name == "quorum_id" and isinstance(value, int):
+        if name == "quorum_id" and isinstance(value, int) and value:
             return self._quorum(value)
         if value in (None, "", (), False, 0) or isinstance(value, Ask) or is_dataclass(value):
             return str(value) if isinstance(value, Version) and value != VOID else ""

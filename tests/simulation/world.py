@@ -114,7 +114,7 @@ class World:
         config = self.config
         for index in range(len(self.lighthouses)):
             self.start_lighthouse(index)
-        late = {config.unbuilt_group, config.odd_group}
+        late = {config.unbuilt_group if config.unbuilt_late else -1, config.odd_group}
         for number in range(config.groups):
             if number in late:
                 self.at(LATE_S, None, self.restart, number)

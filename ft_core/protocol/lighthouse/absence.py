@@ -43,7 +43,7 @@ class Circumstances:
     """The circumstances in which the lease of one replica is looked at."""
 
     harmless: bool
-    """It is and was in no quorum: nothing can go on beside it, or be made again, should it live."""
+    """It is and was in no quorum, here or elsewhere: nothing can go on beside it, or be made again, should it live."""
     most_closed: bool
     """More than half of the room's quorum has no lease."""
     boot_until: float

@@ -6,8 +6,9 @@ only learned that another one had; and whether its own machine was the reason (`
 anybody's: a peer that did not come, a connection that was not made. `blame` compares the asks of one quorum. Held back
 are those whose own machine was the reason, and newcomers that failed for whatever reason to groups that have committed,
 for a time that doubles with every failure in a row and is ten times what the attempt cost the others at least. A group
-that is no newcomer is held back from its third failure on. Nobody is blamed for what a death explains. If all groups
-name their own machine, only newcomers are held back; if there are none, the one that failed first is.
+that is no newcomer is held back from its third failure on; from its fifth on where it does not know the reason, was the
+only one that failed, and reached all the others when it looked. Nobody is blamed for what a death explains. If all
+groups name their own machine, only newcomers are held back; if there are none, the one that failed first is.
 
 Invariants: one quorum is judged once; a name is forgiven when a step is committed with it; bounded by MAX_NAMES names.
 Ownership: `room.Room` only.
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
 
 FREE = 2
 """So many failures in a row cost nothing, except for a newcomer to those that have committed."""
+FREE_UNSURE = 4
+"""So many if it may be somebody else's doing, though nobody else failed and the network is well."""
 DELAY_S = 1.0
 DELAY_MAX_S = 30.0
 COSTS = 10
@@ -82,10 +85,11 @@ class BuildLog:
         local = {i for i, ask in failed.items() if ask.unbuilt_here}
         if len(local) == len(of):  # what all complain about is one's doing
             local = set() if new else {min(local, key=lambda i: (records[i].asked_at, i))}
+        only = {i for i, ask in failed.items() if len(failed) == 1 and {i, *ask.reached}.issuperset(members)}
         out: dict[str, tuple[float, str]] = {}
-        for replica_id in sorted(new | local):
+        for replica_id in sorted(new | local | only):
             ask, record = failed[replica_id], records[replica_id]
-            free = 0 if experienced and not record.committed else FREE
+            free = 0 if replica_id in new else FREE if replica_id in local else FREE_UNSURE
             count = self._count(record.hello.name)
             if count > free:
                 for_s = min(DELAY_MAX_S, DELAY_S * 2.0 ** (count - free - 1))
@@ -110,5 +114,5 @@ def _sentence(ask: Ask, count: int, for_s: float) -> str:
     times = "" if count == 1 else f" {count} times in a row"
     return (
         f"{ask.replica_id}{where} could not build its process group{times} and is held back for {for_s:.0f} s, the "
-        f"others go on: {ask.unbuilt}; look at FT_HOSTNAME, FT_INTERFACE and the limit of open files there"
+        f"others go on: {ask.unbuilt}; look at its log, FT_HOSTNAME, FT_INTERFACE and the limit of open files there"
     )

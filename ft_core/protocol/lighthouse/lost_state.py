@@ -6,6 +6,9 @@ holders of newer state are (R2), and for OTHERS_S groups that have not come yet:
 is left to wait for, those who ask are refused, in words that name how the job can go on: from a checkpoint, or from the
 start if that is wanted.
 
+Of two lighthouses, members of a quorum that either of them knows are waited for; and as they may have had leases at the
+other one until the two met, the time for which they may be away counts from then, if not from later (R22).
+
 Who has loaded a checkpoint, of whatever step, or may begin by its user's will (`Manager(from_scratch=True)`, which
 strategy and plugin pass on, or FT_FROM_SCRATCH), asks with `from_scratch`; one that does is enough.
 
@@ -17,12 +20,13 @@ Invariant: a quorum in which somebody holds a committed step is never touched. O
 
 from __future__ import annotations
 
+from math import inf
 from typing import TYPE_CHECKING
 
 from ft_core.protocol.lighthouse.events import Refuse
 from ft_core.protocol.lighthouse.quorum_rule import orphaned_at
 from ft_core.protocol.lighthouse.reasons import UNTIL, story
-from ft_core.protocol.lighthouse.view import Formed, Life, NotReady
+from ft_core.protocol.lighthouse.view import Formed, Life, NotReady, Seen
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -70,10 +74,11 @@ def not_again(outcome: Formed | NotReady, view: View, furthest: int) -> tuple[Fo
 
 
 def _holder(view: View, furthest: int) -> NotReady | None:
-    """A member of the last quorum that may still hold what was trained."""
-    for replica_id in view.current.members if view.current else ():
-        seen = view.seen.get(replica_id)
-        if seen is None or seen.life is Life.GONE or (seen.up and seen.ask is not None):
+    """A member of the last quorum, here or at the other lighthouse, that may still hold what was trained."""
+    members = view.current.members if view.current else ()
+    for replica_id in dict.fromkeys((*members, *view.holders)):
+        seen = view.seen.get(replica_id) or Seen(replica_id, Life.UNKNOWN, since=-inf)
+        if seen.life is Life.GONE or (seen.up and seen.ask is not None):
             continue
         at = orphaned_at(view, (replica_id,))
         if at is None or view.now < at:

@@ -12,6 +12,7 @@ never forms one beside a current quorum that has not ended.
 from __future__ import annotations
 
 from dataclasses import replace
+from math import inf
 from typing import TYPE_CHECKING
 
 from ft_core.protocol.lighthouse.candidates import choose
@@ -26,15 +27,18 @@ if TYPE_CHECKING:
 
 
 def orphaned_at(view: View, ids: Sequence[str]) -> float | None:
-    """The instant at which all of `ids` have been without a lease for orphan_s; None while one of them has a lease."""
+    """The instant at which all of `ids` have been without a lease for orphan_s; None while one of them has a lease.
+
+    Who was away from here may have had a lease at the other lighthouse until contact with that was made (R22).
+    """
     latest = 0.0
     for replica_id in ids:
-        seen = view.seen.get(replica_id)
-        if seen is None or seen.life is Life.GONE:
+        seen = view.seen.get(replica_id) or Seen(replica_id, Life.UNKNOWN, since=-inf)
+        if seen.life is Life.GONE:
             continue
         if seen.life is Life.UP:
             return None
-        latest = max(latest, seen.since + view.orphan_s)
+        latest = max(latest, max(seen.since, view.met_at) + view.orphan_s)
     return latest
 
 

@@ -160,6 +160,11 @@ class Record:
         self.ended_hint_until = 0.0
         self.incomplete = ""  # if a rank is still missing, it is reported once more
 
+    def outlives(self, until: float) -> None:
+        """Another living process has its name: it is no candidate before that one had the time to end."""
+        self.same_name_until = until
+        self.admitted_at = max(self.admitted_at, until)
+
     def succeeded(self) -> None:
         """Another process has its id: nothing of what it asked or held is that one's."""
         self.ask = self.answered = None

@@ -129,8 +129,7 @@ class ReplicaTable:
             record = Record(hello, Life.UP, now, hello.stable, hello.generation)
             record.admitted_at = self._crashes.not_before(hello.name, now)
             if earlier_process(hello, self._called.get(hello.name, {})):
-                record.same_name_until = now + SAME_NAME_LIVENESS * hello.liveness_s
-                record.admitted_at = max(record.admitted_at, record.same_name_until)
+                record.outlives(now + SAME_NAME_LIVENESS * hello.liveness_s)
             self._add(hello.replica_id, record)
         else:
             if record.is_other_process(hello):
@@ -171,10 +170,19 @@ class ReplicaTable:
         record.life, record.since, record.presumed_dead = Life.UP, now, False
 
     def expect(self, members: Collection[str], presenter: Hello, now: float) -> None:
-        """Make a record of each member of a presented quorum that was not seen under this boot (R9)."""
+        """Make a record of each member of a presented quorum that was not seen under this boot (R9).
+
+        Of two living processes of one name the member is the earlier one, whichever came first after a restart.
+        """
         for replica_id in members:
-            if replica_id not in self._records and len(self._records) < MAX_RECORDS:
+            record = self._records.get(replica_id)
+            if record is None and len(self._records) < MAX_RECORDS:
                 self._add(replica_id, Record.unseen(replica_id, presenter, now))
+            elif record is not None and record.same_name_until:
+                record.same_name_until = record.admitted_at = 0.0
+                for other_id, other in self._called[record.hello.name].items():
+                    if other_id not in members and other.life is Life.UP:
+                        other.outlives(now + SAME_NAME_LIVENESS * other.hello.liveness_s)
 
     def lease_ended(self, event: LeaseEnded, now: float, *, broken: bool) -> list[Note]:
         """A lease stream ended without a goodbye. `broken`: a member reported that its quorum has failed."""
@@ -229,9 +237,12 @@ class ReplicaTable:
 
     # ------------------------------------------------------------ time
 
-    def age(self, members: Collection[str], now: float, rules: Rules) -> tuple[list[Effect], list[float]]:
+    def age(
+        self, members: Collection[str], now: float, rules: Rules, *, alone: bool
+    ) -> tuple[list[Effect], list[float]]:
         """Draw what follows from leases that are closed, unknown or silent for long enough.
 
+        `alone`: there is no other lighthouse, which may put into a quorum who has left this one untrained (R22).
         Returns what to do about it, and instants at which more may follow.
         """
         out: list[Effect] = []
@@ -246,7 +257,7 @@ class ReplicaTable:
                     out.append(same_name(earlier, record.hello))
                     continue
                 looks.append(record.same_name_until)
-            harmless = replica_id not in members and record.stable <= UNTRAINED
+            harmless = (alone or not rules.r22_gone) and replica_id not in members and record.stable <= UNTRAINED
             around = Circumstances(harmless, 2 * closed > len(members), self.boot_until, rules)
             life, at = self._absences.look(record, now, around)
             looks += at

@@ -39,7 +39,7 @@ from ft_core.protocol.lighthouse.pushes import (
 from ft_core.protocol.lighthouse.quorum_rule import decide
 from ft_core.protocol.lighthouse.reachability import Reachability
 from ft_core.protocol.lighthouse.replica_table import ReplicaTable
-from ft_core.protocol.lighthouse.room_view import view_of
+from ft_core.protocol.lighthouse.room_view import of_pair, view_of
 from ft_core.protocol.lighthouse.rules import Rules
 from ft_core.protocol.lighthouse.stalled import note_stalled
 from ft_core.protocol.lighthouse.succession import Succession
@@ -348,7 +348,7 @@ class Room:
 
     def settle(self, now: float) -> list[ev.Effect]:
         """Draw every consequence of the records as they are at `now`, and set `next_at`."""
-        out, times = self._table.age(self._members, now, self.rules)
+        out, times = self._table.age(self._members, now, self.rules, alone=not self._succession.partner.address)
         self.unsettled = False
         members = self._table.named(self._members)
         self._quorum.end_if_over(members, now, self.rules)
@@ -445,5 +445,5 @@ class Room:
 
     def _view(self, now: float) -> View:
         view = view_of(self.records, self.current, self.expected, self._settings, self._claims, self.rules, now)
-        view = replace(view, cut=self.reachability.cut(now, self.rules))
+        view = replace(of_pair(view, self._succession), cut=self.reachability.cut(now, self.rules))
         return replace(view, boot_until=self._table.boot_until, restart_until=self._boot_at + view.orphan_s)

@@ -10,6 +10,7 @@ Invariant: a replica that was in no quorum changes no duration while others trai
 from __future__ import annotations
 
 import hashlib
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ft_core.protocol.lighthouse.admission import earlier_process
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from ft_core.protocol.lighthouse.expected_groups import ExpectedGroups
     from ft_core.protocol.lighthouse.record import Record
     from ft_core.protocol.lighthouse.rules import Rules
+    from ft_core.protocol.lighthouse.succession import Succession
     from ft_core.protocol.types import Quorum
     from ft_core.settings import LighthouseSettings
 
@@ -74,6 +76,15 @@ def view_of(
         orphan_s=max((h.orphan_s for h in leased), default=ORPHAN_S),
         rules=rules,
     )  # fmt: skip
+
+
+def of_pair(view: View, succession: Succession) -> View:
+    """What the other lighthouse of a pair adds: until both met it may have had leases of those who are away (R22)."""
+    partner = succession.partner
+    if not partner.address or not view.rules.r22_met:
+        return view
+    entered = next((b.members for b in succession.bases if b.quorum_id == succession.entered), ())
+    return replace(view, met_at=partner.met_at, holders=(*entered, *succession.theirs.members))
 
 
 def peers_of(

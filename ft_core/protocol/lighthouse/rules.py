@@ -33,6 +33,10 @@ class Rules:
     """One that was started again and was not told what the other knows needs all members of that."""
     r22_remembers: bool = True
     """What both may have forgotten is not contradicted."""
+    r22_gone: bool = True
+    """Who was in no quorum of one lighthouse is not certainly gone: it may be in one of the other."""
+    r22_met: bool = True
+    """Who is away from one of them may have had a lease at the other until they met."""
     lazy_news: bool = True
     """No rule but a saving, whose absence must change nothing: newer stable versions alone decide nothing."""
     together: bool = True

@@ -97,9 +97,10 @@ class Succession:
         """The newest quorum that all its members are known to have entered; 0: none."""
         self.vouched = 0
         """The newest quorum that the other lighthouse has told to be entered by all its members; 0: none."""
+        self.theirs = Basis(0, ())
+        """The newest quorum that the other lighthouse has told to be in force, or to have been the last one there."""
         self.elsewhere: tuple[Basis, ...] = ()
-        """Quorums that may go on under the other lighthouse, or that it may announce yet, beside the one in force here;
-        none of them older than `entered`."""
+        """Quorums that may go on under the other lighthouse, or that it may announce yet; none older than `entered`."""
         self.orphan_s = max((t.orphan_s for t in told), default=0.0)
         """For how long replicas may train without a lease; 0.0: nobody has said it."""
         self._untold = 0
@@ -270,6 +271,7 @@ class Succession:
         self.forgotten.told(told.ids)
         self.furthest = max(self.furthest, told.furthest)
         self.vouched = max(self.vouched, told.entered)
+        self.theirs = max(self.theirs, Basis(told.quorum_id, told.members), key=lambda basis: basis.quorum_id)
         for quorum_id in told.ids:
             self._ids.observe(quorum_id)
         for basis in told.bases:  # one that the other has heard of from who is in it may never be entered by all
@@ -348,13 +350,12 @@ class Succession:
         if not presumed and self._grows(ids, view, unary=unary):
             return formed
         asks = tuple((ask.replica_id, ask.seq) for ask in formed.asks)
-        proposed = self._proposed
+        proposed, recording = self._proposed, f"the lighthouse at {partner.address} is recording the next quorum"
         if proposed is not None and proposed.asks == asks and partner.stands_by:
             if proposed.answer:
                 return replace(formed, quorum_id=proposed.proposal.quorum_id)
             if view.now < proposed.at + LOST_S:
-                why = f"the lighthouse at {partner.address} is recording the next quorum"
-                return NotReady(why, proposed.at + LOST_S)
+                return NotReady(recording, proposed.at + LOST_S)
         self._drop()
         if not partner.stands_by:
             return self._waits(ids, presumed=presumed)
@@ -375,8 +376,7 @@ class Succession:
             self._refused, self._retry_at = False, view.now + RETRY_S
         if view.now < self._retry_at:
             return NotReady(f"the lighthouse at {partner.address} knows of another quorum", self._retry_at)
-        why = f"the lighthouse at {partner.address} is recording the next quorum"
-        return NotReady(why, view.now + LOST_S, propose=True)
+        return NotReady(recording, view.now + LOST_S, propose=True)
 
     def certain(
         self, outcome: Formed | NotReady, lost: list[Refuse], view: View

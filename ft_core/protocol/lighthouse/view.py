@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum
+from math import inf
 from typing import TYPE_CHECKING
 
 from ft_core.protocol.lighthouse.rules import Rules
@@ -107,6 +108,10 @@ class View:
     rules: Rules = field(default_factory=Rules)
     trained: bool = False
     """Somebody has shown trained state since the lighthouse started."""
+    met_at: float = -inf
+    """When contact with the other lighthouse of a pair was made: until then a replica may have had a lease there."""
+    holders: tuple[str, ...] = ()
+    """Members of the last quorums that either lighthouse of a pair knows: they may hold what was trained (R22)."""
     cut: frozenset[tuple[str, str]] = frozenset()
     """Pairs of replicas that cannot reach each other (`reachability`)."""
 

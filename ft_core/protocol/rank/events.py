@@ -128,6 +128,8 @@ class CollectiveFailed:
     """A collective, or what this rank was about to do, failed: it cannot follow the quorum."""
 
     error: Exception
+    quorum_id: int = 0
+    """Of the quorum that it was made in; 0: of the one that this rank is in."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -364,7 +364,7 @@ class Membership(RankState):
         return (do.TellParted(self.quorum_id, parted),) if parted else ()
 
     def _on_failed(self, event: on.CollectiveFailed, now: float) -> Actions:
-        return self._fail(event.error, now)
+        return self._fail(event.error, now) if event.quorum_id in (0, self.quorum_id) else ()
 
     def _on_lost(self, event: on.MemberLost, now: float) -> Actions:
         mine = self.settings.replica_id in event.lost
