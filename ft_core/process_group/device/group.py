@@ -77,7 +77,7 @@ class DeviceProcessGroup(ReformableGroup):
         return Incarnation(spec, self._communicator_for(spec), abort_s=self._abort_s, before=before)
 
     def _communicator_for(self, spec: Spec) -> Communicator:
-        if spec.world_size == 1:  # the library would take half a second to connect it to nobody
+        if spec.world_size == 1:  # it need not wait for the whole abort of the group before, half a second
             return OneRankCommunicator(self.what, self._device)
         return self._new_communicator()
 

@@ -1,8 +1,9 @@
 """`OneRankCommunicator`: the communicator of a group of one rank, which needs no library.
 
-How it works. One rank has nobody to meet and nothing to wait for, but NCCL takes half a second to make a communicator
-for it, and the survivor of a pair waits for that. So a group of one is torch operations on the current stream, which do
-what NCCL does with one rank. A reduction leaves its tensors as they are; so does an average (NCCL multiplies by one,
+How it works. One rank has nobody to meet and nothing to wait for. But a communicator of NCCL's would have to wait for
+the whole abort of the one before, half a second, as it allocates (`Incarnation.wait_ended`), and the survivor of a pair
+would wait for that. So a group of one is torch operations on the current stream, which do what NCCL does with one rank.
+A reduction leaves its tensors as they are; so does an average (NCCL multiplies by one,
 which changes nothing but the payload of a NaN); PREMUL_SUM multiplies, also at reduce-scatters, where torch's NCCL of
 one rank does not. What has inputs beside its outputs copies them, in the order in which they lie in memory, but for the
 parts of a reduce-scatter (`_is_by_index`). What NCCL can do with no number of ranks is refused, so that a script learns
