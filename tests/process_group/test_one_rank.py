@@ -23,6 +23,7 @@ from torch.distributed import ReduceOp
 from ft_core.errors import CollectiveError, ConfigError, NotAvailableError
 from ft_core.process_group import ProcessGroupGloo
 from ft_core.process_group.device import incarnation as incarnations
+from ft_core.process_group.device.communicator import NothingQueuedError
 from ft_core.process_group.device.one_rank import OneRankCommunicator
 from ft_core.process_group.device.torch_communicator import _flat
 from tests.process_group.fake_communicator import FakeNCCL, note_waits
@@ -344,6 +345,23 @@ def test_a_group_of_one_waits_for_the_whole_abort_where_a_launch_has_failed(
     alone.join(10)
     assert behaviour.calls[-1] == "/abort"
     assert pair[0].allreduce([torch.ones(2)]).wait()
+    for group in pair:
+        group.shutdown()
+    assert nothing_is_left()
+
+
+def test_a_group_of_one_does_not_where_the_launch_was_refused_before_anything_was_queued(store: Store) -> None:
+    """As NCCL does where it has seen the peer's end before the lighthouse has told of it."""
+    pair = [FakeNCCL(TIMEOUT) for _ in range(2)]
+    configure_all(pair, store.fresh())
+    behaviour, free = pair[0].behaviour, threading.Event()
+    behaviour.launch_error, behaviour.hang_freeing = NothingQueuedError("remote process exited"), free
+    with pytest.raises(CollectiveError, match="remote process exited"):
+        pair[0].allreduce([torch.ones(2)])
+    pair[0].configure("", "replica0", 0, 1)
+    assert wait_until(lambda: behaviour.calls[-1] == "abort")
+    assert pair[0].allreduce([torch.ones(2)]).wait()
+    free.set()
     for group in pair:
         group.shutdown()
     assert nothing_is_left()

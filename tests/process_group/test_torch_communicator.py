@@ -16,6 +16,7 @@ from torch._C._distributed_c10d import AllreduceOptions, HashStore, ReduceScatte
 from torch._C._distributed_c10d import ProcessGroupGloo as TorchGloo
 
 from ft_core.errors import CollectiveError
+from ft_core.process_group.device.communicator import NothingQueuedError
 from ft_core.process_group.device.group import one_of_ours
 from ft_core.process_group.device.torch_communicator import CONNECTING, TorchCommunicator, _flat
 from tests.process_group.ranks import in_threads, wait_until
@@ -246,6 +247,25 @@ def test_a_barrier_is_an_allreduce(made: Any) -> None:
     launched = in_threads(2, lambda rank: ranks[rank][0].launch("barrier", None))
     assert [one.result()[0].item() for one in launched] == [0.0, 0.0]
     assert [backends[0].reduced for _, _, backends in ranks] == [[*CONNECTING, 1]] * 2
+
+
+@pytest.mark.parametrize(
+    ("says", "kind"),
+    [
+        ("NCCL error in: x.cpp:1, remote process exited\nncclRemoteError: A call failed", NothingQueuedError),
+        ("NCCL error in: x.cpp:1, unhandled cuda error\nncclUnhandledCudaError: Call to CUDA failed", RuntimeError),
+    ],
+)
+def test_what_nccl_refuses_as_a_peer_has_gone_was_not_queued(made: Any, says: str, kind: type[Exception]) -> None:
+    ((communicator, _, backends),) = made(1)
+
+    def refuse(*_: object) -> None:
+        raise RuntimeError(says)
+
+    backends[0].allreduce = refuse
+    with pytest.raises(RuntimeError) as raised:
+        communicator.launch("allreduce", [torch.ones(2)], AllreduceOptions())
+    assert type(raised.value) is kind
 
 
 def test_a_reduce_scatter_is_one_of_a_whole_where_the_output_lies_in_the_order_of_its_indices() -> None:

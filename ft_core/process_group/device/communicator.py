@@ -21,6 +21,10 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
 
+class NothingQueuedError(RuntimeError):
+    """A launch was refused, as the communicator had failed before: nothing of it is going to run on the device."""
+
+
 class Launched(Protocol):
     """One collective that was launched. It keeps the tensors it runs on until it is done."""
 
@@ -59,7 +63,11 @@ class Communicator(Protocol):
         ...
 
     def launch(self, name: str, *arguments: Any) -> Launched:
-        """Start the collective `name` of `ProcessGroup._launch` behind the current stream; does not block the host."""
+        """Start the collective `name` of `ProcessGroup._launch` behind the current stream; does not block the host.
+
+        Raises NothingQueuedError, a ConfigError, ValueError, TypeError or NotImplementedError if nothing was started;
+        after any other error nobody knows what runs.
+        """
         ...
 
     def query(self) -> str | None:

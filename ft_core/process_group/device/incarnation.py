@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any
 from ft_core.errors import CollectiveError, ConfigError, FaultToleranceError
 from ft_core.process_group import reaper as reaping
 from ft_core.process_group.device import watch as watching
+from ft_core.process_group.device.communicator import NothingQueuedError
 from ft_core.process_group.device.host import ABORT, Host, process_host
 from ft_core.process_group.device.meeting import Meeting
 from ft_core.process_group.device.phases import Action, CallAbort, EndProcess, Lifecycle, Phase, WatchDeadline
@@ -208,7 +209,7 @@ class Incarnation:
                 with self._lock:
                     if work is not None:
                         self._works.append((work, name, self._host.now() + self.timeout_s))
-                    elif not isinstance(problem, MISTAKES):
+                    elif not isinstance(problem, (*MISTAKES, NothingQueuedError)):
                         self._untracked = True
                     actions = self._life.leave(self._host.now())
                 self._perform(actions)

@@ -34,6 +34,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import AllreduceOptions, HashStore, PrefixStore
 
+from ft_core.process_group.device.communicator import NothingQueuedError
 from ft_core.process_group.device.tensors import tensors_of
 
 if TYPE_CHECKING:
@@ -49,6 +50,8 @@ CONNECTING = 1, 1 << 20
 MAX_ASKED = 64
 """Of the collectives in flight so many of the oldest ones are asked whether the library has failed them."""
 _ONLY_THROUGH_DISPATCHER = frozenset({"allgather_into_tensor_coalesced", "reduce_scatter_tensor_coalesced"})
+_FAILED_BEFORE = "ncclRemoteError"
+"""What torch's message names where NCCL has lost a peer. NCCL looks for that before it queues anything."""
 _RESULTS = {1: "timed out", 2: "failed: the library reports an error, as it does when a peer has gone"}
 """torch's WorkResult: 0 is success."""
 
@@ -114,7 +117,12 @@ class TorchCommunicator:
         if name == "reduce_scatter":
             name, arguments = _flat(*arguments)
         target = self._dispatcher if name in _ONLY_THROUGH_DISPATCHER else self._backend
-        inner = getattr(target, name)(*arguments)
+        try:
+            inner = getattr(target, name)(*arguments)
+        except RuntimeError as error:
+            if _FAILED_BEFORE in str(error):
+                raise NothingQueuedError(str(error)) from error
+            raise
         event = self._streams.Event()
         if inner is None:
             event.record(self._streams.current_stream(self._device))
