@@ -16,6 +16,7 @@ runs while a server of this process is watched for. Standard library only; impor
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import os
 import ssl
@@ -23,7 +24,7 @@ import stat
 import threading
 import time
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from ft_core.errors import ConfigError
 
@@ -224,7 +225,6 @@ class CertificateFiles:
         context = self.now.server
         if context is None:
             return plain
-        plain.getpeername()  # else `ssl` takes what has gone, fails, and leaves it to the garbage collector
         return context.wrap_socket(plain, server_side=True, do_handshake_on_connect=False)
 
     def watch(self) -> None:
@@ -289,6 +289,7 @@ def load(tls: Tls) -> Loaded:
     if not cert:
         return Loaded(cert, key, ca, client, None, None, float("inf"), float("inf"))
     server, page = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    server.sslsocket_class = Accepted
     for context in (client, server, page):
         _show(context, tls, cert, key)
     if ca:
@@ -321,6 +322,22 @@ def _read(variable: str, path: str, holds: bytes) -> bytes:
     other = "a certificate" if b"CERTIFICATE-----" in data else "a private key" if b"PRIVATE KEY-----" in data else ""
     found = f"but {other}: are FT_TLS_CERT and FT_TLS_KEY swapped?" if other else "in PEM form (-----BEGIN ...)"
     raise ConfigError(f"{variable}={path!r} holds no {wanted} {found}")
+
+
+class Accepted(ssl.SSLSocket):
+    """A server's end of a connection, which is closed where the other side has gone.
+
+    `ssl` takes the plain socket over, asks who the other side is, and where that has gone since it was accepted, fails
+    and leaves the socket to the garbage collector.
+    """
+
+    def getpeername(self) -> Any:
+        """Return the other side's address. Raises ConnectionResetError, when this is closed: it has gone."""
+        try:
+            return super().getpeername()
+        except OSError as error:
+            self.close()
+            raise ConnectionResetError(errno.ECONNRESET, "the other side has gone") from error
 
 
 def _trust(context: ssl.SSLContext, variable: str, path: str, pem: bytes) -> None:
