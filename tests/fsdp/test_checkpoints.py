@@ -116,9 +116,13 @@ def test_a_disk_without_room(monkeypatch: pytest.MonkeyPatch, folder: pathlib.Pa
 def test_a_job_that_is_lost_as_a_whole_goes_on_from_its_newest_checkpoint(
     monkeypatch: pytest.MonkeyPatch, folder: pathlib.Path
 ) -> None:
-    """Nobody has the state any more, and the lighthouse knows of steps that were committed."""
-    monkeypatch.setenv("BATCHES", "14")
+    """Nobody has the state any more, and the lighthouse knows of steps that were committed.
+
+    They train until both groups are back: one may begin alone while the other one still starts.
+    """
+    monkeypatch.setenv("BATCHES", "100000")
     monkeypatch.setenv("SAVE", str(folder))
+    monkeypatch.setenv("END", str(folder.parent / "end"))
     with job(ROOT / "tests/fsdp/loop_job.py", "--replicas", "2", "--nproc-per-replica", "2") as running:
 
         def kill(_: Any) -> None:
@@ -126,8 +130,12 @@ def test_a_job_that_is_lost_as_a_whole_goes_on_from_its_newest_checkpoint(
                 os.kill(int(pid), signal.SIGKILL)
 
         running.when(r"\] commit 11 0 0 ", kill)
+        both = (r"\[replica-0/1\] loaded 0 ", r"\[replica-1/1\] loaded 1 ")
+        running.when(r"\] commit (\d+) 0 1 ", end_soon(folder.parent / "end"), after=both)
         assert running.run() == 0, running.text
-    assert running.count(r"\] loaded \d 8 ") == 4, running.text
-    ends = re.findall(r"\] done \d (\d) 14 (\w+)", running.text)
+    loaded = [int(batch) for batch in re.findall(r"\] loaded \d (\d+) ", running.text)]
+    assert (len(loaded), min(loaded)) == (4, SAVE_EVERY), running.text
+    assert all(batch % SAVE_EVERY == 0 for batch in loaded), "who starts late finds what the other one has saved since"
+    ends = re.findall(r"\] done \d (\d) (\d+ \w+)", running.text)
     assert len(ends) == 4, running.text
     assert len(set(ends)) == 2
