@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 from ft_core.errors import ConfigError
 from ft_core.reduction.bucket_plan import BucketPlan, BucketSettings, TensorSpec, plan_buckets
-from ft_core.reduction.flat_buckets import dense_strides
 from ft_core.reduction.interface import FENCE_SLOTS
+from ft_core.strides import dense_strides
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

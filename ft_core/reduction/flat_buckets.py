@@ -18,6 +18,7 @@ from torch import Tensor
 from ft_core.device import device_of as _device_of
 from ft_core.errors import ConfigError, UsageError
 from ft_core.reduction.c_heap import keep_freed_memory
+from ft_core.strides import dense_strides
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -168,18 +169,6 @@ def copy_special(parameter: Parameter, view: Tensor, scale: Tensor, name: str) -
     return UsageError(
         f"the gradient of {name} is {have}, its bucket {want}: wrap the module after moving or casting it"
     )
-
-
-def dense_strides(tensor: Parameter | Tensor) -> tuple[int, ...] | None:
-    """Strides of a tensor that fills its memory in another order than row by row (channels_last); else None."""
-    if tensor.is_contiguous():
-        return None
-    expected = 1
-    for stride, size in sorted((s, n) for s, n in zip(tensor.stride(), tensor.shape, strict=True) if n != 1):
-        if stride != expected:
-            return None
-        expected *= size
-    return tuple(tensor.stride())
 
 
 def _view_like(parameter: Parameter, flat: Tensor, offset: int, numel: int) -> Tensor:

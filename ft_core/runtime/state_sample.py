@@ -17,7 +17,7 @@ import ctypes
 from typing import TYPE_CHECKING
 
 from ft_core.checkpointing.tensor_bytes import checksum
-from ft_core.reduction.flat_buckets import dense_strides
+from ft_core.strides import fills_its_memory
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -37,7 +37,7 @@ class StateSample:
     """
 
     def __init__(self, parameters: Sequence[Parameter], steps: int) -> None:
-        self._parameters = [p for p in parameters if p.device.type == "cpu" and _fills_its_memory(p)]
+        self._parameters = [p for p in parameters if p.device.type == "cpu" and fills_its_memory(p)]
         self._windows = _windows([p.numel() * p.element_size() for p in self._parameters], steps)
 
     def __repr__(self) -> str:
@@ -53,10 +53,6 @@ class StateSample:
             memory = (ctypes.c_char * size).from_address(self._parameters[index].data_ptr() + start)
             digest = (digest * 0x9E37_79B9_7F4A_7C15 & 0xFFFF_FFFF_FFFF_FFFF) ^ checksum(memoryview(memory).cast("B"))
         return (digest ^ digest >> 32) & 0xFFFF_FFFF
-
-
-def _fills_its_memory(tensor: Parameter) -> bool:
-    return tensor.is_contiguous() or dense_strides(tensor) is not None
 
 
 def _windows(sizes: Sequence[int], steps: int) -> list[list[tuple[int, int, int]]]:

@@ -28,8 +28,7 @@ def test_a_killed_replica_heals_over_process_groups(forge: Forge) -> None:
         assert back.commits()[0][2] == 3  # it contributes from its first step on
         assert len(cluster.wait_ends()) == 1
         assert {row[2] for row in a.commits()} == {2, 3}
-        # From both, unless a pair meets when the other donor has given all, in 0.2 s: seen once with both
-        # cores busy. (In tests/checkpointing/pg nothing says either how many of two have given.)
+        # From both, unless a pair meets when the other donor has given all (tests/checkpointing/pg has that).
         received = [line for line in back.errors if re.search(r"healed to step .* from [12] donors", line)]
         assert received, "\n".join(back.errors[-20:])
         assert not any("prefetched" in line for line in back.errors)

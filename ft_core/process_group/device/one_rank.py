@@ -31,6 +31,7 @@ from torch.distributed import ReduceOp
 
 from ft_core.errors import ConfigError, NotAvailableError
 from ft_core.process_group.device.tensors import tensors_of
+from ft_core.strides import fills_its_memory
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -224,7 +225,8 @@ def _check(name: str, output: torch.Tensor, given: torch.Tensor) -> None:
     if given.dtype in _UNKNOWN:
         raise ConfigError(f"{name}: no library carries tensors of {given.dtype}")
     for tensor in (output, given):
-        if not (_is_dense(tensor) or (tensor is given and _is_by_index(name, output, given))):
+        dense = tensor.layout == torch.strided and fills_its_memory(tensor)
+        if not (dense or (tensor is given and _is_by_index(name, output, given))):
             raise ConfigError(f"{name}: a tensor of shape {tuple(tensor.shape)} is not contiguous in memory")
         if tensor.is_conj():
             raise ConfigError(f"{name}: a tensor is not conjugated yet: call its resolve_conj() first")
@@ -248,21 +250,6 @@ def _span(tensor: torch.Tensor) -> int:
 
 def _types(tensors: list[torch.Tensor]) -> str:
     return " and ".join(sorted({str(tensor.dtype) for tensor in tensors}))
-
-
-def _is_dense(tensor: torch.Tensor) -> bool:
-    """Whether its elements lie in memory without gaps, in whatever order."""
-    if tensor.layout != torch.strided:
-        return False
-    if tensor.is_contiguous():
-        return True
-    expected = 1
-    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if size != 1:
-            if stride != expected:
-                return False
-            expected *= size
-    return True
 
 
 def _check_splits(output: torch.Tensor, given: torch.Tensor, to_receive: list[int], to_send: list[int]) -> None:

@@ -108,6 +108,37 @@ def test_state_goes_into_the_receivers_own_tensors(members: Callable[..., Member
     assert all(name.startswith("replica rank") for name in found.donors_used)
 
 
+def test_a_pair_that_meets_when_the_other_donor_has_given_all_adds_nothing(
+    members: Callable[..., Members], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a machine whose cores are busy: nobody waits for it, and one donor is named."""
+    make, over, group = PGTransport._pair, threading.Event(), members(2, 1)
+
+    def late(transport: PGTransport[Any], exchange: Exchange, donor: int, receiver: int, rank: int) -> Pair:
+        pair = make(transport, exchange, donor, receiver, rank)
+        form, cut = pair.form, pair.cut
+
+        def form_late(within_s: float) -> None:
+            assert over.wait(20)
+            form(within_s)
+
+        def cut_at_the_end() -> None:
+            cut()
+            over.set()
+
+        if (donor, rank) == (1, 1):
+            monkeypatch.setattr(pair, "form", form_late)
+            monkeypatch.setattr(pair, "cut", cut_at_the_end)
+        return pair
+
+    monkeypatch.setattr(PGTransport, "_pair", late)
+    state, own = make_state(1), make_state(2)
+    group.offer(state)
+    found = group.receive(2, own)
+    assert_same_state(found.state, state)
+    assert found.donors_used == ("replica rank 0",)
+
+
 def test_one_quorum_after_the_other(members: Callable[..., Members]) -> None:
     group = members(2, 2)
     for seed in range(4):
