@@ -89,8 +89,11 @@ class Watched:
         return found
 
     def witness(self) -> int:
+        """Its own one, once that waits and has been told all: the mutex is sent before what ends with it."""
         until(lambda: bool(self.witnesses()) and sleeps(self.witnesses()[0]), "a witness that waits")
-        return self.witnesses()[0]
+        witness = self.witnesses()[0]
+        self.do("linked")
+        return witness
 
     def ends_within(self, limit_s: float) -> bool:
         """The other side of the connection is told that this process is gone."""

@@ -54,7 +54,7 @@ def test_a_witness_in_another_pid_namespace(keeper: Keeper) -> None:
     """No number of a process means anything to it: it is given files of /proc that mean the right one."""
     watched = Watched("unshare", "--pid", "--fork", "--mount-proc", FT_WITNESS=keeper.witness_address)
     try:
-        watched.do("hold")
+        watched.do("hold", "linked")
         threads = pathlib.Path(f"/proc/{keeper.process.pid}/task")
         until(lambda: len(list(threads.iterdir())) == 3, "a thread of the keeper that waits")
         watched.do("fork")
@@ -70,7 +70,7 @@ def test_a_process_without_a_proc_of_its_own(keeper: Keeper, how: str) -> None:
     script = f'{how} && exec "$@"'
     watched = Watched("unshare", "--mount", "sh", "-c", script, "sh", FT_WITNESS=keeper.witness_address)
     try:
-        watched.do("hold")
+        watched.do("hold", "linked")
         threads = pathlib.Path(f"/proc/{keeper.process.pid}/task")
         until(lambda: len(list(threads.iterdir())) == 3, "a thread of the keeper that waits")
         watched.process.kill()
