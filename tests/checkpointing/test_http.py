@@ -16,6 +16,7 @@ from ft_core.checkpointing import Prefetched, StateServer, fetch, get_blob, offe
 from ft_core.checkpointing.http import places
 from ft_core.checkpointing.http import server as http_server
 from ft_core.checkpointing.http.answers import Answers
+from ft_core.checkpointing.http.byte_stream import TICK_S
 from ft_core.checkpointing.range_sums import RangeSums
 from ft_core.checkpointing.staging import Reading
 from ft_core.errors import ConfigError, EncodingError, HealError, UsageError
@@ -144,7 +145,7 @@ def test_nothing_of_a_closed_offer_is_accepted(donor: Start, pool: Any, gate: Ga
     assert gate.reached.wait(10)
     began = time.perf_counter()
     server.close("t")
-    assert time.perf_counter() - began < 0.05
+    assert time.perf_counter() - began < 2.0, "the receiver reads on after this only"
     state["big"].fill_(0)  # the optimizer step
     gate.resume.set()
     with pytest.raises(HealError, match=re.escape(server.address) + ".*the donor went on to its next step"):
@@ -199,7 +200,7 @@ def test_close_does_not_wait_for_a_receiver_that_does_not_read(donor: Start) -> 
         sock.recv(1)
         began = time.perf_counter()
         server.close("t")
-        assert time.perf_counter() - began < 0.05
+        assert time.perf_counter() - began < 0.5 * TICK_S, "a send to who does not read ends at the end of a tick"
         assert eventually(lambda: "ft-heal-conn" not in heal_threads())
 
 

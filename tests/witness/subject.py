@@ -10,6 +10,7 @@ import contextlib
 import os
 import signal
 import socket
+import subprocess
 import sys
 import threading
 
@@ -38,6 +39,20 @@ class Subject:
             os.sched_yield()
         with link._link._lock:
             pass
+
+    def start_slowly(self) -> None:
+        """No witness is started until `start_now`."""
+        self.may_start = threading.Event()
+        start = link._start_witness
+
+        def start_when_told() -> tuple[socket.socket, subprocess.Popen[bytes] | None]:
+            self.may_start.wait()
+            return start()
+
+        link._start_witness = start_when_told
+
+    def start_now(self) -> None:
+        self.may_start.set()
 
     def hold_another(self) -> None:
         """As a second Manager of this process."""
