@@ -193,6 +193,7 @@ class Lighthouse:
                     self.pair.stops(self.room.told, self.world.now)
                     for conn in list(self.conns.values()):
                         conn.break_()
+                        conn.end()  # its own end at once
                     self.conns.clear()
                     self._report()
                 case Feed():
@@ -311,10 +312,7 @@ class Lighthouse:
             self.world.say("lighthouse %d: %s", self.index, text)
 
     def _check_lost(self, replica_id: str) -> None:
-        """R21: no living member holds what the job has committed, unless no lighthouse had its lease for orphan_s.
-
-        One whose lease is being opened had it, too, where it comes from the other lighthouse of a pair.
-        """
+        """R21: no living member holds what the job has committed, unless no lighthouse had its lease for orphan_s."""
         members = {*(self.room.current.members if self.room.current else ())}
         if self.pair is not None:
             members.update(*(basis.members for basis in self.room.told.bases))
@@ -344,6 +342,8 @@ class Conn:
         self.lighthouse = lighthouse
         self.generation = generation
         self.client_open = self.server_open = True
+        self.leased = False
+        """Its Hello has arrived: until then it is an attempt."""
         self.heard_at = self.world.now
         self.held: list[tuple[Callable[..., None], tuple[Any, ...]]] = []
         self._up_at = self._down_at = 0.0
@@ -367,7 +367,7 @@ class Conn:
         self.heard_at = self.world.now
         if isinstance(event, room_events.Hello):
             self.lighthouse.conns[self.group.rid] = self
-            self.group.unleased_since = None
+            self.group.unleased_since, self.leased = None, True
         self.lighthouse.handle(event)
         room = self.lighthouse.room
         if isinstance(event, room_events.Hello):
@@ -414,11 +414,11 @@ class Conn:
         if not self.server_open:
             return
         self.server_open = False
-        if self.lighthouse.conns.get(self.group.rid) is self:
-            if self.group.conn is self or not (self.group.conn and self.group.conn.server_open):
-                self.group.unleased_since = self.group.unleased_since or self.world.now
-            if self.lighthouse.pair is not None:
-                del self.lighthouse.conns[self.group.rid]
+        other = self.group.conn
+        if self.leased and (other is self or not (other and other.server_open and other.leased)):
+            self.group.unleased_since = self.group.unleased_since or self.world.now
+        if self.lighthouse.pair is not None and self.lighthouse.conns.get(self.group.rid) is self:
+            del self.lighthouse.conns[self.group.rid]
         if self.lighthouse.serves:
             silence = self.world.now - self.heard_at
             self.lighthouse.handle(room_events.LeaseEnded(self.group.rid, self.generation, silence))

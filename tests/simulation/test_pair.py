@@ -102,6 +102,13 @@ def test_all_state_is_not_called_lost_while_its_holder_comes_over_from_the_other
         pytest.fail(story(result), pytrace=False)
 
 
+def test_a_lease_ends_with_the_lighthouse_that_begins_to_stand_by() -> None:
+    """Its holder reached the serving one no more; 5 s later (orphan_s) its state is lost, as documented."""
+    result = simulate(2087, Config.draw(2087, **fixed_in("cuts")))
+    if result.violation:
+        pytest.fail(story(result), pytrace=False)
+
+
 def test_nobody_waits_for_the_quorum_that_only_a_stranger_claims_to_be_in() -> None:
     """It would wait for the stranger as a holder of what was trained, for as long as that has said itself (R18)."""
     result = simulate(42, Config.draw(42, **fixed_in("drawn")))
