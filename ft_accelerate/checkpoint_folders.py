@@ -143,6 +143,16 @@ def place(folder: PlacedFolder, target: str) -> None:
     os.rmdir(partial)
 
 
+def take_over(old: str, new: str) -> None:
+    """Move what a folder has, and the one that will replace it has not, into that one; none that is not there."""
+    for name in sorted(os.listdir(old)) if os.path.isdir(old) else ():
+        before, after = os.path.join(old, name), os.path.join(new, name)
+        if not os.path.lexists(after):
+            os.rename(before, after)
+        elif os.path.isdir(before) and os.path.isdir(after):
+            take_over(before, after)
+
+
 def manager_state(folder: str) -> dict[str, int] | None:
     """The Manager's state that `write` noted; None for a checkpoint of plain Accelerate."""
     try:

@@ -229,7 +229,7 @@ class Option:
         if self.choices and text not in self.choices:
             raise ConfigError(f"{source}={text!r} must be one of {', '.join(self.choices)}")
         if self.name == "chaos":
-            ChaosSettings.parse(text)
+            _check_chaos(text, source)
         if self.name == "replicas":
             _check_replicas(text, source)
         return text
@@ -245,6 +245,14 @@ def _check_replicas(text: str, source: str) -> None:
         raise ConfigError(
             f"{source}={text!r} must be 1 to {MAX_REPLICAS} replica groups, the first number not the larger one"
         )
+
+
+def _check_chaos(text: str, source: str) -> None:
+    """Check it as ftrun does, which names its own option."""
+    try:
+        ChaosSettings.parse(text)
+    except ConfigError as error:
+        raise ConfigError(str(error).replace("--chaos", source, 1)) from None
 
 
 def _number(kind: type, value: object, source: str) -> Any:

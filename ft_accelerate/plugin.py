@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from ft_accelerate.options import FIELDS, PREFIX, SECTION, PluginFields, check, suggestion, variable
+from ft_accelerate.options import FIELDS, OPTIONS, PREFIX, SECTION, PluginFields, check, suggestion, variable
 from ft_core.data.scaling import LearningRateScaling
 from ft_core.errors import ConfigError
 from ft_core.settings import Environment
@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 P = TypeVar("P")
 LAUNCHED = ("FT_LIGHTHOUSE", "TORCHFT_LIGHTHOUSE", "FT_REPLICA_GROUP")
 """One of these in the environment means that a replica group was started."""
+LAUNCHERS = frozenset(option.env for option in OPTIONS.values() if option.launcher)
+"""Variables of `ft-accelerate launch` alone, which mean nothing to a process that something else has started."""
 NEEDS = {
     "global_batch_size": "elastic_data", "max_micro_steps": "global_batch_size", "lr_scaling": "reference_batch_size",
     "reference_batch_size": "lr_scaling",
@@ -163,7 +165,7 @@ def plugin_or_none(given: FaultTolerancePlugin | None) -> FaultTolerancePlugin |
         raise ConfigError(
             f"fault_tolerance_plugin must be a ft_accelerate.FaultTolerancePlugin, got {type(given).__name__}"
         )
-    ours = any(name.startswith(PREFIX) and os.environ[name] for name in os.environ)
+    ours = any(name.startswith(PREFIX) and text and name not in LAUNCHERS for name, text in os.environ.items())
     started = given is not None or ours or any(os.environ.get(name) for name in LAUNCHED)
     if not started:
         return None
@@ -180,10 +182,11 @@ def from_environment(environ: Mapping[str, str]) -> dict[str, Any]:
     known = {variable(name): name for name in FIELDS}
     found: dict[str, Any] = {}
     for key, text in environ.items():
-        if not key.startswith(PREFIX) or not text:
+        if not key.startswith(PREFIX) or not text or key in LAUNCHERS:
             continue
         if key not in known:
-            raise ConfigError(f"environment variable {key} is not known to ft_accelerate{suggestion(key, known)}")
+            there_are = suggestion(key, {*known, *LAUNCHERS})
+            raise ConfigError(f"environment variable {key} is not known to ft_accelerate{there_are}")
         found[known[key]] = check(known[key], text, key)
     return found
 

@@ -13,7 +13,7 @@ import json
 import os
 import tempfile
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args, get_type_hints
 
 import yaml
 
@@ -31,6 +31,8 @@ VERSION = 1
 NOTHING = (None, "", "~", "null")
 """Values of a key that says nothing."""
 TEXTS = ("distributed_type", "mixed_precision")
+WANTED = {int: "a whole number", dict: "followed by indented lines"}
+"""Types of accelerate's keys that its own reader takes as they come, to fail later without a name."""
 
 
 def default_file() -> str:
@@ -120,8 +122,8 @@ def check(section: Any, path: str) -> dict[str, Any]:
     return values
 
 
-def _check_rest(rest: Mapping[str, Any], path: str) -> None:
-    """Accelerate's reader would name the temporary file."""
+def _check_rest(rest: dict[str, Any], path: str) -> None:
+    """Accelerate's reader would name the temporary file. Whole numbers in quotes become numbers."""
     if rest.get("compute_environment", "LOCAL_MACHINE") != "LOCAL_MACHINE":
         raise ConfigError(
             f"compute_environment={rest['compute_environment']} in {path}: replica groups are started on this machine "
@@ -136,6 +138,14 @@ def _check_rest(rest: Mapping[str, Any], path: str) -> None:
     for name in rest:
         if name not in known:
             raise ConfigError(f"config file {path} has an unknown key {name}{suggestion(str(name), known)}")
+    for name, hint in get_type_hints(ClusterConfig).items():
+        kind = next((kind for kind in WANTED if kind in (hint, *get_args(hint))), None)
+        if kind is None or rest.get(name) in NOTHING:
+            continue
+        if kind is int and str(rest[name]).isdecimal():
+            rest[name] = int(rest[name])
+        if not isinstance(rest[name], kind) or isinstance(rest[name], bool):
+            raise ConfigError(f"{name}={rest[name]!r} in {path} must be {WANTED[kind]}")
 
 
 @contextlib.contextmanager

@@ -11,6 +11,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import transformers
+from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 from transformers.trainer_callback import CallbackHandler, ProgressCallback, TrainerState
 
 from ft_core.errors import NotAvailableError
@@ -35,6 +36,8 @@ METHODS = (
     "_load_from_checkpoint", "_load_optimizer_and_scheduler", "_load_best_model", "_save_optimizer_and_scheduler",
 )  # fmt: skip
 """Methods of Trainer that the mixin overrides or calls."""
+REPORTERS = tuple(INTEGRATION_TO_CALLBACK.values())
+"""Trainer's callbacks for TensorBoard, wandb and others (`report_to`), which open once what they write to, if ever."""
 
 
 def check(trainer: type) -> None:
@@ -61,6 +64,8 @@ class FollowingHandler(CallbackHandler):  # type: ignore[misc]
         skips: whether the epoch that begins is passed over.
     """
 
+    callbacks: list[Any]
+
     def __init__(
         self, handler: Any, leads: Callable[[], bool], stepped: Callable[[Any], bool], skips: Callable[[], bool]
     ) -> None:
@@ -72,6 +77,8 @@ class FollowingHandler(CallbackHandler):  # type: ignore[misc]
         self._skips = skips
         self._trains = False
         """Training has begun, and has not ended."""
+        self._reports = False
+        """The reporters were set up when this process led, so they have something to write to."""
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
         """After a commit as ever."""
@@ -86,9 +93,26 @@ class FollowingHandler(CallbackHandler):  # type: ignore[misc]
         state.is_world_process_zero = self._leads()
         state.is_local_process_zero = state.is_world_process_zero  # groups of one machine would print the same
         self._trains = (self._trains or event == "on_train_begin") and event != "on_train_end"
+        if state.is_world_process_zero and not self._reports:
+            self._pass_on_reports(event, args, state, control)
         if event not in ("on_train_begin", "on_train_end"):
             self._pass_on_bars(args, state, control)
         return super().call_event(event, args, state, control, **kwargs)
+
+    def _pass_on_reports(self, event: str, args: Any, state: Any, control: Any) -> None:
+        """A new leader's reporters have been told that another process writes: they begin again."""
+        self._reports = True
+        everybody, reporters = self.callbacks, [one for one in self.callbacks if isinstance(one, REPORTERS)]
+        for reporter in reporters:
+            if hasattr(reporter, "_initialized"):
+                reporter._initialized = False
+        if not self._trains or event == "on_train_begin":
+            return  # they are told, or set themselves up when something is logged
+        self.callbacks = reporters
+        try:
+            super().call_event("on_train_begin", args, state, control)
+        finally:
+            self.callbacks = everybody
 
     def _pass_on_bars(self, args: Any, state: Any, control: Any) -> None:
         """The progress bar is the leader's: a new one has none yet, a former one's prints nothing more."""

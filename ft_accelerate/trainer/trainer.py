@@ -32,6 +32,7 @@ import torch
 from torch.distributed import ReduceOp
 from transformers import Trainer
 
+from ft_accelerate import checkpoint_folders
 from ft_accelerate._compat import trainer as _compat_trainer
 from ft_accelerate.accelerator import FaultTolerantAccelerator
 from ft_accelerate.checkpoint_folders import from_first
@@ -363,10 +364,14 @@ class FaultTolerantTrainerMixin(ShardedTraining, ElasticEpochs):
             self._ft_placed(folder, name).discard()
 
     def _ft_place(self, folder: str, name: str, best: int | None) -> None:
-        """Move what was written to its place, unless that was done; the oldest that are over the limit go."""
+        """Move what was written to its place, unless that was done; the oldest that are over the limit go.
+
+        What is there already stays, as with Trainer: callbacks have written into the folder since (on_save).
+        """
         stage, place = self._ft_placed(folder, name).beside, os.path.join(folder, name)
         if self.args.process_index != 0 or not os.path.isdir(stage):
             return
+        checkpoint_folders.take_over(place, os.path.join(stage, name))
         shutil.rmtree(place, ignore_errors=True)
         os.replace(os.path.join(stage, name), place)
         os.rmdir(stage)

@@ -84,6 +84,7 @@ def test_what_ftrun_has_no_option_for_is_told_by_environment_and_nothing_twice()
     [
         ({"min_replicas": "many"}, {}, "--ft_min_replicas='many' must be a whole number"),
         ({"lighthouse": "nowhere"}, {}, "--ft_lighthouse='nowhere': expected host:port"),
+        ({"chaos": "kil=3s"}, {}, "--ft_chaos 'kil=3s': unknown kind 'kil'"),
         ({}, {"ACCELERATE_FT_STANDBY": "x"}, "ACCELERATE_FT_STANDBY='x' must be a whole number"),
         ({}, {"ACCELERATE_FT_MINREPLICAS": "2"}, "ACCELERATE_FT_MINREPLICAS is not known to ft-accelerate; did "
          "you mean ACCELERATE_FT_MIN_REPLICAS"),

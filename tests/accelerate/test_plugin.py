@@ -48,6 +48,19 @@ def test_a_lighthouse_in_the_environment_switches_it_on(name: str, monkeypatch: 
     assert plugin_or_none(None) is None
 
 
+def test_the_launchers_own_variables_mean_nothing_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACCELERATE_FT_REPLICAS", "2")
+    monkeypatch.setenv("ACCELERATE_FT_STANDBY", "1")
+    assert plugin_or_none(None) is None  # plain python
+    monkeypatch.setenv("FT_LIGHTHOUSE", "host:29510")  # ftrun
+    plugin = plugin_or_none(None)
+    assert plugin is not None
+    assert plugin.min_replicas is None
+    monkeypatch.setenv("ACCELERATE_FT_STANDBYS", "1")
+    with pytest.raises(ConfigError, match=r"STANDBYS is not known .* did you mean ACCELERATE_FT_STANDBY"):
+        plugin_or_none(None)
+
+
 def test_argument_beats_environment_beats_file(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
     path = tmp_path / "ft.yaml"
     path.write_text("fault_tolerance_config: {timeout_s: 1, min_replicas: 1, quorum_timeout_s: 7}\n")

@@ -79,6 +79,7 @@ def test_two_groups_are_ddp_of_two_to_the_bit(forge: Forge, tmp_path: Path) -> N
         name.replace("rng_state_0", "rng_state") for name in sorted(os.listdir(one / "out/checkpoint-12"))
         if name != "rng_state_1.pth"
     ]  # fmt: skip
+    assert (two / "out/checkpoint-12/of_the_script/note").read_text() == "12"  # written before the folder was there
 
 
 @pytest.mark.process

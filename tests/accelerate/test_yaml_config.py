@@ -80,6 +80,10 @@ def test_each_field_of_the_plugin_is_an_option_but_for_those_the_launcher_sets()
         (f"{SECTION}: [replicas]", "must be followed by indented lines such as `replicas: 2`; leave out the dashes"),
         ("fault_tolerance: {replicas: 2}", "has an unknown key fault_tolerance; did you mean fault_tolerance_config"),
         ("num_proceses: 2", "has an unknown key num_proceses; did you mean num_processes"),
+        ("num_processes: four", "num_processes='four' in .*ft.yaml must be a whole number"),
+        ("num_machines: 1.5", "num_machines=1.5 in .* must be a whole number"),
+        ("num_processes: true", "num_processes=True in .* must be a whole number"),
+        ("fsdp_config: 2", "fsdp_config=2 in .* must be followed by indented lines"),
         ("mixed_precision: no", "mixed_precision in .*: YAML reads a bare no as false"),
         ("compute_environment: AMAZON_SAGEMAKER", "replica groups are started on this machine only"),
         (": :", "cannot be read"),
@@ -88,6 +92,11 @@ def test_each_field_of_the_plugin_is_an_option_but_for_those_the_launcher_sets()
 def test_mistakes_are_named(written: Callable[[str], str], text: str, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         load(written(HEAD + text))
+
+
+def test_a_number_in_quotes_is_one(written: Callable[[str], str]) -> None:
+    rest = load(written(HEAD + "num_processes: '4'\nmain_process_port: null\ndowncast_bf16: 'no'")).rest
+    assert (rest["num_processes"], rest["main_process_port"], rest["downcast_bf16"]) == (4, None, "no")
 
 
 def test_no_file_an_empty_one_and_one_without_distributed_type(written: Callable[[str], str]) -> None:

@@ -108,6 +108,12 @@ class Probe(TrainerCallback):
             trainer.is_in_train = before
         self.evaluated.append((metrics["eval_loss"], again.metrics["eval_loss"]))
 
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.is_world_process_zero:  # as scripts do that save an adapter beside the model
+            folder = Path(args.output_dir) / f"checkpoint-{state.global_step}" / "of_the_script"
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / "note").write_text(str(state.global_step))
+
     def die_once(self) -> None:
         """Of SIGKILL, the first time in this run."""
         marker = self.folder / "killed"
