@@ -40,8 +40,13 @@ class Addresses:
         Raises:
             ConfigError: names `setting`, its value and what to do.
         """
-        parts = tuple(part.strip() for part in text.split(",")) if "," in text else (text,)
         where = f"{setting}={text!r}"
+        given: object = text
+        if not isinstance(given, str):
+            raise ConfigError(
+                f"{where} must be a string such as 'trainer0:29510', or 'host0:29510,host1:29510' for two"
+            )
+        parts = tuple(part.strip() for part in text.split(",")) if "," in text else (text,)
         if len(parts) > 1 and "" in parts:
             raise ConfigError(f"{where}: an address is missing before or after a comma; write host:port,host:port")
         if len(parts) > MAX_ADDRESSES:

@@ -37,6 +37,8 @@ OURS = {
 OUR_OPTIONS = {
     "--replicas": "devices= says how many groups are started",
     "--replica": "devices= says how many groups are started",
+    "--num-replicas": "devices= says how many groups are started; use ftrun for a part of a bigger job",
+    "--replica-offset": "devices= says how many groups are started; use ftrun for a part of a bigger job",
     "--run-id": "the strategy sets it",
     "--gpus": "devices= says which are used",
     "--nproc-per-replica": "each device is a replica group of its own; use ftrun for groups of several processes",
@@ -109,10 +111,8 @@ class Arguments:
                 raise ConfigError(f"manager_kwargs: ft_core.Manager has no argument {name}{hint}")
         if isinstance(self.ftrun_options, str):
             raise ConfigError(f"ftrun_options={self.ftrun_options!r} must be a list such as ['--standby', '1']")
-        for word in self.ftrun_options:
-            option = str(word).partition("=")[0].replace("_", "-")
-            if option in OUR_OPTIONS:
-                raise ConfigError(f"ftrun_options: {option} cannot be given: {OUR_OPTIONS[option]}")
+        if self.ftrun_options:
+            check_options([str(word) for word in self.ftrun_options])
 
     @property
     def timeout_s(self) -> float | None:
@@ -137,6 +137,31 @@ class Arguments:
         options += [] if self.timeout_s is None else ["--timeout", f"{self.timeout_s:g}"]
         options += ["--from-scratch"] if self.from_scratch else []
         return [*options, *map(str, self.ftrun_options)]
+
+
+def check_options(words: list[str]) -> None:
+    """Refuse `ftrun_options` that the strategy sets, under whatever name, and what ftrun would not understand.
+
+    Raises:
+        ConfigError: names the option, and what to do.
+    """
+    from ft_core.launch import argument_parser  # half a second, which is only for those who use it
+
+    for word in words:
+        option = word.partition("=")[0]
+        for name in argument_parser.spellings(option):
+            if name in OUR_OPTIONS:
+                also = "" if name == option.replace("_", "-") else f" (as {option})"
+                raise ConfigError(f"ftrun_options: {name}{also} cannot be given: {OUR_OPTIONS[name]}")
+    try:
+        left = argument_parser.read([*words, "--", "script"])
+    except ConfigError as error:
+        raise ConfigError(f"ftrun_options={words!r}: {error}") from None
+    if left.script != "script":
+        raise ConfigError(
+            f"ftrun_options={words!r}: {left.script!r} is neither an option nor the value of one; the script and its "
+            "arguments are those that run here"
+        )
 
 
 POLICIES = ("shadow", "stop_all", "leave")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -60,6 +62,12 @@ def test_what_cannot_work_is_named_with_its_setting(text: str, says: str, settin
         Addresses.parse(text, setting)
     assert str(caught.value).startswith(f"{setting}='")
     assert says in str(caught.value)
+
+
+def test_what_is_no_text_is_named_too() -> None:
+    number: Any = 29510
+    with pytest.raises(ConfigError, match="lighthouse=29510 must be a string such as 'trainer0:29510'"):
+        Addresses.parse(number, "lighthouse")
 
 
 def test_messages_say_which_of_two_is_meant() -> None:

@@ -208,3 +208,9 @@ def read(argv: Sequence[str]) -> argparse.Namespace:
     if words[after - 1] != out.script and words[after - 2] == out.script:
         out.arguments = words[after - 1 :]
     return out
+
+
+def spellings(option: str) -> tuple[str, ...]:
+    """All names of ftrun's option that has this one, the first with `-`; () if there is none."""
+    action = parser()._option_string_actions.get(option)
+    return () if action is None else tuple(action.option_strings)

@@ -215,7 +215,8 @@ class TrainingLoop:
         """Write a checkpoint on the leader. Every replica calls it, at the same step.
 
         The file is in its place once every replica is known to hold its step: after the next step, at `end`, or at
-        once where there is one replica. A new leader writes what the former one may not have written.
+        once where there is one replica. A new leader writes what the former one may not have written. After `end` each
+        group writes it, and it is there when this returns.
 
         Args:
             path: of the file, on a local or shared file system; its folder is made.

@@ -6,6 +6,10 @@ place, and put there when the vote of the next step has shown that all hold the 
 all hold it at once. What is held when the run ends is put in its place by the vote on leaving. What
 is deleted to make room waits in the same line, so there is always a checkpoint, whoever dies and when.
 
+When training has ended in agreement there are no votes any more, nobody makes good what a leader has not written, and
+nobody waits for it. All replicas hold the same then, so each of them writes such a file (`write_in_place`): it is there
+when the script goes on, on every replica.
+
 Invariants: nothing is put in its place twice; per name only the newest is held. Threads: the training thread.
 """
 
@@ -92,6 +96,22 @@ class PlacedFile:
                     "another path, or this replica stood still, and another one writes the job's checkpoints now"
                 )
             os.replace(mine, self.beside)
+        except BaseException:
+            with contextlib.suppress(FileNotFoundError):
+                os.remove(mine)
+            raise
+
+    def write_in_place(self, write: Callable[[str], object]) -> None:
+        """Write it to its place at once, whole or not at all. Several replicas that hold the same may do it at a time.
+
+        Args:
+            write: writes it to the path that it is given.
+        """
+        mine = self._hidden(f"{_mine()}{next(_number)}.writing")
+        os.makedirs(os.path.dirname(mine), exist_ok=True)
+        try:
+            write(mine)
+            os.replace(mine, self.target)
         except BaseException:
             with contextlib.suppress(FileNotFoundError):
                 os.remove(mine)

@@ -87,6 +87,8 @@ class TrainingRun:
         """The Manager's step when this run began, on all replicas alike."""
         self.passed_over = False
         """The others have finished this run, and are in a later one."""
+        self._ended_together = False
+        """All have agreed to end: what this replica holds, all hold."""
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.window!r})"
@@ -263,6 +265,8 @@ class TrainingRun:
     def save_file(self, path: Any, write: Callable[[Any], object], *, beside: bool = True) -> None:
         """Write a checkpoint, if this group leads, and put it in its place when its step is stable.
 
+        After the end that all agreed to each group writes it, as nobody would wait for the leader.
+
         Args:
             path: its place.
             write: writes it to a path, on the first rank of the group.
@@ -274,6 +278,9 @@ class TrainingRun:
         if self.window.rank == 0:
             step = 0 if self.manager is None else self.manager.current_step()
             file = PlacedFile(os.path.abspath(os.fspath(path)), step)
+            if self._ended_together:
+                file.write_in_place(write)
+                return
             self.leadership.writing(file.target, lambda: file.write(write), file.place, file.discard)
 
     def save_job(self, path: Any, state: JobState, *, asynchronous: bool) -> None:
@@ -324,6 +331,7 @@ class TrainingRun:
             stop_together(manager, lambda: window.go_on_at(None))
             if manager.stop_agreed:
                 self.publisher.publish()  # before the others, which know the end as well, look for it
+                self._ended_together = True
         self._leave("finished", why=self._ended, finished=True)
 
     def leave(self) -> None:

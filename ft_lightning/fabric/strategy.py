@@ -283,6 +283,7 @@ class FabricFaultTolerance(StartsGroups):
 
         The file is in its place once every replica is known to hold the step that it is of: after the next step, at
         `finish`, or at once where there is one replica. A new leader writes what the former one may not have written.
+        After `finish` each group writes it.
         """
         save = super().save_checkpoint  # type: ignore[misc]
         if self._run is None:

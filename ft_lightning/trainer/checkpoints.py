@@ -178,6 +178,8 @@ class Checkpoints:
         state = self.manager.state_dict()
         self.manager.leave("finished", finished=True)
         self.leader.publish()
+        if self.manager.stop_agreed:
+            self.leader.ended_together()
         RUNS.over(state)
 
     def _end_passed(self) -> None:
@@ -206,14 +208,17 @@ class Checkpoints:
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """The leader writes, and the file is in its place once all replicas are known to hold its step.
 
-        That is after the next step, at the end of `fit`, or at once where there is one replica.
+        That is after the next step, at the end of `fit`, or at once where there is one replica. After `fit` each group
+        writes it, so it is there when this returns, as under DDPStrategy.
         """
         self.resume.save(checkpoint, self.manager)
         self.elastic.save(checkpoint)
         self._write(checkpoint, filepath, storage_options)
 
     def _write(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any) -> None:
-        self.leader.saving(filepath, lambda path: self._write_now(checkpoint, path, storage_options))
+        # Lightning's own function asks who is global zero; that this group writes is decided by then.
+        io: Any = self.checkpoint_io  # type: ignore[attr-defined]
+        self.leader.saving(filepath, lambda path: io.save_checkpoint(checkpoint, path, storage_options=storage_options))
 
     def _write_now(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any) -> None:
         super().save_checkpoint(checkpoint, filepath, storage_options)  # type: ignore[misc]

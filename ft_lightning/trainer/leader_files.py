@@ -94,6 +94,8 @@ class LeaderFiles:
         """This process writes (for `is_global_zero`)."""
         self._fits = False
         """Between `fit`'s set-up and its end."""
+        self._ended_together = False
+        """All have agreed to the end of the last `fit`: what this replica holds, all hold."""
         self._broadcast_in = 0
         """Quorum in which the LeaderState was broadcast last."""
         self._existing: set[str] | None = None
@@ -119,7 +121,7 @@ class LeaderFiles:
 
     def start(self, trainer: Any) -> None:
         """`fit` begins: become the provisional leader, or not. Nothing was written yet."""
-        self._trainer, self._fits = trainer, True
+        self._trainer, self._fits, self._ended_together = trainer, True, False
         self._broadcast_in, self._existing, self._leadership = 0, None, None
         again = _attempt() > 0
         self._set(self._strategy.replica_group == 0 and not self._trains_already(again))
@@ -148,6 +150,10 @@ class LeaderFiles:
         for callback in self._checkpoints():
             callback.file_exists = partial(self._exists, callback, callback.file_exists)
             callback._link_checkpoint = self._link
+
+    def ended_together(self) -> None:
+        """All have agreed to the end, and nobody waits for the leader any more: each group writes for itself."""
+        self._ended_together = True
 
     def end(self) -> None:
         """`fit` has ended. Who led goes on to lead, for the tests that may follow."""
@@ -297,12 +303,16 @@ class LeaderFiles:
         """Save a checkpoint if this group leads, by `write(where)`; else remember how, in case that the leader dies."""
         if self._existing is not None:
             self._existing.add(str(path))
+        one_file = writers.writes_one_file(self._strategy.checkpoint_io, path)
+        if self._ended_together and one_file:
+            if self._strategy.global_rank == 0:
+                PlacedFile(os.fspath(path), 0).write_in_place(write)  # type: ignore[call-overload]
+            return
         if self._leadership is None:
             if self.leads:
                 write(path)
             return
-        beside = writers.writes_one_file(self._strategy.checkpoint_io, path) and not writers.interrupted(self._trainer)
-        if not beside:
+        if not one_file or writers.interrupted(self._trainer):
             self._writing(path, partial(write, path), None)
             return
         file = PlacedFile(os.fspath(path), self._strategy.manager.current_step())  # type: ignore[call-overload]

@@ -132,6 +132,14 @@ class TestProcesses:
         assert running.count(r"replica-0\] rank 0 .* exited with code 1: OSError: .*No space left") == 1, running.text
         assert running.count(r"replica-1/0\] .*epoch=0.ckpt could not be written; training goes on") == 1, running.text
 
+    def test_what_a_script_saves_after_fit_is_there(self, wishes: Wishes) -> None:
+        """No vote follows, and nobody makes good what the leader has not written: here it dies before it writes."""
+        with wishes.job("--replicas", "2", "--success", "min", epochs=1, after="final.ckpt") as running:
+            assert running.run() == 0, running.text
+        alike(running, 2)
+        assert running.count(r"\] found True") == 1, running.text
+        assert [name for name in wishes.files() if "final" in name] == ["final.ckpt"]
+
     def test_resume_without_shared_storage(self, wishes: Wishes) -> None:
         """Only one replica finds the checkpoint, and not the first: the other takes its state, and both go on."""
         with wishes.job("--replicas", "1", epochs=1, own_disk=True) as first:

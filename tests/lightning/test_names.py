@@ -228,6 +228,11 @@ BAD: list[tuple[dict[str, Any], str]] = [
     *[({"manager_kwargs": {name: 1}}, f"{name} cannot be given: ") for name in OURS],
     *[({"ftrun_options": [f"{name}=3"]}, f"{name} cannot be given: ") for name in OUR_OPTIONS],
     ({"ftrun_options": ["--run_id", "x"]}, "--run-id cannot be given"),
+    ({"ftrun_options": ["--rdzv-id", "x"]}, r"--run-id \(as --rdzv-id\) cannot be given"),
+    ({"ftrun_options": ["--nproc_per_node=2"]}, r"--nproc-per-replica \(as --nproc_per_node\) cannot be given"),
+    ({"ftrun_options": ["--events"]}, r"ftrun_options=\['--events'\]: --events needs a value: DIR"),
+    ({"ftrun_options": ["--standbye", "1"]}, "there is no option --standbye; did you mean --standby"),
+    ({"ftrun_options": ["--standby", "1", "more"]}, "'more' is neither an option nor the value of one"),
     *[({name: object()}, f"{name}=.* cannot be used") for name in DDP_ONLY],
 ]
 

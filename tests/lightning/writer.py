@@ -116,6 +116,13 @@ def main() -> None:
     digest = hashlib.sha256(parameters).hexdigest()[:12]
     names = [os.path.relpath(path, root) for path in (saves.best_model_path, saves.last_model_path)]
     print("done", trainer.global_step, digest, *names, trainer.is_global_zero, flush=True)
+    if "after" in WISHES:
+        if trainer.is_global_zero:
+            signal.raise_signal(signal.SIGKILL)
+        path = os.path.join(root, WISHES["after"])
+        trainer.save_checkpoint(path)
+        found = Model.load_from_checkpoint(path)
+        print("found", all(map(torch.equal, found.parameters(), trainer.lightning_module.parameters())), flush=True)
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ from torch import nn
 from ft_core.coordination import LighthouseServer
 from ft_core.errors import ConfigError, UsageError
 from ft_core.loop import TrainingLoop
+from ft_core.loop.leadership import Leadership
 from ft_core.loop.replica_group import ReplicaGroup
 from ft_core.loop.runs import Runs
 from tests.launch.job import job
@@ -245,6 +246,26 @@ def test_a_run_that_has_ended_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> No
         assert [ref() for ref in kept] == [None] * 4
     finally:
         server.shutdown()
+
+
+def test_after_the_end_each_group_writes(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
+    """Nobody waits for the leader any more, and nobody makes good what it has not written."""
+    monkeypatch.setattr("ft_core.loop.run.RUNS", Runs())
+    server = LighthouseServer("127.0.0.1:0", boot_window_ms=0, token="")
+    try:
+        model = nn.Linear(2, 1)
+        loop = TrainingLoop({"model": model}, lighthouse_addr=server.address(), replica_id="one", place=ReplicaGroup())
+        ddp = loop.wrap(model)
+        loop.open()
+        ddp(torch.ones(1, 2)).sum().backward()
+        assert loop.vote()
+        monkeypatch.setattr(Leadership, "leads", property(lambda _: False))
+        loop.save(tmp_path / "missed", lambda path: pathlib.Path(path).write_text("by the leader"))
+        loop.end()
+        loop.save(tmp_path / "end", lambda path: pathlib.Path(path).write_text("by each"))
+    finally:
+        server.shutdown()
+    assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("end", "by each")]
 
 
 def test_it_is_opened_after_a_model_is_wrapped() -> None:

@@ -50,6 +50,28 @@ def test_a_write_that_fails_leaves_nothing(tmp_path: pathlib.Path) -> None:
     assert list((tmp_path / "made").iterdir()) == []
 
 
+def test_several_replicas_write_the_same_in_place(tmp_path: pathlib.Path) -> None:
+    """After training; one is whole before another one is, which finds its own file all the same."""
+    file = PlacedFile(str(tmp_path / "final.pt"), 0)
+
+    def another_meanwhile(path: str) -> None:
+        pathlib.Path(path).write_text("the sa")
+        file.write_in_place(lambda other: pathlib.Path(other).write_text("the same"))
+        assert (tmp_path / "final.pt").read_text() == "the same"
+        pathlib.Path(path).write_text("the same")
+
+    file.write_in_place(another_meanwhile)
+    assert (tmp_path / "final.pt").read_text() == "the same"
+
+    def fails(path: str) -> None:
+        pathlib.Path(path).write_text("half")
+        raise OSError("no space left on device")
+
+    with pytest.raises(OSError, match="no space"):
+        file.write_in_place(fails)
+    assert [path.name for path in tmp_path.iterdir()] == ["final.pt"]
+
+
 def test_folders_of_two_writers(tmp_path: pathlib.Path) -> None:
     """A former leader's group, and another start of the same group, write to folders of their own."""
     folder = PlacedFolder(str(tmp_path), "step", 3)
