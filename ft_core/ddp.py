@@ -54,6 +54,7 @@ from ft_core.reduction.ddp_arguments import (
     check_devices,
     take_inventory,
 )
+from ft_core.reduction.parameter_watch import ParameterWatch
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -79,7 +80,8 @@ class DistributedDataParallel(JoinMember, TorchDistributedDataParallel):
         manager: the Manager whose steps these gradients belong to. `start_quorum` must run before `backward`. None: the
             wrapper is inert, as a copy is.
         module: the module; its parameters decide the bucket plan, so they may not be frozen, unfrozen, cast or replaced
-            afterwards (`unwrap()` and wrap again). With `find_unused_parameters=True` they may be frozen, for any time.
+            afterwards, and none may be added (`unwrap()` and wrap again). With `find_unused_parameters=True` they may
+            be frozen, for any time.
         kwargs: torch's arguments. Honoured: device_ids, output_device, bucket_cap_mb, bucket_cap_mb_list,
             broadcast_buffers / forward_sync_buffers, find_unused_parameters (see above; the same on all replicas, but
             True and leaving it out go together). Accepted without effect: dim, init_sync,
@@ -102,6 +104,7 @@ class DistributedDataParallel(JoinMember, TorchDistributedDataParallel):
         self._reducer: BucketReducer | None = None
         self._trained = inventory.trained
         self._frozen = inventory.frozen
+        self._watch = ParameterWatch(module, (*inventory.trained, *inventory.frozen), inventory.ignored)
         if manager is not None:
             self._register(manager.hooks, inventory, sync_buffers=options.sync_buffers)
 
@@ -180,6 +183,11 @@ class DistributedDataParallel(JoinMember, TorchDistributedDataParallel):
         for parameter in self._frozen:
             if parameter.requires_grad:
                 self._reject_change()
+        if newcomer := self._watch.newcomer():
+            raise UsageError(
+                f"{newcomer} is trained and was not in the module when it was wrapped: its gradient would be this "
+                "replica's own. Call unwrap() and wrap the module again, on all replicas"
+            )
 
     def _reject_change(self) -> NoReturn:
         for name, parameter in self.module.named_parameters():
@@ -206,7 +214,7 @@ class DistributedDataParallel(JoinMember, TorchDistributedDataParallel):
 
     def __getstate__(self) -> dict[str, Any]:
         state = dict(self.__dict__)
-        for name in ("_manager", "_reducer", "_trained", "_frozen", "process_group", "reducer", "logger"):
+        for name in ("_manager", "_reducer", "_trained", "_frozen", "_watch", "process_group", "reducer", "logger"):
             state.pop(name, None)
         return state
 

@@ -35,6 +35,7 @@ from ft_core.errors import ConfigError, UsageError
 from ft_core.reduction.bucket_plan import BucketPlan, BucketSettings
 from ft_core.reduction.ddp_arguments import DEFAULT_CAPS_BYTES, Options, take_inventory
 from ft_core.reduction.fixed_order.reducer import FixedOrderReducer
+from ft_core.reduction.parameter_watch import ParameterWatch
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -98,6 +99,7 @@ class FixedOrderDataParallel(nn.Module):
         self.device = inventory.devices[0]
         self._sampler, self._manager = sampler, manager
         self._frozen = inventory.frozen
+        self._watch = ParameterWatch(module, (*inventory.trained, *inventory.frozen), inventory.ignored)
         self._settings = _settings()
         base = inventory.plan
         plan = FixedOrderPlan(
@@ -172,6 +174,11 @@ class FixedOrderDataParallel(nn.Module):
                     "a parameter was unfrozen after the module was wrapped: all replicas must sum the same gradients; "
                     "wrap with it unfrozen and freeze it afterwards"
                 )
+        if newcomer := self._watch.newcomer():
+            raise UsageError(
+                f"{newcomer} is trained and was not in the module when it was wrapped: nobody would sum its gradient; "
+                "call unwrap() and wrap the module again, on all replicas"
+            )
 
     def _counting(self) -> str:
         """Names of modules whose forward would change running statistics; it does so behind autograd's back."""

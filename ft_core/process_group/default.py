@@ -21,6 +21,7 @@ from ft_core.backends import DEVICE_OF, MOVE, Wish, check_build, check_devices, 
 from ft_core.errors import ConfigError
 from ft_core.process_group.availability import torch_build
 from ft_core.process_group.gloo.group import ProcessGroupGloo
+from ft_core.process_group.gloo.tensors import check_dtype, check_memory
 from ft_core.settings import check_backend
 
 if TYPE_CHECKING:
@@ -107,7 +108,8 @@ def check_group(group: ProcessGroup, devices: Iterable[torch.device | str]) -> N
 def check_tensors(name: str, group: ProcessGroup, tensors: Iterable[torch.Tensor]) -> None:
     """See that the collective `name` of these tensors can travel over a group, or beside it. Raises ConfigError.
 
-    What is in CPU memory can: where the group does not carry it, one of CPU memory stands beside it.
+    What is in CPU memory can: where the group does not carry it, one of CPU memory stands beside it. Whatever carries
+    it, its elements have to be what lies in its memory, so that a script runs alike over all groups.
     """
     own = _device_of(group)
     if own is None and group.torch_backend not in DEVICE_OF and not group.carries_cpu_memory:
@@ -120,6 +122,9 @@ def check_tensors(name: str, group: ProcessGroup, tensors: Iterable[torch.Tensor
                 own=None if own is None else str(own),
                 said=f"{name} over {type(group).__name__}",
             )
+        if tensor.device.type == "cpu" or group.torch_backend == "gloo":
+            check_dtype(name, tensor.dtype.to_real())  # a complex number travels as two
+        check_memory(name, tensor)
 
 
 def _device_of(group: ProcessGroup) -> torch.device | None:

@@ -2,8 +2,8 @@
 
 How it works. `allreduce` launches a collective on the group for the script's own (R4) and never raises for what a peer
 does: a failure breaks the attempt. A mistake of the caller's (an operation, a tensor on a device that no group here
-carries) is raised before anything of the tensor or the attempt has changed. The shell keeps what is under way, because
-`should_commit` waits for it.
+carries, one that is not contiguous) is raised before anything of the tensor or the attempt has changed. The shell keeps
+what is under way, because `should_commit` waits for it.
 
 Threads: the training thread; futures report on the thread that completes them.
 """
@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING, TypeVar, cast
 import torch
 from torch.distributed import ReduceOp
 
-from ft_core.errors import UsageError
+from ft_core.errors import ConfigError, UsageError
 from ft_core.futures import future_timeout
 from ft_core.runtime.communicators import sum_options
 from ft_core.runtime.managed_work import ManagedWork, managed_work
-from ft_core.runtime.reduce_operations import name_of, neutral_element
+from ft_core.runtime.reduce_operations import in_place, name_of, neutral_element
 
 if TYPE_CHECKING:
     from torch.futures import Future
@@ -41,6 +41,8 @@ class Collectives:
 
     def allreduce(self, tensor: torch.Tensor, reduce_op: ReduceOp.RedOpType) -> ManagedWork:
         """As `Manager.allreduce`."""
+        if not isinstance(tensor, torch.Tensor):
+            raise ConfigError(f"tensor={tensor!r}: allreduce reduces a torch.Tensor in place; use torch.tensor(...)")
         name = name_of(reduce_op, tensor.dtype)
         attempt = self._steps.attempt
         if attempt is None:
@@ -54,10 +56,11 @@ class Collectives:
         try:
             average = name == "AVG"
             scale = attempt.whole_scale if average else float(attempt.contributes)
-            if scale == 0.0:
-                tensor.fill_(neutral_element(name, tensor.dtype))
-            elif average:
-                tensor.mul_(scale)
+            with in_place(tensor):
+                if scale == 0.0:
+                    tensor.fill_(neutral_element(name, tensor.dtype))
+                elif average:
+                    tensor.mul_(scale)
             shell.limits.expect(works_only=True)
             group = shell.communicators.users(tensor)
             options = sum_options(ReduceOp.SUM if average else reduce_op)

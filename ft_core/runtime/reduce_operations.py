@@ -16,6 +16,7 @@ from ft_core.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from contextlib import AbstractContextManager
 
 _NAMES = ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR")
 _OF_COMPLEX = ("SUM", "AVG")
@@ -32,6 +33,8 @@ def name_of(op: ReduceOp.RedOpType, dtype: torch.dtype) -> str:
     if name is None:
         raise ConfigError(f"reduce_op={op}: there is no rule for members that do not take part; use one of {_NAMES}")
     real = not dtype.is_complex
+    if name == "AVG" and dtype.itemsize == 1 and dtype.is_floating_point:
+        raise ConfigError(f"reduce_op=AVG: torch does not compute in {dtype}; convert the tensor to a wider type")
     if name == "AVG" and real and not dtype.is_floating_point:
         raise ConfigError(f"reduce_op=AVG needs a floating point tensor, got {dtype}; use SUM")
     if not real and name not in _OF_COMPLEX:
@@ -39,6 +42,15 @@ def name_of(op: ReduceOp.RedOpType, dtype: torch.dtype) -> str:
     if dtype.is_floating_point and name in _OF_BITS:
         raise ConfigError(f"reduce_op={name} is not defined for {dtype}: it needs integers or bool")
     return name
+
+
+def in_place(tensor: torch.Tensor) -> AbstractContextManager[object]:
+    """The mode in which a tensor of the script's may be written: its own part is scaled, as a collective writes it.
+
+    Torch refuses to write to a parameter where a history is kept, and elsewhere than in inference mode to what was
+    made there (a validation's loss).
+    """
+    return torch.inference_mode() if tensor.is_inference() else torch.no_grad()
 
 
 @functools.cache

@@ -28,6 +28,7 @@ from ft_core.protocol.rank.phases import USABLE
 from ft_core.protocol.types import Outcome, Verdict
 from ft_core.reduction.interface import FENCE_SLOTS
 from ft_core.runtime.device_wait import outlast
+from ft_core.runtime.reduce_operations import in_place
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -212,7 +213,8 @@ class StepAttempt:
         """The same for what the user averaged."""
         if weight and weight != self.participants:
             for tensor in self.averaged:
-                tensor.mul_(self.participants / weight)
+                with in_place(tensor):
+                    tensor.mul_(self.participants / weight)
 
     def fail(self, error: BaseException) -> None:
         """A collective of this attempt failed."""

@@ -112,6 +112,12 @@ def test_parameters_may_be_frozen_and_not_unfrozen() -> None:
     module[0].bias.requires_grad_()
     with pytest.raises(UsageError, match="unfrozen"):
         model(x)
+    module[0].bias.requires_grad_(False)
+    module[0].bias = None
+    model(x)
+    module[0].bias = nn.Parameter(torch.zeros_like(module[0].weight[:, 0]))
+    with pytest.raises(UsageError, match=r"0\.bias is trained and was not in the module"):
+        model(x)
 
 
 def test_replicas_that_compute_otherwise_have_another_layout() -> None:

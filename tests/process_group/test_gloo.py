@@ -15,7 +15,7 @@ from torch._C._distributed_c10d import ProcessGroupGloo as TorchGloo
 from torch._C._distributed_c10d import Store as TorchStore
 from torch._C._distributed_c10d import Work
 
-from ft_core.errors import CollectiveError, PeerError
+from ft_core.errors import CollectiveError, ConfigError, PeerError
 from ft_core.process_group import ProcessGroupGloo, rendezvous, socket_table
 from ft_core.process_group import reaper as reaping
 from ft_core.process_group import store_pool as stores
@@ -50,6 +50,44 @@ def test_repr_tells_the_state(store: Store) -> None:
     assert repr(group).startswith("ProcessGroupGloo(rank 0 of 1, aborted: abort() was called")
     group.shutdown()
     assert repr(group) == "ProcessGroupGloo(shut down)"
+
+
+def apart() -> torch.Tensor:
+    return torch.arange(4.0)[::2]
+
+
+def packed() -> torch.Tensor:
+    return torch.ones(2)
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments"),
+    [
+        ("allreduce", ([apart()],)),
+        ("broadcast", ([apart()],)),
+        ("reduce", ([apart()],)),
+        ("reduce_scatter", ([apart()], [[packed()]])),
+        ("scatter", ([apart()], [[packed()]])),
+        ("scatter", ([packed()], [[apart()]])),
+        ("alltoall_base", (apart(), packed())),
+        ("send", ([apart()], 0)),
+        ("recv", ([apart()], 0)),
+        ("allreduce", ([torch.ones(1).expand(1 << 20)],)),
+    ],
+)
+def test_a_tensor_that_gloo_would_take_for_its_neighbours_is_refused(name: str, arguments: tuple[object, ...]) -> None:
+    group = ProcessGroupGloo()
+    group.configure("", "replica0", 0, 1)
+    with pytest.raises(ConfigError, match=f"{name}: a tensor of shape .* is not contiguous in memory"):
+        getattr(group, name)(*arguments)
+    with pytest.raises(ConfigError, match=r"broadcast: Gloo carries no tensors of torch\.uint16; .*float32"):
+        group.broadcast([torch.ones(2, dtype=torch.uint16)])
+    outputs = [[apart()]]
+    group.allgather(outputs, [torch.tensor([5.0, 7.0])]).wait()  # torch copies these
+    assert outputs[0][0].tolist() == [5.0, 7.0]
+    group.allreduce([torch.ones(2, 3).t()]).wait()
+    assert group.errored() is None
+    group.shutdown()
 
 
 @pytest.mark.parametrize("where", [{"hostname": "127.0.0.1"}, {"interface": "lo"}])

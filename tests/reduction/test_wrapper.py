@@ -143,6 +143,49 @@ def test_frozen_parameters_may_not_thaw_and_trained_ones_not_freeze() -> None:
         model(torch.randn(3, 4))
 
 
+def replace(module: Any) -> None:
+    module[0].weight = nn.Parameter(module[0].weight.detach().clone())
+
+
+def add(module: Any) -> None:
+    module[1].extra = nn.Parameter(torch.ones(1))
+
+
+def exchange(module: Any) -> None:
+    module[2] = nn.Linear(5, 2)
+
+
+def append(module: Any) -> None:
+    module.append(nn.Linear(2, 2))
+
+
+@pytest.mark.parametrize("change", [replace, add, exchange, append])
+def test_a_parameter_that_comes_after_the_wrapping_is_refused_by_name(change: Callable[[Any], None]) -> None:
+    """Each replica would apply its own gradient to it, and nobody would notice."""
+    module = build()
+    model, host = wrap(module)
+    host.start()
+    change(module)
+    with pytest.raises(UsageError, match=r"^(0|1|2|3)\.\w+ is trained and was not in the module when it was wrapped"):
+        model(torch.randn(3, 4))
+
+
+def test_a_module_may_change_where_nothing_that_is_trained_comes_in() -> None:
+    module: Any = build()
+    model, host = wrap(module)
+    host.start()
+    module.append(nn.ReLU())
+    module[1].table = nn.Parameter(torch.ones(1), requires_grad=False)
+    module[0].weight = module[0].weight
+    model(torch.randn(3, 4))
+    ahead = {f"module.{name}": value - 0.1 for name, value in module.named_parameters()}
+    torch.func.functional_call(model, ahead, (torch.randn(3, 4),)).sum().backward()
+    assert module[0].weight.grad is not None
+    module[1].table.requires_grad_(True)
+    with pytest.raises(UsageError, match=r"1\.table is trained"):
+        model(torch.randn(3, 4))
+
+
 def test_unwrap_lets_go_of_everything() -> None:
     module = build()
     model, host = wrap(module)

@@ -137,6 +137,41 @@ def test_a_sum_takes_a_participant_whose_weight_is_zero_an_average_does_not(clus
     assert [[t.item() for t in r.results] for r in replicas] == [[3.0, 2.0]] * 2
 
 
+class Unusual(Reduces):
+    """What a group would take for something else, or fail on, is refused where it was given, and costs no step."""
+
+    def train(self) -> None:
+        self.manager.start_quorum()
+        refused = [
+            (torch.arange(8.0)[::2], "not contiguous"),
+            (torch.ones(1).expand(1 << 20), "not contiguous"),
+            (torch.tensor([1 + 2j]).conj(), "resolve_conj"),
+            (torch.ones(2, dtype=torch.int16), "Gloo carries no tensors of torch.int16"),
+            ([1.0, 2.0], r"tensor=\[1.0, 2.0\]: allreduce reduces a torch.Tensor"),
+        ]
+        for tensor, words in refused:
+            with pytest.raises(ConfigError, match=words):
+                self.manager.allreduce(tensor, reduce_op=ReduceOp.SUM)  # type: ignore[arg-type]
+        with pytest.raises(ConfigError, match="torch does not compute in"):
+            self.manager.allreduce(torch.ones(2).to(torch.float8_e5m2))
+        self.manager.set_batch_weight(1 + self.index)
+        values = torch.full((2, 3), 6.0 * self.index)
+        with torch.inference_mode():
+            loss = values.clone()
+        self.results = [torch.nn.Parameter(values.clone()), loss, values.clone().t()]
+        for tensor in self.results:
+            self.manager.allreduce(tensor)
+        self.committed = self.manager.should_commit()
+
+
+def test_parameters_and_results_of_a_validation_are_averaged_and_a_mistake_costs_no_step(cluster: Cluster) -> None:
+    replicas = [Unusual(i) for i in range(2)]
+    cluster.run(*replicas)
+    assert [r.error for r in replicas] == [None] * 2
+    assert [r.committed for r in replicas] == [True] * 2
+    assert [[t.flatten().tolist() for t in r.results] for r in replicas] == [[[4.0] * 6] * 3] * 2
+
+
 # ------------------------------------------------------------ ManagedProcessGroup
 
 

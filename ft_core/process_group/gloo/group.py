@@ -18,6 +18,7 @@ from torch.distributed import ReduceOp
 from ft_core.errors import ConfigError, NotAvailableError
 from ft_core.process_group import reaper as reaping
 from ft_core.process_group.gloo.incarnation import Incarnation
+from ft_core.process_group.gloo.tensors import check_call
 from ft_core.process_group.gloo.work import GlooWork
 from ft_core.process_group.messages import first_line
 from ft_core.process_group.reformable import DEFAULT_TIMEOUT, ReformableGroup
@@ -105,6 +106,7 @@ class ProcessGroupGloo(ReformableGroup):
         incarnation, target = self._backend()
         if name in _REDUCING:
             check_operation(arguments[-1].reduceOp)
+        check_call(name, arguments)
         if name in _ONLY_THROUGH_DISPATCHER:
             target = incarnation.dispatcher()
         try:
