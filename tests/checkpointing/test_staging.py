@@ -239,7 +239,11 @@ def test_what_is_named_is_copied_on_its_device_and_read_behind_that_copy(
         """What a device's copy is until the device has come to it."""
         found, value = torch.full_like(tensor, -1.0), tensor.tolist()
         device.storages.add(found.untyped_storage().data_ptr())
-        device.launch(lambda: found.copy_(torch.tensor(value)) and None)
+
+        def arrive() -> None:
+            found.copy_(torch.tensor(value))
+
+        device.launch(arrive)
         copies.append(found)
         return found
 

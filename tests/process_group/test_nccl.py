@@ -11,6 +11,7 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import DebugLevel, get_debug_level, set_debug_level
 
 from ft_core.backends import MIN_NCCL, TorchBuild, lacks
 from ft_core.errors import ConfigError
@@ -121,13 +122,13 @@ def test_what_a_launcher_or_the_user_has_set_is_another_value_meanwhile(
 
 def test_torchs_debug_level_is_off_while_a_backend_is_made() -> None:
     """With DETAIL torch takes ASYNC_ERROR_HANDLING=0 for 3, and ends the process when a peer dies."""
-    dist.set_debug_level(dist.DebugLevel.DETAIL)
+    set_debug_level(DebugLevel.DETAIL)
     try:
         with environment.applied():
-            assert dist.get_debug_level() == dist.DebugLevel.OFF
-        assert dist.get_debug_level() == dist.DebugLevel.DETAIL
+            assert get_debug_level() == DebugLevel.OFF
+        assert get_debug_level() == DebugLevel.DETAIL
     finally:
-        dist.set_debug_level(dist.DebugLevel.OFF)
+        set_debug_level(DebugLevel.OFF)
 
 
 @pytest.mark.parametrize(

@@ -27,6 +27,7 @@ import threading
 from typing import TYPE_CHECKING
 
 import torch.distributed as dist
+from torch._C._distributed_c10d import DebugLevel, get_debug_level, set_debug_level
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, MutableMapping
@@ -92,13 +93,13 @@ def applied() -> Iterator[None]:
     with _lock:
         _say_once()
         added = to_set(os.environ)
-        before, level = {name: os.environ.get(name) for name in added}, dist.get_debug_level()
+        before, level = {name: os.environ.get(name) for name in added}, get_debug_level()
         os.environ.update(added)
-        dist.set_debug_level(dist.DebugLevel.OFF)
+        set_debug_level(DebugLevel.OFF)
         try:
             yield
         finally:
-            dist.set_debug_level(level)
+            set_debug_level(level)
             for name, value in before.items():
                 if value is None:
                     os.environ.pop(name, None)
