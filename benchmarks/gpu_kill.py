@@ -9,6 +9,7 @@ the two is killed in turn. The gap is from the kill to the survivor's next commi
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from typing import TYPE_CHECKING
 
@@ -68,7 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
     parser.add_argument("--kills", type=int, default=10)
     args = parser.parse_args(argv)
-    pair = pairs(args.device, 1, nccl=True)[0]
+    pair = pairs(args.device, 1, nccl=True, visible=os.environ.get("CUDA_VISIBLE_DEVICES", ""))[0]
     print(table(measure(Options(kills=args.kills), pair)))
     return 0
 

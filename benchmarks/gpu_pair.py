@@ -7,11 +7,13 @@ together, hence one channel. Where that does not work, gradients go over Gloo, a
 
 from __future__ import annotations
 
+import os
 import tempfile
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from benchmarks.common import BenchmarkError, Job, Options, tail
+from ft_core.launch.gpus import visible_gpus
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -42,24 +44,26 @@ class Pair:
         return {"FT_BACKEND": self.backend, **self.environments[rank]}
 
 
-def pairs(device: str, gpus: int, *, nccl: bool) -> list[Pair]:
+def pairs(device: str, gpus: int, *, nccl: bool, visible: str = "") -> list[Pair]:
     """What can be tried, the best first.
 
     Args:
         device: cpu or cuda.
         gpus: that torch can use here.
         nccl: this torch has NCCL.
+        visible: CUDA_VISIBLE_DEVICES, which may leave out GPUs that are others'; "": all are ours.
     """
     if device == "cpu":
         return [Pair("cpu", "gloo", how="two processes on the CPU, Gloo between them")]
     apart = gpus > 1
-    visible = ({"CUDA_VISIBLE_DEVICES": "0"}, {"CUDA_VISIBLE_DEVICES": "1" if apart else "0"})
+    ours = visible_gpus(visible) or ["0", "1"]
+    both = ({"CUDA_VISIBLE_DEVICES": ours[0]}, {"CUDA_VISIBLE_DEVICES": ours[1 if apart else 0]})
     place = "a GPU each" if apart else "two processes on one GPU"
-    found = [Pair("cuda", "gloo", visible, f"{place}, Gloo between them, through host memory", one_gpu=not apart)]
+    found = [Pair("cuda", "gloo", both, f"{place}, Gloo between them, through host memory", one_gpu=not apart)]
     if nccl and apart:
-        found.insert(0, Pair("cuda", "nccl", visible, f"{place}, NCCL between them"))
+        found.insert(0, Pair("cuda", "nccl", both, f"{place}, NCCL between them"))
     elif nccl:
-        first, second = ({**visible[r], **ONE_GPU, "NCCL_HOSTID": f"ft-gpu-{r}"} for r in range(2))
+        first, second = ({**both[r], **ONE_GPU, "NCCL_HOSTID": f"ft-gpu-{r}"} for r in range(2))
         found.insert(0, Pair("cuda", "nccl", (first, second), f"{place}, NCCL between them over sockets", one_gpu=True))
     return found
 
@@ -98,7 +102,7 @@ def probe(pair: Pair, options: Options) -> str:
 def find(device: str, gpus: int, options: Options, *, nccl: bool) -> tuple[Pair, str]:
     """The best pair that works here, and why a better one does not. Raises BenchmarkError."""
     tried: list[tuple[Pair, str]] = []
-    for pair in pairs(device, gpus, nccl=nccl):
+    for pair in pairs(device, gpus, nccl=nccl, visible=os.environ.get("CUDA_VISIBLE_DEVICES", "")):
         tried.append((pair, probe(pair, options)))
         if not tried[-1][1]:
             break

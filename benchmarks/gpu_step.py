@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import sys
 from typing import TYPE_CHECKING
@@ -91,7 +92,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
     parser.add_argument("--blocks", type=int, default=12)
     args = parser.parse_args(argv)
-    pair = pairs(args.device, 1, nccl=True)[0]
+    pair = pairs(args.device, 1, nccl=True, visible=os.environ.get("CUDA_VISIBLE_DEVICES", ""))[0]
     print(table(measure(Options(runs=args.blocks), pair)))
     return 0
 

@@ -112,6 +112,12 @@ def test_two_gpus_have_a_process_each_and_one_gpu_has_both() -> None:
         assert all(pair.backend in BACKENDS and pair.backend.upper() in pair.how.upper() for pair in found)
 
 
+@pytest.mark.parametrize(("gpus", "theirs"), [(1, ["GPU-8a3f", "GPU-8a3f"]), (2, ["GPU-8a3f", "GPU-1234"])])
+def test_gpus_that_this_process_does_not_see_are_left_alone(gpus: int, theirs: list[str]) -> None:
+    for pair in pairs("cuda", gpus, nccl=True, visible="GPU-8a3f,GPU-1234"):
+        assert [pair.of(rank)["CUDA_VISIBLE_DEVICES"] for rank in range(2)] == theirs
+
+
 def test_the_best_that_works_is_taken_and_the_table_says_why_not_a_better_one() -> None:
     nccl, gloo = pairs("cuda", 1, nccl=True)
     assert choose([(nccl, "")]) == (nccl, "")

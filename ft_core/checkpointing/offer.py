@@ -86,7 +86,8 @@ class Offer:
         classes = {name: path for name, (_, path) in encoded.classes.items()}
         manifest = Manifest(encoded.leaves, ranges, encoded.skeleton, layout_digest(ranges), classes)
         memory = _capture(encoded, ranges, copy_storages)
-        # What is not contiguous was copied on its device just now, on this thread's stream, behind the boundary's mark.
+        # What is not contiguous, or named, was copied on its device just now: on this thread's stream, behind the
+        # boundary's mark.
         copied = {devices.device_of(t) for t, owned in zip(encoded.tensors, encoded.owned, strict=True) if owned}
         made = {device: device.mark() for device in copied if device is not None}
         return cls(tag, manifest, memory, live=live, made=made)
@@ -131,17 +132,15 @@ class Offer:
 
 def _capture(encoded: Encoded, ranges: list[Range], copy_storages: Container[int]) -> list[_Memory]:
     tensors = encoded.tensors
+    for leaf, tensor in enumerate(tensors):
+        if not encoded.owned[leaf] and tensor.untyped_storage().data_ptr() in copy_storages:
+            tensors[leaf], encoded.owned[leaf] = tensor.clone(), True
     views = [None if devices.device_of(t) is not None else byte_view(t) for t in tensors]
     found: list[_Memory] = []
     for part in ranges:
         if part.leaf is None:
             found.append(_pack(part, tensors, views))
             continue
-        if part.start == 0 and not encoded.owned[part.leaf]:
-            tensor = tensors[part.leaf]
-            if tensor.untyped_storage().data_ptr() in copy_storages:
-                tensors[part.leaf] = tensor.clone()
-                views[part.leaf] = None if views[part.leaf] is None else byte_view(tensors[part.leaf])
         view = views[part.leaf]
         found.append(_leaf_memory(tensors[part.leaf], part, None if view is None else view[part.start : part.stop]))
     return found

@@ -229,6 +229,36 @@ def test_a_thread_that_captures_is_put_behind_the_boundary_whatever_stream_was_t
     device.run()
 
 
+def test_what_is_named_is_copied_on_its_device_and_read_behind_that_copy(
+    device: FakeDevice, pair: list[HTTPTransport[Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state = device.place({"large": torch.zeros(MIB), "small": torch.zeros(7)})
+    copies = []
+
+    def clone(tensor: torch.Tensor) -> torch.Tensor:
+        """What a device's copy is until the device has come to it."""
+        found, value = torch.full_like(tensor, -1.0), tensor.tolist()
+        device.storages.add(found.untyped_storage().data_ptr())
+
+        def arrive() -> None:
+            found.copy_(torch.tensor(value))
+
+        device.launch(arrive)
+        copies.append(found)
+        return found
+
+    pair[0].mark(state)
+    with monkeypatch.context() as patched:
+        patched.setattr(torch.Tensor, "clone", clone)
+        pair[0].server.offer("t", state, copy_storages={t.untyped_storage().data_ptr() for t in state.values()})
+    for tensor in state.values():
+        tensor.add_(1)  # as forward does
+    with device.running(from_first_copy=True):
+        found = pair[1].fetch([pair[0].metadata()], "t").state
+    assert len(copies) == 2
+    assert all(not tensor.any() for tensor in found.values())
+
+
 def test_closing_an_offer_waits_for_no_copy_and_nothing_of_it_counts(
     device: FakeDevice, pair: list[HTTPTransport[Any]]
 ) -> None:

@@ -10,6 +10,8 @@ from datetime import timedelta
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import DebugLevel, get_debug_level, set_debug_level
 
 from ft_core.backends import MIN_NCCL, TorchBuild, lacks
 from ft_core.errors import ConfigError
@@ -17,6 +19,7 @@ from ft_core.process_group import ProcessGroupAccelerator, ProcessGroupNCCL, Pro
 from ft_core.process_group.accelerator import kind_for
 from ft_core.process_group.nccl import environment
 
+AT_IMPORT = set(os.environ)
 GOOD = TorchBuild("2.13.0", cuda="13.0", nccl=True, cuda_devices=1, nccl_version=(2, 29, 7))
 
 
@@ -115,6 +118,48 @@ def test_what_a_launcher_or_the_user_has_set_is_another_value_meanwhile(
         with environment.applied():
             assert os.environ[name] == environment.NEEDED[name]
         assert os.environ[name] == "1"
+
+
+def test_torchs_debug_level_is_off_while_a_backend_is_made() -> None:
+    """With DETAIL torch takes ASYNC_ERROR_HANDLING=0 for 3, and ends the process when a peer dies."""
+    set_debug_level(DebugLevel.DETAIL)
+    try:
+        with environment.applied():
+            assert get_debug_level() == DebugLevel.OFF
+        assert get_debug_level() == DebugLevel.DETAIL
+    finally:
+        set_debug_level(DebugLevel.OFF)
+
+
+@pytest.mark.parametrize(
+    ("had", "backend", "has", "told"),
+    [
+        (None, None, "0", False),
+        (None, "cpu:gloo,cuda:nccl", "0", True),
+        (None, "cpu:gloo", "0", False),
+        ("0", "cuda:nccl", "0", False),
+        ("1", "cuda:nccl", "1", True),
+        ("1", None, "1", False),
+    ],
+)
+def test_the_scripts_own_groups_do_not_take_a_failure_of_ours_for_theirs(
+    had: str | None, backend: str | None, has: str, told: bool,
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    """torch tells the first NCCL group of a process of each failure, and that ends the process if it looks."""
+    monkeypatch.setattr(dist, "is_initialized", lambda: backend is not None)
+    monkeypatch.setattr(dist, "get_backend_config", lambda: backend)
+    variables = {} if had is None else {environment.OF_ALL_GROUPS: had}
+    late = environment.set_for_all_groups(variables)
+    assert (variables, bool(late)) == ({environment.OF_ALL_GROUPS: has}, told)
+    monkeypatch.setattr(environment, "_too_late", late)
+    monkeypatch.setenv(environment.OF_ALL_GROUPS, has)
+    with environment.applied():
+        assert told == any(environment.OF_ALL_GROUPS in record.message for record in caplog.records)
+
+
+def test_it_is_set_when_the_library_is_imported() -> None:
+    assert environment.OF_ALL_GROUPS in AT_IMPORT
 
 
 def test_the_settings_are_named_in_the_log_once(caplog: pytest.LogCaptureFixture) -> None:

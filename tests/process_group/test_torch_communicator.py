@@ -280,6 +280,16 @@ def test_a_reduce_scatter_is_one_of_a_whole_where_the_output_lies_in_the_order_o
     assert name(plain, plain, torch.zeros(1)) == "reduce_scatter"
 
 
+def test_the_copies_that_torch_makes_of_the_parts_of_a_reduce_scatter_outlast_it(made: Any) -> None:
+    """They are let go in the first wait: it has to be one of the stream that they were allocated on."""
+    ((communicator, streams, backends),) = made(1)
+    told, output = streams.told, torch.zeros(2, 3, 4, 5).to(memory_format=torch.channels_last)
+    backends[0].reduce_scatter = lambda *_: Reporting(None, [], lambda: told.append("lets them go"))
+    told.clear()
+    communicator.launch("reduce_scatter", [output], [[output.clone()]], ReduceScatterOptions())
+    assert told[:2] == ["lets them go", "in side"]
+
+
 def test_abort_ends_the_backend_and_needs_none(made: Any) -> None:
     ((communicator, _, backends),) = made(1)
     communicator.abort()

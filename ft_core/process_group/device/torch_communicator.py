@@ -127,6 +127,10 @@ class TorchCommunicator:
         if inner is None:
             event.record(self._streams.current_stream(self._device))
         else:
+            if name == "reduce_scatter":
+                # torch copies the parts into memory of the current stream, and lets that go in the first wait. On that
+                # stream nothing runs before the collective has ended; on ours, the memory would be given to the next.
+                inner.wait()
             with self._side:
                 inner.wait()
                 event.record(self._side)
