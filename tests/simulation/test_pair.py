@@ -15,6 +15,7 @@ one. What the switches of R22 need where a seed shows it, or a script (tests/pro
 | what both have forgotten is not contradicted | Rules.r22_remembers | test_succession |
 | who is away may have had a lease at the other one until both met | Rules.r22_met | seed 1162 of `cuts` |
 | who left untrained is not certainly gone | Rules.r22_gone | test_succession |
+| whose claims count is the same under either | Rules.r22_proven | seed 2066 of `everything` |
 """
 
 from __future__ import annotations
@@ -100,6 +101,15 @@ def test_all_state_is_not_called_lost_while_its_holder_comes_over_from_the_other
     assert told_wrongly is not rule
     if rule and result.violation:
         pytest.fail(story(result), pytrace=False)
+
+
+@pytest.mark.parametrize("rule", [True, False])
+def test_a_member_of_the_other_lighthouses_last_quorum_is_no_stranger(rule: bool) -> None:
+    """It alone held the last commit, was away while the others formed a quorum, and comes to the lighthouse that has
+    only been told of the quorum before: its commit was made again."""
+    result = simulate(2066, Config.draw(2066, room_rules=Rules(r22_proven=rule), **fixed_in("everything")))
+    found = "" if result.violation is None else result.violation.rule
+    assert found == ("" if rule else "I6"), result.violation
 
 
 def test_a_lease_ends_with_the_lighthouse_that_begins_to_stand_by() -> None:

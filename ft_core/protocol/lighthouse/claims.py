@@ -2,7 +2,8 @@
 
 A claim is what would overrule others: a quorum that is presented after a restart (R9), a version newer than everybody's
 or reported as stable (R2), the end of training (R16), waiting times. A replica is *proven* once it was in a quorum that
-this lighthouse formed, or is named in the one that it adopted. While a proven replica is connected, an unproven one's
+this lighthouse formed, or is named in the one that it adopted, or in the last one that the other lighthouse of a pair
+has told of: the room's quorums are those of both. While a proven replica is connected, an unproven one's
 claims count for nothing: it may join, and receives the room's state. What confirms them is the room itself: a version
 that is no newer than the newest which a proven replica reported, a commit made in a quorum of the room, or, after a
 restart, a second member that presents the same quorum.
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
     from ft_core.protocol.lighthouse.record import Record
     from ft_core.protocol.lighthouse.rules import Rules
     from ft_core.protocol.lighthouse.view import Current
-    from ft_core.protocol.types import Ask, Version
+    from ft_core.protocol.types import Ask, Basis, Version
 
 CONNECTED = (Life.UP, Life.CLOSED, Life.UNKNOWN)
 """It has a lease, or may return in a moment."""
@@ -61,13 +62,19 @@ class Claims:
             self.known = max(self.known, version)
             self.furthest = max(self.furthest, version.step, step)
 
-    def adopted(self, members: tuple[str, ...], records: Mapping[str, Record]) -> None:
-        """A quorum was adopted: its members are those who count, and nobody else."""
+    def introduced(self, record: Record, theirs: Basis, rules: Rules) -> None:
+        """A replica has opened its lease. `theirs`: the last quorum that the other lighthouse has told of."""
+        if rules.r22_proven and record.hello.replica_id in theirs.members:
+            record.proven = True
+
+    def adopted(self, members: tuple[str, ...], theirs: Basis, records: Mapping[str, Record], rules: Rules) -> None:
+        """A quorum was adopted: its members are those who count, and those of the other lighthouse's (`theirs`)."""
         if not self.formed:
             self.known = VOID  # of what the members of the one before reported nothing may be true
         for replica_id, record in records.items():
-            record.proven = replica_id in members or (self.formed and record.proven)
-            if replica_id in members:
+            named = replica_id in members or (rules.r22_proven and replica_id in theirs.members)
+            record.proven = named or (self.formed and record.proven)
+            if named:
                 self.reported(record, max(record.stable, record.hello.version))
 
     def joined(self, asks: tuple[Ask, ...], records: Mapping[str, Record]) -> list[str]:

@@ -218,6 +218,7 @@ class Room:
         self.expected.hello(hello)
         self._succession.presented(hello)
         self._inherit(now, out)
+        self._claims.introduced(record, self._succession.theirs, self.rules)
         self._claims.reported(record, max(hello.version, hello.stable))
         if replica_id in self._members:  # what was pushed while it had no lease is lost; pushes are idempotent
             self._quorum.waiting = frozenset()
@@ -269,7 +270,7 @@ class Room:
         self._refusals.forget_size()
         self._table.expect(members, hello, now)
         out.append(ev.Note(f"adopted the running quorum of {', '.join(members)} from {hello.replica_id}"))
-        self._claims.adopted(members, self.records)
+        self._claims.adopted(members, self._succession.theirs, self.records, self.rules)
         out += superseded(quorum_id, self.records)
 
     def _inherit(self, now: float, out: list[ev.Effect]) -> None:

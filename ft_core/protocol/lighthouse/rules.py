@@ -35,6 +35,8 @@ class Rules:
     """What both may have forgotten is not contradicted."""
     r22_gone: bool = True
     """Who was in no quorum of one lighthouse is not certainly gone: it may be in one of the other."""
+    r22_proven: bool = True
+    """The quorums of a room are those of both lighthouses: whose claims count (R18) is the same under either."""
     r22_met: bool = True
     """Who is away from one of them may have had a lease at the other until they met."""
     lazy_news: bool = True
