@@ -43,11 +43,20 @@ class Hooks:
         """Announce a reducer: with exactly one, its last bucket carries the ballot.
 
         Raises:
-            UsageError: after the first start_quorum; where the ballot rides is fixed by then (R4).
+            UsageError: after the first start_quorum, where the ballot rides is fixed by then (R4); or a parameter has a
+                reducer already, and its gradient would be summed twice.
             ConfigError: no process group carries gradients on its devices, or the Manager's does not.
         """
         if self._rank.wish is not None:
             raise UsageError("wrap the model in DistributedDataParallel before the first start_quorum")
+        reduced = {id(parameter) for other in self._steps.reducers for parameter in other.parameters}
+        twice = next((parameter for parameter in reducer.parameters if id(parameter) in reduced), None)
+        if twice is not None:
+            raise UsageError(
+                f"a parameter of shape {tuple(twice.shape)} is in a model that is wrapped for this Manager already: "
+                "its gradient would be summed twice. Use the first wrapper, or call its unwrap() and wrap again; "
+                "models that share parameters are wrapped as one module"
+            )
         self._steps.serve([*self._steps.reducers, reducer])
         self._steps.reducers.append(reducer)
 

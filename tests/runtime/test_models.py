@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from ft_core import DistributedDataParallel, OptimizerWrapper, PureDistributedDataParallel
+from ft_core.errors import UsageError
 from ft_core.manager import WorldSizeMode
 from ft_core.protocol.rank.phases import Phase
 from tests.runtime.harness import (
@@ -171,6 +172,25 @@ def test_two_models_and_two_votes_in_one_quorum(cluster: Cluster) -> None:
     again = Gan(2, steps=16)
     cluster.run(Gan(0, steps=16, at={(4, "boundary"): cluster.joins(again)}), Gan(1, steps=16), expected=2)
     cluster.check(steps=16)
+
+
+class WrappedTwice(Replica):
+    """As in a notebook whose cell is run again, or with a wrapper around a wrapper."""
+
+    def wrap(self) -> None:
+        first = DistributedDataParallel(self.manager, self.model)
+        tied = nn.Sequential(mlp(), self.model)
+        for again in (self.model, first, tied):
+            with pytest.raises(UsageError, match=r"a parameter of shape .* is wrapped for this Manager already"):
+                DistributedDataParallel(self.manager, again)
+        self.model = first.unwrap()
+        super().wrap()
+
+
+def test_a_parameter_has_one_reducer(cluster: Cluster) -> None:
+    """Two summed its gradient twice, or left none, and the steps were committed."""
+    cluster.run(WrappedTwice(0), WrappedTwice(1))
+    cluster.check()
 
 
 def test_two_models_one_crash(cluster: Cluster) -> None:
