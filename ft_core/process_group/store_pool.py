@@ -39,7 +39,7 @@ from ft_core.process_group.fork_safety import close_in_child
 from ft_core.process_group.socket_table import Connection, Endpoint
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Collection, Iterator
 
 MAX_IDLE = 16
 MAX_ADDRESS_LOCKS = 256
@@ -194,15 +194,16 @@ def connect(address: Endpoint, timeout_s: float) -> StoreClient:
     """Open a connection to the store at `address`; PeerError if that takes longer than `timeout_s`."""
     deadline = time.monotonic() + timeout_s
     host_names.stop_asking()
-    hosts = _probe(address, deadline)
     with _one_at_a_time(address, deadline):
+        hosts = _probe(address, deadline)
         for attempt in range(1, IDENTIFY_ATTEMPTS + 1):
-            before = set(_connected_to(hosts, address.port))
+            before = _connected_to(hosts, address.port)
             store = _make_client(address, hosts, before, deadline)
             _set_timeout(store, timeout_s)  # it was made with what was left
-            new = set(_connected_to(hosts, address.port)) - before
+            now = _connected_to(hosts, address.port)
+            new = now.keys() - before.keys()
             if len(new) == 1:
-                fd = new.pop()
+                fd = now[new.pop()]
                 _remember(fd)
                 return StoreClient(address, store, fd)
             if attempt == IDENTIFY_ATTEMPTS:
@@ -248,7 +249,9 @@ def _one_at_a_time(address: Endpoint, deadline: float) -> Iterator[None]:
         lock.release()
 
 
-def _make_client(address: Endpoint, hosts: set[str], before: set[int], deadline: float) -> TCPStore:
+def _make_client(
+    address: Endpoint, hosts: set[str], before: Collection[Connection], deadline: float
+) -> TCPStore:  # fmt: skip
     """Construct the client on a thread of its own, and cut that thread's connection if it does not come back."""
     made: list[TCPStore] = []
     problem: list[Exception] = []
@@ -268,9 +271,8 @@ def _make_client(address: Endpoint, hosts: set[str], before: set[int], deadline:
         return made[0]
     if thread.is_alive():
         # Whatever else connected to this store in these seconds is waiting for the same dead process.
-        strays = set(_connected_to(hosts, address.port)) - before
-        ends = {connection for fd in strays if (connection := socket_table.connection_of(fd))}
-        socket_table.shut_down(lambda connection: connection in ends)
+        strays = _connected_to(hosts, address.port).keys() - before
+        socket_table.shut_down(lambda connection: connection in strays)
     reason = problem[0] if problem else f"no answer within {remaining_s:.1f} s (is something else listening there?)"
     raise PeerError(f"cannot open a client of the store at {address}: {reason}")
 
@@ -296,8 +298,14 @@ def _opened_fds() -> list[int]:
 close_in_child(_opened_fds)
 
 
-def _connected_to(hosts: set[str], port: int) -> Iterator[int]:
-    return socket_table.connections(lambda connection: connection.peer.port == port and connection.peer.host in hosts)
+def _connected_to(hosts: set[str], port: int) -> dict[Connection, int]:
+    """This process's connections to there, by their ends: a number may be another one's a moment later."""
+
+    def leads_there(connection: Connection) -> bool:
+        return connection.peer.port == port and connection.peer.host in hosts
+
+    found = {socket_table.connection_of(fd): fd for fd in socket_table.connections(leads_there)}
+    return {connection: fd for connection, fd in found.items() if connection is not None and leads_there(connection)}
 
 
 def _after_fork_in_child() -> None:

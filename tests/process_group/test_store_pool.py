@@ -6,7 +6,7 @@ import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -99,6 +99,27 @@ def test_the_clients_socket_is_found_also_when_many_connect_at_once(store: Store
     assert [client.is_alive() for client in clients] == [False] + [True] * 7
     for client in clients[1:]:
         client.store.set("still", "here")
+
+
+def test_a_clients_socket_with_the_number_of_another_one_is_not_taken_for_a_third(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Numbers are used again at once: the client's may be one that was there before it."""
+    make, address = stores._make_client, address_of(store)
+    others = [socket.create_connection(address)]
+
+    def make_once_beside_others(*arguments: Any) -> Any:
+        if len(others) == 1:
+            others.append(socket.create_connection(address))
+            others[0].close()
+        return make(*arguments)
+
+    monkeypatch.setattr(stores, "_make_client", make_once_beside_others)
+    client = stores.connect(address, 20)
+    assert client.fd not in (None, others[1].fileno())
+    others[1].close()
+    client.cut()
+    assert not client.is_alive()
 
 
 def test_cutting_ends_a_blocked_call(store: Store, capfd: pytest.CaptureFixture[str]) -> None:
