@@ -259,9 +259,8 @@ class Manager:
             is a `torch.futures.Future` as well, so that a communication hook of torch's DDP may return it.
 
         Raises:
-            ConfigError: an operation that is not defined for the dtype (AVG of integers, MAX of complex numbers), or a
-                dtype that Gloo does not know (int16, float8); a tensor that is not contiguous in memory, or neither in
-                CPU memory nor where the gradients' group carries it; quantization.
+            ConfigError: an operation (AVG of integers, MAX of complex numbers) or a dtype (int16, float8) that is not
+                supported; a tensor that is not contiguous, or where no group carries it; quantization.
         """
         if should_quantize:
             raise ConfigError("should_quantize=True needs quantized collectives, which are not in this version")

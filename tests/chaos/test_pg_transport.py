@@ -11,6 +11,8 @@ import pytest
 from tests.chaos.cluster import Cluster, gap_s
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from tests.forge import Forge
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(120)]
@@ -35,14 +37,16 @@ def test_a_killed_replica_heals_over_process_groups(forge: Forge) -> None:
 
 
 @pytest.mark.parametrize("nth", [pytest.param(1, marks=pytest.mark.long), 7])
-def test_a_donor_killed_while_it_gives(forge: Forge, nth: int) -> None:
+def test_a_donor_killed_while_it_gives(forge: Forge, nth: int, tmp_path: Path) -> None:
     """The newcomer heals from the other one, in this quorum or the next; the other trains on."""
     with Cluster(forge, FT_TRANSPORT="pg", INERT_MB=MB, LOG=1) as cluster:
-        a = cluster.start("a")  # alone, so that who is to die has nobody to give to before the newcomer comes
+        holds_back = tmp_path / "holds back"
+        a = cluster.start("a", HOLDS_BACK=holds_back)  # alone: who is to die gives nothing before the newcomer comes
         a.wait_step(20)
-        dying = cluster.start("b", DIES_GIVING=nth)
+        dying = cluster.start("b", DIES_GIVING=f"{nth}:{holds_back}")
         dying.wait_step(a.step() + 20)
         at = time.monotonic()
+        holds_back.touch()  # else it could give all before the pair of the two others has met
         newcomer = cluster.start("c")
         dying.popen.wait(45)
         assert any(line == "dies giving" for _, line in dying.lines)

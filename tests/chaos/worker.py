@@ -6,9 +6,10 @@ long a step takes at least), FORK (keep a forked child alive, as DataLoader work
 step), HANG_ONCE (name:steps: that group hangs after so many commits of its first run), BN (a BatchNorm layer), METRIC
 (a collective of the user's after backward; SILENT_AT: stop before that of this step), PARITY (parity_check_every),
 CORRUPT_AT (rank:step after which this rank's parameters silently change), FILES (how many files it may open after its
-start), INERT_MB (so much more state), DIES_GIVING (kills itself with SIGKILL amid so manyth range that it gives over a
-process group), TRACED (anybody may trace it), MACHINE (the network namespace to run in), GROUP (the class of process
-group; one in a child prints `child PID`), PIDS and LOG (say more).
+start), INERT_MB (so much more state), DIES_GIVING (N:file: removes the file and kills itself with SIGKILL amid the Nth
+range that it gives over a process group), HOLDS_BACK (a file: while it is there it gives none), TRACED (anybody may
+trace it), MACHINE (the network namespace to run in), GROUP (the class of process group; one in a child prints `child
+PID`), PIDS and LOG (say more).
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import resource
 import signal
 import sys
 import threading
+import time
 from datetime import timedelta
 from typing import Any
 from unittest import mock
@@ -67,19 +69,22 @@ def limit_files(more: str | None) -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + int(more), most))
 
 
-def die_giving(nth: str | None) -> None:
-    """This process kills itself when it gives state over a process group: with a range on its way."""
-    if nth is None:
-        return
-    original, given = PgDonor._send, itertools.count(1)
+def change_giving(dies_at: str | None, holds_back: str | None) -> None:
+    """Over process groups, this one kills itself with a range on its way, or gives none while a file is there."""
+    original, given, pause = PgDonor._send, itertools.count(1), threading.Event()
 
     def send(donor: PgDonor, answer: Any) -> None:
+        until = time.monotonic() + 30
+        while holds_back is not None and os.path.exists(holds_back) and time.monotonic() < until:
+            pause.wait(0.005)
         original(donor, answer)
-        if next(given) == int(nth):
+        if dies_at is not None and next(given) == int(dies_at.partition(":")[0]):
             say("dies giving")
+            pathlib.Path(dies_at.partition(":")[2]).unlink()
             os.kill(os.getpid(), signal.SIGKILL)
 
-    mock.patch.object(PgDonor, "_send", send).start()
+    if dies_at is not None or holds_back is not None:
+        mock.patch.object(PgDonor, "_send", send).start()
 
 
 def let_trace(wanted: str | None) -> None:
@@ -113,7 +118,7 @@ def main() -> int:
     model = nn.Sequential(*layers)
     inner = torch.optim.AdamW(model.parameters(), lr=1e-2)
     inert = torch.full((int(env.get("INERT_MB", "0")) << 18,), float(os.getpid()))
-    die_giving(env.get("DIES_GIVING"))
+    change_giving(env.get("DIES_GIVING"), env.get("HOLDS_BACK"))
 
     def load_state(state: dict[str, Any]) -> None:
         model.load_state_dict(state["model"])

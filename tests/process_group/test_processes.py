@@ -155,10 +155,11 @@ def test_a_process_can_always_exit(kind: str, states: str) -> None:
 
 
 LATE = """
-import ctypes, sys, threading, time
+import contextlib, ctypes, sys, threading, time
 from datetime import timedelta
 import torch
 from ft_core import ProcessGroupGloo
+from ft_core.errors import CollectiveError
 from ft_core.process_group.gloo import incarnation
 from ft_core.process_group.gloo.connections import GroupConnections
 from tests.process_group.ranks import Store, configure_all
@@ -174,7 +175,11 @@ work = groups[0].allreduce([torch.ones(9)])
 if sys.argv[1] == "future":
     future = work.get_future()
 else:
-    threading.Thread(target=work.wait, daemon=True).start()
+    def wait():
+        with contextlib.suppress(CollectiveError):  # told, if this thread comes so far before the interpreter ends
+            work.wait()
+
+    threading.Thread(target=wait, daemon=True).start()
 
 class Slow:
     def __del__(self, sleep=time.sleep):
