@@ -195,7 +195,7 @@ class Scaled(Follower):
 def test_a_grad_scaler_scales_alike(cluster: Cluster, lighthouse: Loopback) -> None:
     """Its scale is state: quorums are synchronous, and a veto keeps it."""
     job = replace(JOBS["clipped"], length=150)
-    alone = Scaled(0, job, use_async_quorum=False)
+    alone = Scaled(0, job, use_async_quorum=False, room_id="alone")  # else one of the others could join its place
     cluster.run(alone)
     others = Cluster(lighthouse)
     a, b = (Scaled(i, job, use_async_quorum=False) for i in (1, 2))

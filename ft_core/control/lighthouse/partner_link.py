@@ -50,9 +50,9 @@ MAX_QUEUED = 256
 """Reports that wait to be written: more than all rooms need at once."""
 MAX_NAMES = 8192
 """Members that the rooms of one report may name before the next report begins: it has to fit into a gRPC message."""
-FAILED_WRITE = "Internal error from Core"
-"""What grpc.aio says, with status INTERNAL, where a write failed: the connection has ended, which the loop has not read
-yet. Who was frozen writes first when it is thawed."""
+FAILED_WRITES = ("Internal error from Core", "Stream removed (sendmsg: ")
+"""How the words of gRPC for a write that failed begin (of grpc.aio with status INTERNAL, or of the system's call): the
+connection has ended, which the loop has not read yet. Who was frozen writes first when it is thawed."""
 STANDBY = "standby: "
 """What the refusal of a lighthouse that stands by begins with: its clients go to the other one."""
 OVERRUN = (
@@ -416,7 +416,7 @@ def _why(error: grpc.RpcError, address: str) -> str:
             f"the lighthouse at {address} does not know that it is one of a pair, so both may decide beside each "
             "other: start it with --peer, and this one's address"
         )
-    if text == FAILED_WRITE:
+    if text.startswith(FAILED_WRITES):
         text = "the connection ended while a report was being written on it"
     if code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED, grpc.StatusCode.INTERNAL):
         return f"the other lighthouse, {address}, cannot be reached: {text}"
