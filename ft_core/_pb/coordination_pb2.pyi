@@ -323,16 +323,18 @@ class LeaseRequest(_message.Message):
     def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., progress: _Optional[_Union[Progress, _Mapping]] = ..., ask: _Optional[_Union[Ask, _Mapping]] = ..., left: _Optional[_Union[Left, _Mapping]] = ..., broken: _Optional[_Union[Break, _Mapping]] = ...) -> None: ...
 
 class Welcome(_message.Message):
-    __slots__ = ("protocol_version", "liveness_ms", "peers", "boot")
+    __slots__ = ("protocol_version", "liveness_ms", "peers", "boot", "of_pair")
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     LIVENESS_MS_FIELD_NUMBER: _ClassVar[int]
     PEERS_FIELD_NUMBER: _ClassVar[int]
     BOOT_FIELD_NUMBER: _ClassVar[int]
+    OF_PAIR_FIELD_NUMBER: _ClassVar[int]
     protocol_version: int
     liveness_ms: int
     peers: _containers.RepeatedCompositeFieldContainer[Peer]
     boot: int
-    def __init__(self, protocol_version: _Optional[int] = ..., liveness_ms: _Optional[int] = ..., peers: _Optional[_Iterable[_Union[Peer, _Mapping]]] = ..., boot: _Optional[int] = ...) -> None: ...
+    of_pair: bool
+    def __init__(self, protocol_version: _Optional[int] = ..., liveness_ms: _Optional[int] = ..., peers: _Optional[_Iterable[_Union[Peer, _Mapping]]] = ..., boot: _Optional[int] = ..., of_pair: bool = ...) -> None: ...
 
 class PackedQuorum(_message.Message):
     __slots__ = ("quorum_id", "info")

@@ -21,6 +21,8 @@ class Welcome:
     peers: Peers = ()
     """Members of the current quorum, for prefetching; from the lighthouse only."""
     boot: int = 0
+    of_pair: bool = False
+    """The lighthouse decides together with another one; from the lighthouse only."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.process, pytest.mark.timeout(120)]
 
 
 class Two(Cluster):
-    """A cluster with a second lighthouse, at another port. Both take whoever comes; trainers prefer the first."""
+    """A cluster with a pair of lighthouses; trainers prefer the first."""
 
     lighthouses = 2
 
@@ -31,8 +31,13 @@ class Two(Cluster):
 
     def __enter__(self) -> Two:
         super().__enter__()
-        self.second = self.lighthouse_at(self.second_port, "second")
+        self.second = self.lighthouse_at(self.second_port, "second", "--peer", f"{self.host}:{self.port}")
         return self
+
+    def start_lighthouse(self) -> None:
+        """The first one."""
+        peer = f"{self.host}:{self.ports[1]}"
+        self.lighthouse = self.lighthouse_at(self.port, "lighthouse", "--peer", peer)
 
     def fail_over(self, *trainers: Process) -> None:
         """Kill the first lighthouse, and wait until the trainers hold their leases with the second."""

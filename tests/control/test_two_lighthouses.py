@@ -61,7 +61,8 @@ def test_a_lease_is_opened_at_the_one_that_is_active(
     assert one.answer().ids == ("a:1",)
     assert standby.calls == ["Lease"]
     assert [r.levelname for r in caplog.records if "standby: " in r.getMessage()] == ["INFO"]
-    assert [r for r in caplog.records if r.levelno > logging.INFO] == []
+    (warned,) = [r.getMessage() for r in caplog.records if r.levelno > logging.INFO]
+    assert "runs without --peer" in warned
 
 
 def test_a_goodbye_and_the_ask_after_it_stay_with_the_one_that_took_the_lease(
@@ -214,6 +215,20 @@ def test_lists_that_cannot_work(lighthouse: LighthouseServer, addresses: str) ->
         LighthouseClient(addresses.format(lighthouse.address()), SOON)
     with pytest.raises(ConfigError, match=r"^lighthouse_addr \(FT_LIGHTHOUSE\)='"):
         Replica(addresses.format(lighthouse.address()), "a:1", start=False)
+
+
+def test_two_that_are_no_pair_are_warned_of(
+    lighthouse: LighthouseServer, replica: Callable[..., Replica], caplog: pytest.LogCaptureFixture
+) -> None:
+    """A job of three, of which one group lost its connection for a moment, trained apart under either."""
+    both = f"{lighthouse.address()},{lighthouse.address().rpartition(':')[0]}:1"
+    one = replica("a:1", both)
+    one.lease.wait_connected(5)
+    one.ask()
+    assert one.answer().ids == ("a:1",)
+    (told,) = [text for text in caplog.messages if "--peer" in text]
+    assert told.startswith(f"a:1: the lighthouse at {lighthouse.address()} runs without --peer")
+    assert both in told
 
 
 # ------------------------------------------------------------ processes

@@ -73,6 +73,8 @@ class LeaseClient(ReportingStream[Ask, codec.Broken]):
         self._incarnation = secrets.randbits(63) | 1
         self._looked_at = float("-inf")
         self._looking: threading.Thread | None = None
+        self._warned = False
+        """It has said that one of two lighthouses is none of a pair."""
 
     # ------------------------------------------------------------ public
 
@@ -169,6 +171,14 @@ class LeaseClient(ReportingStream[Ask, codec.Broken]):
         return self._ever_connected and self._thread is not None
 
     def _on_open(self, welcome: Welcome) -> None:
+        if len(self._addresses) > 1 and not welcome.of_pair and not self._warned:
+            self._warned = True
+            _log.warning(
+                "%s: the lighthouse at %s runs without --peer, and there is another one in %s: groups that reach "
+                "only one of them would train beside the others, and lose what they have trained. Start each "
+                "with --peer and the address of the other (docs/high-availability.md)",
+                self.settings.replica_id, self._addresses.all[self._turn.index], self.settings.address,
+            )  # fmt: skip
         self._handler.on_push(welcome)
 
     def _on_push(self, push: Push) -> None:

@@ -385,7 +385,7 @@ class Rooms(StreamHost[Lease]):
         self._enter(lease, shell.leases, hello.replica_id)
         self._lease_opened()
         peers = peers_of(shell.room.current, shell.room.last_quorum, shell.room.records, hello.replica_id, PEERS_MAX)
-        stream.send(codec.encode_push(Welcome(self.liveness_s, peers, self._boot)))
+        stream.send(codec.encode_push(Welcome(self.liveness_s, peers, self._boot, self.partner is not None)))
         self._perform(shell, effects)
         return lease
 

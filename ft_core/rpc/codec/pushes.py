@@ -127,7 +127,11 @@ def pb_push(push: Push) -> pb.Push:
             peers = [pb.Peer(replica_id=i, heal_addresses=a) for i, a in push.peers]
             return pb.Push(
                 welcome=pb.Welcome(
-                    protocol_version=PROTOCOL_VERSION, liveness_ms=to_ms(push.liveness_s), peers=peers, boot=push.boot
+                    protocol_version=PROTOCOL_VERSION,
+                    liveness_ms=to_ms(push.liveness_s),
+                    peers=peers,
+                    boot=push.boot,
+                    of_pair=push.of_pair,
                 )
             )
 
@@ -153,7 +157,7 @@ def _read_welcome(w: pb.Welcome) -> Welcome:
         check.text("peers.replica_id", peer.replica_id)
         check.texts("peers.heal_addresses", peer.heal_addresses, MAX_RANKS, MAX_ADDRESS)
     peers = tuple((peer.replica_id, tuple(peer.heal_addresses)) for peer in w.peers)
-    return Welcome(from_ms(w.liveness_ms, check, "liveness_ms"), peers, w.boot)
+    return Welcome(from_ms(w.liveness_ms, check, "liveness_ms"), peers, w.boot, w.of_pair)
 
 
 def decode_push(data: bytes, *, they_are: str = "the lighthouse", we_are: str = "this trainer") -> Push | None:
