@@ -102,9 +102,11 @@ def test_all_state_is_not_called_lost_while_its_holder_comes_over_from_the_other
         pytest.fail(story(result), pytrace=False)
 
 
-def test_a_lease_ends_with_the_lighthouse_that_begins_to_stand_by() -> None:
-    """Its holder reached the serving one no more; 5 s later (orphan_s) its state is lost, as documented."""
-    result = simulate(2087, Config.draw(2087, **fixed_in("cuts")))
+@pytest.mark.parametrize(("mix", "seed"), [("cuts", 2087), ("two ranks", 2442)])
+def test_a_lease_ends_with_the_lighthouse_that_gave_it(mix: str, seed: int) -> None:
+    """It stands by, or is killed, and the holder reaches the serving one no more: 5 s later (orphan_s) its state is
+    lost, as documented."""
+    result = simulate(seed, Config.draw(seed, **fixed_in(mix)))
     if result.violation:
         pytest.fail(story(result), pytrace=False)
 
