@@ -14,6 +14,7 @@ one. What the switches of R22 need where a seed shows it, or a script (tests/pro
 | a lighthouse that was started again is not informed | Rules.r22_informed | test_succession |
 | what both have forgotten is not contradicted | Rules.r22_remembers | test_succession |
 | who is away may have had a lease at the other one until both met | Rules.r22_met | seed 1162 of `cuts` |
+| a silence ends contact before it is noticed | Rules.r22_silent | seed 3852 of `freezes` |
 | who left untrained is not certainly gone | Rules.r22_gone | test_succession |
 """
 
@@ -96,6 +97,17 @@ def test_a_quorum_of_one_of_which_the_other_lighthouse_has_told_is_not_overruled
 def test_all_state_is_not_called_lost_while_its_holder_comes_over_from_the_other_lighthouse(rule: bool) -> None:
     """The two have just met; the one that goes on serving has not heard of the holder for longer than orphan_s."""
     result = simulate(1162, Config.draw(1162, room_rules=Rules(r22_met=rule), **fixed_in("cuts")))
+    told_wrongly = result.violation is not None and "is told that all state is lost" in str(result.violation)
+    assert told_wrongly is not rule
+    if rule and result.violation:
+        pytest.fail(story(result), pytrace=False)
+
+
+@pytest.mark.parametrize("rule", [True, False])
+@pytest.mark.parametrize(("mix", "seed"), [("freezes", 2065), ("freezes", 3852), ("moments and freezes", 3756)])
+def test_all_state_is_not_called_lost_by_a_lighthouse_that_was_frozen(mix: str, seed: int, rule: bool) -> None:
+    """The other one serves since; that it no longer stands by was not noticed when the first decision was made."""
+    result = simulate(seed, Config.draw(seed, room_rules=Rules(r22_silent=rule), **fixed_in(mix)))
     told_wrongly = result.violation is not None and "is told that all state is lost" in str(result.violation)
     assert told_wrongly is not rule
     if rule and result.violation:

@@ -37,6 +37,8 @@ class Rules:
     """Who was in no quorum of one lighthouse is not certainly gone: it may be in one of the other."""
     r22_met: bool = True
     """Who is away from one of them may have had a lease at the other until they met."""
+    r22_silent: bool = True
+    """A silence of the other lighthouse ends contact also before it is noticed: no state is called lost after it."""
     lazy_news: bool = True
     """No rule but a saving, whose absence must change nothing: newer stable versions alone decide nothing."""
     together: bool = True
