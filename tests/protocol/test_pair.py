@@ -83,7 +83,7 @@ def test_one_that_stands_by_and_has_no_place_records_nothing() -> None:
     proposal = Proposal("one more", 9, members, (Basis(9, members),), ())
     (answer,) = [
         a.report.answers
-        for a in pair.heard(replace(OTHER, role=Role.ACTIVE, complete=False, proposals=(proposal,)), 101.0, 0)
+        for a in pair.heard(replace(OTHER, role=Role.ACTIVE, complete=False, proposals=(proposal,)), 100.5, 0)
         if isinstance(a, Send)
     ]
     assert answer == ((9, False),)
@@ -112,3 +112,17 @@ def test_what_both_knew_of_a_room_is_told_as_one() -> None:
     assert one == replace(other, bases=(first, mine, theirs), elsewhere=(mine,), orphan_s=ORPHAN_S, furthest=9)
     entered = replace(other, entered=7, bases=(theirs,))
     assert together((*pair.known("job")[:1], entered)) == replace(entered, orphan_s=ORPHAN_S, furthest=9)
+
+
+def test_what_is_read_after_a_freeze_does_not_mend_the_contact() -> None:
+    """It was sent before the other one began to serve; a report of one that hears this one again does."""
+    pair = in_contact()
+    pair.heard(replace(OTHER, complete=False), 100.9, 0)
+    assert pair.contact
+    assert pair.partner.silent_at == 101.9
+    pair.heard(replace(OTHER, complete=False), 102.0, 0)  # before `tick`
+    assert not pair.contact
+    assert not pair.partner.stands_by
+    pair.heard(OTHER, 102.1, 0)
+    assert pair.contact
+    assert pair.partner.met_at == 102.1, "until then replicas may have had leases there"

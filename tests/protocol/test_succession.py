@@ -348,6 +348,21 @@ def test_the_state_is_not_called_lost_while_the_other_lighthouse_may_know_its_ho
     assert OTHER in half.room.waits.reason
 
 
+@pytest.mark.parametrize("rule", [True, False])
+def test_the_state_is_not_called_lost_by_a_lighthouse_that_was_frozen_and_has_not_noticed_the_silence(
+    rule: bool,
+) -> None:
+    told = Told("job", 400 << 32 | 1, ("x", "y"), bases=(Basis(400 << 32 | 1, ("x", "y")),), furthest=7)
+    half = Half(told, rules=Rules(r22_silent=rule))
+    together = Partner(OTHER, stands_by=True, informed=True, met_at=half.now, silent_at=half.now + 5.0)
+    half.do(PartnerIs(together))
+    half.hello("a")
+    lines = half.ask("a") + half.later(2 * ORPHAN)
+    assert any(line.startswith("refuse a (lost)") for line in lines) is not rule
+    lines += half.do(PartnerIs(replace(together, silent_at=half.now + 5.0)))
+    assert any(line.startswith("refuse a (lost)") for line in lines)
+
+
 @pytest.mark.parametrize("seen", [True, False])
 @pytest.mark.parametrize("rule", [True, False])
 def test_who_may_have_had_a_lease_at_the_other_lighthouse_is_waited_for_once_they_have_met(

@@ -125,8 +125,10 @@ class Lighthouse:
                 self.world.at(0.001, self, conn.end)
 
     def die(self) -> None:
-        """The process ends."""
+        """The process ends, and with it the leases that it had given."""
         self.alive = False
+        for conn in list(self.conns.values()):
+            conn.end()
 
     # ------------------------------------------------------------ the other one of a pair
 

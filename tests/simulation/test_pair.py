@@ -14,6 +14,7 @@ one. What the switches of R22 need where a seed shows it, or a script (tests/pro
 | a lighthouse that was started again is not informed | Rules.r22_informed | test_succession |
 | what both have forgotten is not contradicted | Rules.r22_remembers | test_succession |
 | who is away may have had a lease at the other one until both met | Rules.r22_met | seed 1162 of `cuts` |
+| a silence ends contact before it is noticed | Rules.r22_silent | seed 3852 of `freezes` |
 | who left untrained is not certainly gone | Rules.r22_gone | test_succession |
 | whose claims count is the same under either | Rules.r22_proven | seed 2066 of `everything` |
 """
@@ -112,9 +113,22 @@ def test_a_member_of_the_other_lighthouses_last_quorum_is_no_stranger(rule: bool
     assert found == ("" if rule else "I6"), result.violation
 
 
-def test_a_lease_ends_with_the_lighthouse_that_begins_to_stand_by() -> None:
-    """Its holder reached the serving one no more; 5 s later (orphan_s) its state is lost, as documented."""
-    result = simulate(2087, Config.draw(2087, **fixed_in("cuts")))
+@pytest.mark.parametrize("rule", [True, False])
+@pytest.mark.parametrize(("mix", "seed"), [("freezes", 2065), ("freezes", 3852), ("moments and freezes", 3756)])
+def test_all_state_is_not_called_lost_by_a_lighthouse_that_was_frozen(mix: str, seed: int, rule: bool) -> None:
+    """The other one serves since; that it no longer stands by was not noticed when the first decision was made."""
+    result = simulate(seed, Config.draw(seed, room_rules=Rules(r22_silent=rule), **fixed_in(mix)))
+    told_wrongly = result.violation is not None and "is told that all state is lost" in str(result.violation)
+    assert told_wrongly is not rule
+    if rule and result.violation:
+        pytest.fail(story(result), pytrace=False)
+
+
+@pytest.mark.parametrize(("mix", "seed"), [("cuts", 2087), ("two ranks", 2442)])
+def test_a_lease_ends_with_the_lighthouse_that_gave_it(mix: str, seed: int) -> None:
+    """It stands by, or is killed, and the holder reaches the serving one no more: 5 s later (orphan_s) its state is
+    lost, as documented."""
+    result = simulate(seed, Config.draw(seed, **fixed_in(mix)))
     if result.violation:
         pytest.fail(story(result), pytrace=False)
 

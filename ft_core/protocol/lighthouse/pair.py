@@ -3,8 +3,9 @@
 How it works. Each sends the other reports: who it is, what it does, whom it hears, and what it knows of each room. They
 are in *contact* while each hears the other. In contact one of them serves (`ACTIVE`) and the other stands by: it takes
 no lease and no ask, it writes down what it is told and records what is proposed to it. One that stands by serves as
-soon as the contact is lost. So out of contact both may serve; what keeps them from forming two quorums beside each
-other is `succession`, not this.
+soon as the contact is lost. Silence for a liveness timeout ends it, and what is heard next does not mend it: if this
+one was frozen that may be as old as the freeze. So out of contact both may serve; what keeps them from forming two
+quorums beside each other is `succession`, not this.
 
 When contact is made, a complete report goes each way before anything else. If both serve then, the one with fewer
 leases stands by; if neither does, the one of the lower number serves. One that has just started waits START_S for the
@@ -209,6 +210,8 @@ class Pair:
         if report.boot != self._partner_boot:
             self._partner_boot, self._first_met = report.boot, 0.0
             self._lose(out)
+        if now >= self._heard_at + self.liveness_s:
+            self._lose(out)  # this one was frozen: what it reads first may be as old as that
         for told in report.told:
             self._note(told, now, out)
         new = not self._hears
@@ -225,8 +228,8 @@ class Pair:
             self.contact = True
             self._first_met = self._first_met or now
             self.partner = replace(self.partner, since=self._first_met, met_at=now)
-        if report.complete:
-            self.partner = replace(self.partner, informed=not self.overrun)
+        informed = not self.overrun if report.complete else self.partner.informed
+        self.partner = replace(self.partner, informed=informed, silent_at=now + self.liveness_s)
         self._choose(report, out)
         self._look(out)
         out += [self._record(proposal, now, leases) for proposal in report.proposals]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from math import inf
 from typing import TYPE_CHECKING
 
 from ft_core.protocol.types import VOID, Basis, Version
@@ -28,6 +29,8 @@ class Partner:
     """When they first met in the life that both are in now; until then either may have forgotten something."""
     met_at: float = 0.0
     """When the connection between them that stands now was opened."""
+    silent_at: float = inf
+    """When contact ends if nothing more is heard of it. Who was frozen may not have noticed yet that it has ended."""
 
 
 ALONE = Partner()

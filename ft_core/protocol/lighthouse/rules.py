@@ -39,6 +39,8 @@ class Rules:
     """The quorums of a room are those of both lighthouses: whose claims count (R18) is the same under either."""
     r22_met: bool = True
     """Who is away from one of them may have had a lease at the other until they met."""
+    r22_silent: bool = True
+    """A silence of the other lighthouse ends contact also before it is noticed: no state is called lost after it."""
     lazy_news: bool = True
     """No rule but a saving, whose absence must change nothing: newer stable versions alone decide nothing."""
     together: bool = True

@@ -382,13 +382,12 @@ class Succession:
         self, outcome: Formed | NotReady, lost: list[Refuse], view: View
     ) -> tuple[Formed | NotReady, list[Refuse]]:
         """Nobody is refused for good because all state is lost (R21) while the other lighthouse may know who has it."""
-        partner = self.partner
-        if not lost or not partner.address or partner.stands_by or not view.rules.r22_grows:
+        partner, rules = self.partner, view.rules
+        in_contact = partner.stands_by and (view.now < partner.silent_at or not rules.r22_silent)
+        if not lost or not partner.address or in_contact or not rules.r22_grows:
             return outcome, lost
-        why = (
-            "those who ask hold none of what this job has trained; whether others do is known when the other "
-            f"lighthouse, {partner.address}, can be reached again"
-        )
+        why = "those who ask hold none of what this job has trained; whether others do is known when the other "
+        why += f"lighthouse, {partner.address}, can be reached again"
         return NotReady(why, None), []
 
     def _propose(self, formed: Formed, view: View, furthest: int, *, presumed: bool) -> Proposal:
