@@ -1,7 +1,7 @@
 """A replica in a process of its own.   python -m tests.control.child ADDRESS REPLICA_ID
 
-Asks once, prints a line per event, then does what its standard input says: `hold SECONDS` keeps the GIL, `fork` forks a
-child that outlives it.
+Asks once, says so, prints a line per event, then does what its standard input says: `hold SECONDS` keeps the GIL,
+`fork` forks a child that outlives it.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ def main() -> None:
     one = Replica(sys.argv[1], sys.argv[2])
     one.lease.wait_connected(10)
     one.ask()
+    print("asks", flush=True)
     print("quorum", *one.answer().ids, flush=True)
     for line in sys.stdin:
         word, _, rest = line.strip().partition(" ")

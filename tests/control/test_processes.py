@@ -41,10 +41,11 @@ def server(liveness_s: float) -> Iterator[LighthouseServer]:
 @pytest.fixture
 def pair(server: LighthouseServer, child: Callable[..., Child]) -> Iterator[tuple[Replica, Child]]:
     """A replica here and one in a process, in one quorum."""
-    other = child("tests.control.child", server.address(), "b:1")
     mine = Replica(server.address(), "a:1", expected=2)
+    other = child("tests.control.child", server.address(), "b:1")
     try:
         mine.lease.wait_connected(5)
+        assert other.line() == "asks"  # else a quorum of one would form after join_s, however long a process starts
         mine.ask()
         assert other.line() == "quorum a:1 b:1"
         assert mine.answer().ids == ("a:1", "b:1")
