@@ -168,9 +168,8 @@ def test_two_wrapped_modules(cluster: Cluster) -> None:
     class Two(Weighing):
         def wrap(self) -> None:
             super().wrap()
+            self.ddp.unwrap()  # type: ignore[operator]
             self.parts = [DistributedDataParallel(self.manager, part) for part in self.model.children()]
-            self.manager.hooks.unregister_reducer(self.ddp.gradient_reducer)  # type: ignore[arg-type]
-            self.ddp.gradient_reducer.remove_hooks()  # type: ignore[union-attr, operator]
             self.ddp = Both(*self.parts)
 
         def at(self, point: str) -> None:
