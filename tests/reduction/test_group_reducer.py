@@ -188,7 +188,7 @@ def test_a_failure_inside_breaks_the_attempt_and_leaves_backward(stage: str) -> 
                 member.inside.meet = _lost  # type: ignore[method-assign]
             else:
                 buckets = len(held[member].gradient_reducer.plan.buckets)
-                meet: Any = mock.Mock(wraps=member.inside.meet, side_effect=[mock.DEFAULT] * buckets + [_LOST])
+                meet: Any = mock.Mock(wraps=member.inside.meet, side_effect=[mock.DEFAULT] * buckets + [_lost_rank()])
                 member.inside.meet = meet  # type: ignore[method-assign]
 
         def one(member: Member) -> Any:
@@ -203,11 +203,13 @@ def test_a_failure_inside_breaks_the_attempt_and_leaves_backward(stage: str) -> 
         assert stage == "gather" or all(attempt.errors for attempt in attempts[2:])
 
 
-_LOST = RuntimeError("a rank was lost")
+def _lost_rank() -> RuntimeError:
+    """Another one each time: it keeps the frames through which it was raised, and with them their process groups."""
+    return RuntimeError("a rank was lost")
 
 
 def _lost(*_: object) -> Any:
-    raise _LOST
+    raise _lost_rank()
 
 
 def test_the_host_decides_by_what_was_read(monkeypatch: pytest.MonkeyPatch) -> None:
