@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.process, pytest.mark.timeout(120)]
 
 
 class Two(Cluster):
-    """A cluster with a pair of lighthouses; trainers prefer the first."""
+    """A cluster with a pair of lighthouses, of which the first serves."""
 
     lighthouses = 2
 
@@ -31,7 +31,11 @@ class Two(Cluster):
 
     def __enter__(self) -> Two:
         super().__enter__()
+        first = self.lighthouse
+        assert first is not None
+        first.wait_for(lambda: any("serves now" in line for line in first.errors), "serves, alone")
         self.second = self.lighthouse_at(self.second_port, "second", "--peer", f"{self.host}:{self.port}")
+        self.second.wait_for(lambda: any("stands by" in line for line in self.second.errors), "stands by")
         return self
 
     def start_lighthouse(self) -> None:
