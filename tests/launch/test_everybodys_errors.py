@@ -44,7 +44,15 @@ def script(folder: pathlib.Path, text: str) -> pathlib.Path:
 
 def test_an_error_in_every_group_before_the_first_commit_is_tried_once(tmp_path: pathlib.Path) -> None:
     """The lighthouse was reached: that made three starts of each group."""
-    worker = script(tmp_path, "one.recorder.wait('welcome')\nraise OverflowError('in configure_optimizers')")
+    text = (
+        "import threading\n"
+        "one.recorder.wait('welcome')\n"
+        "(folder / name).touch()\n"
+        "while len(list(folder.glob('replica-*'))) < 3:\n"  # else one starts again before another fails
+        "    threading.Event().wait(0.01)\n"
+        "raise OverflowError('in configure_optimizers')"
+    )
+    worker = script(tmp_path, text)
     with job(worker, "--replicas", "3") as running:
         assert running.run() == 1
     assert running.count(r"\] started") == 3
