@@ -371,6 +371,8 @@ def test_the_process_that_starts_children_may_die(groups: Groups, store: Store) 
     os.kill(dead, signal.SIGKILL)
     assert wait_until(lambda: all(group.errored() is not None for group in groups))
     assert wait_until(lambda: is_gone(dead))
+    spare = processes.children._spare  # dies with it, a moment later; who takes it in that moment asks again
+    assert wait_until(lambda: spare is None or spare.channel.has_ended())
     configure_all(groups, store.fresh())
     assert helper_pid() != dead
     sums(groups)
